@@ -1,0 +1,1 @@
+"""The accelerator backends, one folder each; loaded by name from `diyfa.registry`."""

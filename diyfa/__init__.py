@@ -1,0 +1,70 @@
+"""diyfa: exact, fast attention for PyTorch on NVIDIA GPUs and Ascend NPUs.
+
+    import diyfa
+    out = diyfa.flash_attention(q, k, v, causal=True)
+
+Importing the package loads no kernel language and touches no device; every public name is resolved when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it.
+_PUBLIC: dict[str, str] = {
+    "flash_attention": "diyfa.attention",
+    "flash_attention_v2": "diyfa.attention",
+    "explain": "diyfa.attention",
+    "triton_matmul": "diyfa.matmul",
+    "reference_attention": "diyfa.reference",
+    "kernels_for": "diyfa.registry",
+    "use_backend": "diyfa.registry",
+    "GPUArch": "diyfa.arch",
+    "NPUArch": "diyfa.arch",
+    "GPUCapabilities": "diyfa.device",
+    "NPUCapabilities": "diyfa.device",
+    "detect": "diyfa.device",
+    "detect_gpu": "diyfa.device",
+    "detect_npu": "diyfa.device",
+    "print_gpu_info": "diyfa.device",
+    "check_hopper_features": "diyfa.device",
+    "supports_fp8": "diyfa.device",
+    "AdaptiveKernelSelector": "diyfa.selector",
+    "BackendSelector": "diyfa.selector",
+    "get_attention_config": "diyfa.selector",
+    "get_matmul_config": "diyfa.selector",
+    "get_optimal_attention": "diyfa.selector",
+    "get_optimal_matmul": "diyfa.selector",
+    "BenchmarkResult": "diyfa.bench",
+    "BenchmarkRunner": "diyfa.bench",
+    "benchmark_fn": "diyfa.bench",
+    "validate_attention": "diyfa.testing",
+    "validate_matmul": "diyfa.testing",
+}
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from diyfa.arch import GPUArch as GPUArch
+    from diyfa.arch import NPUArch as NPUArch
+    from diyfa.attention import explain as explain
+    from diyfa.attention import flash_attention as flash_attention
+    from diyfa.attention import flash_attention_v2 as flash_attention_v2
+    from diyfa.matmul import triton_matmul as triton_matmul
+    from diyfa.registry import kernels_for as kernels_for
+    from diyfa.registry import use_backend as use_backend
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'diyfa' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

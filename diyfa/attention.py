@@ -1,0 +1,234 @@
+"""`flash_attention` and `flash_attention_v2`: one call for CUDA, NPU and, asked for, CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa import ops, registry, validation
+from diyfa.problem import LAYOUTS, AttentionTensors
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    causal: bool,
+    sm_scale: float | None,
+    seq_lens: torch.Tensor | None,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_p: float,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float, tuple[int, int]]:
+    """Check every argument; returns 4-D (q, k, v), the softmax scale and the normalised window."""
+    validation.check_tensors(q=q, k=k, v=v)
+    if q.dim() == 3 and k.dim() == 3 and v.dim() == 3 and layout == "bhsd":
+        # (B·H, S, D): the batch is what seq_lens says, else one; grouped heads stay grouped either way.
+        batch = 1 if seq_lens is None else max(1, seq_lens.numel())
+        if q.shape[0] % batch or k.shape[0] % batch or v.shape[0] % batch:
+            raise ValueError(
+                f"the first dimension of 3-D q, k, v must be a multiple of the batch {batch} of seq_lens, "
+                f"got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
+            )
+        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    dims = LAYOUTS[layout]
+    validation.check_qkv(q, k, v, dims)
+    validation.check_scalars(sm_scale, softcap, dropout_p)
+    b, h, s, d = dims
+    seqlen_k = k.shape[s]
+    if window is not UNBOUNDED:
+        window = validation.check_window(window)
+    left, right = window
+    if causal:
+        right = 0
+    left = -1 if left >= seqlen_k else left
+    right = -1 if right >= seqlen_k > 0 else right
+    if seq_lens is not None:
+        validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
+    if alibi_slopes is not None or attn_bias is not None or sinks is not None:
+        validation.check_features(q, q.shape[b], q.shape[h], q.shape[s], seqlen_k, alibi_slopes, attn_bias, sinks)
+    scale = q.shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
+    return (q, k, v), scale, (left, right)
+
+
+UNBOUNDED = (-1, -1)
+
+
+def _attend(
+    layout: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    seq_lens: torch.Tensor | None,
+    variant: str,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str | None,
+) -> Result:
+    (q4, k4, v4), scale, bounds = _prepare(
+        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p
+    )
+    out, lse = ops.attention(
+        q4,
+        k4,
+        v4,
+        layout=layout,
+        sm_scale=scale,
+        window=bounds,
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias,
+        sinks=sinks,
+        deterministic=deterministic,
+        backend=backend or "",
+        variant=variant,
+    )
+    if q.dim() == 3:
+        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Result:
+    """softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
+
+    Args:
+        q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 512. Last stride 1, others free.
+        k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
+        causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
+        sm_scale: factor of the scores; default 1/sqrt(D).
+        seq_lens: (B,) int32, 0 < length <= Sk. Keys from the length on are masked. The queries of the sample are its
+            first min(length, Sq) rows; output rows beyond them are 0. Causal masks and windows align to these lengths.
+        variant: "auto", "v1" (FlashAttention, Dao et al. 2022, arXiv:2205.14135, algorithm 1: key/value blocks
+            outermost), "v2" (FlashAttention-2, Dao 2023, arXiv:2307.08691, algorithm 1: query blocks outermost,
+            normalisation at the end), or any name of `diyfa.kernels_for`.
+        window: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 is unbounded.
+        softcap: scores become softcap · tanh(score / softcap); 0 is off.
+        alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
+        attn_bias: broadcastable to (B, H, Sq, Sk); added to the scores.
+        sinks: (H,) float32 logits, one for each head, that join the softmax denominator.
+        dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
+        deterministic: gradients are bitwise equal from run to run.
+        return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
+        backend: name of a backend that must run the call; default: the one made for the tensors' device.
+
+    Returns:
+        The output, shaped and typed like q with v's feature size; with `return_lse` the pair (out, lse). A row that
+        sees no key has output 0 and lse +inf.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
+    """
+    return _attend(
+        "bhsd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
+        dropout_p, deterministic, return_lse, backend,
+    )  # fmt: skip
+
+
+def flash_attention_v2(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output; everything else is the same.
+
+    The log-sum-exp stays (B, H, Sq).
+    """
+    return _attend(
+        "bshd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
+        dropout_p, deterministic, return_lse, backend,
+    )  # fmt: skip
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    layout: str = "bhsd",
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> registry.Explanation:
+    """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
+
+    Nothing is launched. `layout` is "bhsd" (`flash_attention`) or "bshd" (`flash_attention_v2`). Raises what the call
+    itself would raise.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    (q4, k4, v4), scale, (left, right) = _prepare(
+        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p
+    )
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    chosen = registry.resolve_backend(q4.device, backend or "")
+    tensors = AttentionTensors(q4, k4, v4, scale, seq_lens, alibi_slopes, attn_bias, sinks)
+    scalars = (left, right, float(softcap), float(dropout_p), layout, deterministic, needs_grad)
+    problem = ops.describe_attention(chosen, tensors, scalars)
+    return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)

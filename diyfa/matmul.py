@@ -1,0 +1,57 @@
+"""`triton_matmul`: the matrix product by diyfa's own kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa import ops, registry, validation
+
+PRECISIONS = ("tf32", "ieee")
+
+
+def triton_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    block_k: int | None = None,
+    use_autotune: bool = True,
+    *,
+    precision: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """c = a @ b with float32 accumulation.
+
+    Args:
+        a: (M, K) float16, bfloat16 or float32; any strides.
+        b: (K, N), of a's dtype and device; any strides.
+        block_m, block_n, block_k: the tile; all three or none. Powers of two from 16, not beyond M, N, K.
+        use_autotune: measure candidates once for each bucket of sizes when no tile is given; otherwise the table's tile.
+        precision: for float32 inputs: None computes in float16 and returns float16, "tf32" and "ieee" compute in
+            that precision and return float32. Not allowed with other dtypes.
+        out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).
+        backend: name of a backend that must run the call.
+
+    Returns:
+        (M, N).
+
+    Raises:
+        ValueError: not 2-D, not on a supported device, devices or inner dimensions differ, bad tile or precision.
+        TypeError: unsupported or differing dtypes.
+    """
+    validation.check_matmul(a, b)
+    blocks = (block_m, block_n, block_k)
+    validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be None, 'tf32' or 'ieee', got {precision!r}")
+    if precision is not None and a.dtype != torch.float32:
+        raise ValueError(f"precision={precision!r} applies to float32 inputs, got {a.dtype}")
+    compute_dtype = torch.float16 if a.dtype == torch.float32 and precision is None else a.dtype
+    out_dtype = compute_dtype if out_dtype is None else out_dtype
+    if out_dtype not in validation.MATMUL_DTYPES:
+        raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
+    tile = None if block_m is None else [block_m, block_n, block_k]
+    return ops.matmul(
+        a, b, tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, backend or registry.forced_backend()
+    )

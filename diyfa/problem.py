@@ -1,0 +1,189 @@
+"""One call, described: what every decision (backend, kernel, tile) is made from, and what a backend must offer.
+
+This module is all that a backend may import of diyfa besides the plain data of `diyfa.arch`. It holds
+
+* `AttentionProblem` and `MatmulProblem`: hashable descriptions without tensors, so a decision is a pure function
+  and can be cached, explained and tested without a device;
+* `AttentionTensors`: the tensors of one call, in the layout that the problem names;
+* `Kernel` and `Backend`: the protocol between the front end and an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+# Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
+LAYOUTS: dict[str, tuple[int, int, int, int]] = {
+    "bhsd": (0, 1, 2, 3),  # flash_attention, PyTorch SDPA
+    "bshd": (0, 2, 1, 3),  # flash_attention_v2, flash_attn
+}
+
+
+class AttentionProblem(NamedTuple):
+    """One attention call without its tensors.
+
+    `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
+    short name ("float16"). `aligned` says that every base address and every stride but the last is a multiple of 16
+    bytes (what TMA needs).
+    """
+
+    device_type: str
+    arch: str  # "sm_90", "Ascend910B3", "cpu"
+    dtype: str
+    layout: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    seq_lens: bool = False
+    alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    needs_grad: bool = False
+    aligned: bool = True
+
+    @property
+    def causal(self) -> bool:
+        return self.window_right == 0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the optional features this call uses; a backend refuses those it does not list."""
+        present = {
+            "causal": self.causal,
+            "window": self.window_left >= 0 or self.window_right > 0,
+            "softcap": self.softcap != 0.0,
+            "seq_lens": self.seq_lens,
+            "alibi": self.alibi,
+            "attn_bias": self.bias,
+            "sinks": self.sinks,
+            "dropout": self.dropout,
+            "gqa": self.heads_q != self.heads_kv,
+            "head_dim_v": self.head_dim != self.head_dim_v,
+        }
+        return frozenset(name for name, used in present.items() if used)
+
+
+class MatmulProblem(NamedTuple):
+    """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed."""
+
+    device_type: str
+    arch: str
+    dtype: str  # of the inputs
+    compute_dtype: str  # of the operands of each product: "float16", "bfloat16", "float32"
+    out_dtype: str
+    m: int
+    n: int
+    k: int
+    precision: str = "ieee"  # for float32 operands: "ieee" or "tf32"
+    block: tuple[int, int, int] | None = None  # tile asked for by the caller
+    autotune: bool = True
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sm_scale: float
+    seq_lens: torch.Tensor | None = None  # (B,) int32
+    alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
+    attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
+    sinks: torch.Tensor | None = None  # (H,) fp32
+
+
+class AttentionGradients(NamedTuple):
+    """What a backward kernel returns; `dbias` and `dsinks` are None where the input was."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+
+
+def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
+    """Strides of a 4-D tensor in (batch, head, sequence, feature) order whatever its layout."""
+    s = x.stride()
+    b, h, m, d = LAYOUTS[layout]
+    return s[b], s[h], s[m], s[d]
+
+
+def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """View of a 4-D tensor in (batch, head, sequence, feature) order."""
+    return x if layout == "bhsd" else x.permute(LAYOUTS[layout])
+
+
+def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """Uninitialised attention output for `q`: its dtype, shape with `head_dim_v`, and its dimension order in memory."""
+    if q.shape[-1] == head_dim_v:
+        return torch.empty_like(q)
+    outer = sorted(range(q.dim() - 1), key=lambda i: q.stride(i), reverse=True)
+    dense = q.new_empty([q.shape[i] for i in outer] + [head_dim_v])
+    inverse = sorted(range(q.dim() - 1), key=lambda i: outer[i])
+    return dense.permute([*inverse, q.dim() - 1])
+
+
+def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: str) -> str | None:
+    """Reason why `who` cannot run `problem` when it uses a feature outside `supported`, else None."""
+    missing = sorted(problem.features - supported)
+    return f"{who} does not implement {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way of computing an operation on a backend.
+
+    `op` is "attention_fwd", "attention_bwd" or "matmul". `unsupported(problem)` returns a reason or None;
+    `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none).
+    `launch` has, by `op`, the signature
+
+    * attention_fwd: `(problem, tensors) -> (out, lse)`
+    * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None) -> AttentionGradients`
+    * matmul: `(problem, a, b) -> c`
+    """
+
+    name: str
+    op: str
+    summary: str
+    launch: Callable[..., Any] = field(repr=False)
+    unsupported: Callable[[Any], str | None] = field(repr=False)
+    config: Callable[[Any], Any] = field(repr=False, default=lambda problem: None)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What an accelerator offers. The object called `backend` in its package, or behind a `diyfa.backends` entry point."""
+
+    name: str
+    device_type: str  # torch device type of the tensors it takes
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        """Every kernel, the preferred one of each operation first."""
+        ...
+
+    def accepts(self, device: torch.device) -> str | None:
+        """None if tensors on `device` can be used, else the reason."""
+        ...
+
+    def arch(self, device: torch.device) -> str:
+        """Name of the architecture of `device` as the backend's tables know it."""
+        ...
+
+    def unsupported(self, problem: Any) -> str | None:
+        """Reason why no kernel of this backend runs `problem`, or None."""
+        ...

@@ -1,0 +1,247 @@
+"""Which backend and which kernel runs a call, and why.
+
+Backends are named here as strings and loaded when first needed; a package installed beside diyfa adds one through the
+entry-point group `diyfa.backends`. A choice is made once for each distinct problem and cached. Nothing falls back:
+what the caller names explicitly either runs or raises with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from diyfa.problem import Backend, Kernel
+
+ENTRY_POINT_GROUP = "diyfa.backends"
+BUILTIN_BACKENDS: dict[str, str] = {
+    "cuda": "diyfa.backends.cuda",
+    "npu": "diyfa.backends.npu",
+    "cpu": "diyfa.backends.cpu",
+}
+# Backends that run only when asked for by name: correct everywhere, fast nowhere.
+EXPLICIT_ONLY = frozenset({"cpu"})
+
+_loaded: dict[str, Backend] = {}
+_choices: dict[tuple[Any, ...], Kernel] = {}
+# Process-wide, not thread-local: autograd runs backward passes on its own threads, and torch.compile guards on it.
+_forced_backend: str = os.environ.get("DIYFA_BACKEND", "")
+
+
+@lru_cache(maxsize=1)
+def _plugins() -> dict[str, Any]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def backend_names() -> list[str]:
+    """Names of all backends, built-in first, loaded or not."""
+    return [*BUILTIN_BACKENDS, *(name for name in _plugins() if name not in BUILTIN_BACKENDS)]
+
+
+def load_backend(name: str) -> Backend:
+    """The backend called `name`.
+
+    Raises ValueError for a name that nobody registered, ModuleNotFoundError when what the backend needs (Triton) is
+    not installed, TypeError when a plug-in's object does not follow the protocol.
+    """
+    if name in _loaded:
+        return _loaded[name]
+    if name in BUILTIN_BACKENDS:
+        if name != "cpu" and importlib.util.find_spec("triton") is None:
+            package = "triton-ascend" if name == "npu" else "triton"
+            raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
+        backend = importlib.import_module(BUILTIN_BACKENDS[name]).backend
+    elif name in _plugins():
+        backend = _plugins()[name].load()
+    else:
+        raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend {name!r} does not follow diyfa.problem.Backend: {backend!r}")
+    _loaded[name] = backend
+    return backend
+
+
+def forced_backend() -> str:
+    """The backend set by `use_backend` or the environment variable DIYFA_BACKEND; empty when there is none."""
+    return _forced_backend
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run every diyfa call inside the block on the backend called `name`, whatever the tensors' device suggests.
+
+    The setting is process-wide. Raises ValueError at once for an unknown name.
+    """
+    global _forced_backend
+    if name not in backend_names():
+        raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
+    previous, _forced_backend = _forced_backend, name
+    try:
+        yield
+    finally:
+        _forced_backend = previous
+
+
+def resolve_backend(device: torch.device, name: str = "") -> Backend:
+    """The backend for tensors on `device`: the one named, the forced one, or the one made for that device type.
+
+    Raises ValueError when the named backend cannot use the device or no backend exists for it.
+    """
+    name = name or _forced_backend
+    if name:
+        backend = load_backend(name)
+        if reason := backend.accepts(device):
+            raise ValueError(f"backend {name!r} cannot run this call: {reason}")
+        return backend
+    if device.type == "cpu":
+        raise ValueError(
+            'CUDA tensors required (or NPU tensors), got CPU tensors: move them with .to("cuda") or .to("npu"), '
+            'or ask for the CPU implementation with backend="cpu"'
+        )
+    if device.type in BUILTIN_BACKENDS:
+        return load_backend(device.type)
+    for plugin in _plugins():
+        backend = load_backend(plugin)
+        if backend.device_type == device.type:
+            return backend
+    raise ValueError(f"CUDA tensors required (or NPU tensors), got tensors on {device}; no backend is made for them")
+
+
+def _refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
+    return backend.unsupported(problem) or kernel.unsupported(problem)
+
+
+def _of_op(backend: Backend, op: str) -> list[Kernel]:
+    return [k for k in backend.kernels if k.op == op]
+
+
+def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Kernel:
+    """The kernel of `backend` that runs `problem`: the one called `variant`, or the first that does not refuse.
+
+    Raises ValueError with every reason when there is none.
+    """
+    key = (op, problem, backend.name, variant)
+    kernel = _choices.get(key)
+    if kernel is None:
+        kernel = _choices[key] = _choose(op, problem, backend, variant)
+    return kernel
+
+
+def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
+    kernels = _of_op(backend, op)
+    if variant != "auto":
+        named = [k for k in kernels if k.name == variant]
+        if not named:
+            names = ", ".join(k.name for k in kernels) or "none"
+            raise ValueError(f"backend {backend.name!r} has no {op} kernel called {variant!r}; it has: {names}")
+        kernels = named
+    reasons = []
+    for kernel in kernels:
+        reason = _refusal(backend, kernel, problem)
+        if reason is None:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A kernel that was not chosen, with the reason."""
+
+    backend: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would run: see `diyfa.explain`."""
+
+    op: str
+    backend: str
+    kernel: str
+    summary: str
+    config: Any
+    why: str
+    problem: Any
+    alternatives: tuple[Alternative, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend}/{self.kernel} ({self.summary})", f"  why: {self.why}"]
+        if self.config is not None:
+            lines.append(f"  tile: {self.config}")
+        lines += [f"  not {a.backend}/{a.kernel}: {a.reason}" for a in self.alternatives]
+        return "\n".join(lines)
+
+
+def explain_choice(
+    op: str, problem: Any, device: torch.device, backend: str = "", variant: str = "auto"
+) -> Explanation:
+    """Explain `choose` for one problem, other backends included. Raises as the call itself would."""
+    chosen_backend = resolve_backend(device, backend)
+    chosen = choose(op, problem, chosen_backend, variant)
+    if variant != "auto":
+        why = f"variant={variant!r} was asked for"
+    elif backend or _forced_backend:
+        why = f"backend={chosen_backend.name!r} was asked for; {chosen.name} is its preferred kernel that can run this"
+    else:
+        why = f"tensors are on {device.type}; {chosen.name} is the preferred kernel that can run this"
+    alternatives = []
+    for name in backend_names():
+        try:
+            other = load_backend(name)
+        except (ImportError, TypeError) as error:
+            alternatives.append(Alternative(name, "*", str(error)))
+            continue
+        if other is not chosen_backend and (reason := other.accepts(device)):
+            alternatives.append(Alternative(name, "*", reason))
+            continue
+        for kernel in _of_op(other, op):
+            if kernel is chosen:
+                continue
+            if other is not chosen_backend:
+                reason = f"runs only when asked for: backend={name!r}"
+            elif reason_ := _refusal(other, kernel, problem):
+                reason = reason_
+            elif variant != "auto":
+                reason = "not the variant asked for"
+            else:
+                reason = f"could run; {chosen.name} is preferred"
+            alternatives.append(Alternative(name, kernel.name, reason))
+    config = chosen.config(problem)
+    return Explanation(op, chosen_backend.name, chosen.name, chosen.summary, config, why, problem, tuple(alternatives))
+
+
+def kernels_for(device: str | torch.device | None = None, op: str = "attention_fwd") -> list[str]:
+    """Names that `variant=` takes on `device` (a device, a device type or a backend name; default: what is there).
+
+    `op` is "attention_fwd", "attention_bwd" or "matmul".
+    """
+    if device is None:
+        from diyfa.device import default_backend
+
+        name = _forced_backend or default_backend()
+    else:
+        name = device if isinstance(device, str) and device in backend_names() else torch.device(device).type
+    return [k.name for k in _of_op(load_backend(name), op)]
+
+
+def all_kernels(names: Sequence[str] | None = None) -> list[tuple[str, Kernel]]:
+    """(backend name, kernel) for every kernel of the named backends (default: all that load)."""
+    found = []
+    for name in names or backend_names():
+        try:
+            found += [(name, kernel) for kernel in load_backend(name).kernels]
+        except ImportError:
+            if names:
+                raise
+    return found

@@ -1,0 +1,185 @@
+"""Checks that hold on every backend. Each raises ValueError or TypeError saying what was expected and what came.
+
+They read shapes, strides and dtypes only, so they never wait for a device; the one check of values (`seq_lens`) is
+left out while a CUDA graph is captured or a graph is traced.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 512
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float16` -> "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def check_tensors(**tensors: object) -> None:
+    """Every argument is a tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Every tensor given is on the device of `first`."""
+    for name, x in others.items():
+        if x is not None and x.device != first.device:
+            raise ValueError(f"all tensors must be on the same device: q is on {first.device}, {name} on {x.device}")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int, int, int]) -> None:
+    """q, k, v are 4-D, of one dtype and device, and their shapes fit; `dims` are (batch, head, seq, feature)."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"Expected 3D or 4D tensors of one rank, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
+    if q.dtype not in ATTENTION_DTYPES:
+        raise TypeError(f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32 (float64: backend='cpu')")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(f"dtypes must match: q is {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(
+            f"all tensors must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}"
+        )
+    b, h, s, d = dims
+    if not (1 <= q.shape[d] <= MAX_HEAD_DIM) or not (1 <= v.shape[d] <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM}, got {q.shape[d]} for q and {v.shape[d]} for v"
+        )
+    if k.shape[d] != q.shape[d]:
+        raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
+    if k.shape[b] != q.shape[b] or v.shape[b] != q.shape[b]:
+        raise ValueError(f"q, k and v must have the same batch, got {_shape(q)}, {_shape(k)}, {_shape(v)}")
+    if k.shape[h] != v.shape[h] or k.shape[s] != v.shape[s]:
+        raise ValueError(f"k and v must have the same heads and length, got k {_shape(k)} and v {_shape(v)}")
+    if k.shape[h] == 0 or q.shape[h] == 0 or q.shape[h] % k.shape[h]:
+        raise ValueError(
+            f"the query heads must be a positive multiple of the key/value heads, got {q.shape[h]} and {k.shape[h]}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
+            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
+
+
+def check_window(window: object) -> tuple[int, int]:
+    """A pair (left, right) of integers, each -1 (unbounded) or more."""
+    try:
+        left, right = (int(x) for x in window)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise TypeError(f"window must be a pair of integers (left, right), got {window!r}") from None
+    if left < -1 or right < -1:
+        raise ValueError(f"window sizes must be -1 (unbounded) or more, got ({left}, {right})")
+    return left, right
+
+
+def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float) -> None:
+    """Scale finite, softcap not negative, dropout probability in [0, 1)."""
+    if sm_scale is not None and not isinstance(sm_scale, (int, float)):
+        raise TypeError(f"sm_scale must be a number, got {type(sm_scale).__name__}")
+    if sm_scale is not None and (sm_scale != sm_scale or sm_scale in (float("inf"), float("-inf"))):
+        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+    if not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether a device graph is being captured on the current stream of x's device type, or a graph is traced."""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        return True
+    module = getattr(torch, x.device.type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return bool(capturing is not None and x.device.type != "cpu" and capturing())
+
+
+def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k: int) -> None:
+    """(B,) int32 lengths on q's device with 0 < length <= Sk."""
+    check_tensors(seq_lens=seq_lens)
+    if seq_lens.dtype != torch.int32:
+        raise TypeError(f"seq_lens must be int32, got {seq_lens.dtype}")
+    if seq_lens.shape != (batch,):
+        raise ValueError(f"seq_lens must have shape ({batch},), got {_shape(seq_lens)}")
+    check_same_device(q, seq_lens=seq_lens)
+    if seq_lens.numel() and not is_capturing(seq_lens):
+        lengths = seq_lens.cpu()
+        low, high = int(lengths.min()), int(lengths.max())
+        if low <= 0 or high > seqlen_k:
+            raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
+
+
+def check_features(
+    q: torch.Tensor,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Shapes, dtypes and devices of the optional tensors."""
+    check_same_device(q, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
+    if alibi_slopes is not None:
+        if alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
+        if alibi_slopes.shape not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {_shape(alibi_slopes)}"
+            )
+    if sinks is not None:
+        if sinks.dtype != torch.float32:
+            raise TypeError(f"sinks must be float32, got {sinks.dtype}")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must have shape ({heads},), got {_shape(sinks)}")
+    if attn_bias is not None:
+        if not attn_bias.dtype.is_floating_point:
+            raise TypeError(f"attn_bias must be a floating-point tensor, got {attn_bias.dtype}")
+        full = (batch, heads, seqlen_q, seqlen_k)
+        shape = _shape(attn_bias)
+        if len(shape) > 4 or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)):
+            raise ValueError(f"attn_bias must be broadcastable to {full}, got {shape}")
+
+
+def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
+    """a (M, K) and b (K, N) of one supported dtype on one device."""
+    check_tensors(a=a, b=b)
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"Expected 2D tensors, got a {_shape(a)} and b {_shape(b)}")
+    if a.dtype not in MATMUL_DTYPES:
+        raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16 or float32")
+    if b.dtype != a.dtype:
+        raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
+    if a.device != b.device:
+        raise ValueError(f"all tensors must be on the same device: a is on {a.device}, b on {b.device}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"Incompatible dimensions: a is {_shape(a)}, b is {_shape(b)}; a.shape[1] must be b.shape[0]")
+
+
+def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
+    """Either no tile size or all three, each a positive power of two of at least 16 and not beyond its dimension."""
+    given = [x is not None for x in blocks]
+    if not any(given):
+        return
+    if not all(given):
+        raise ValueError(f"block_m, block_n and block_k must be given together, got {blocks}")
+    for name, block, size in zip(("block_m", "block_n", "block_k"), blocks, sizes, strict=True):
+        if not isinstance(block, int) or isinstance(block, bool):
+            raise TypeError(f"{name} must be an int, got {type(block).__name__}")
+        if block <= 0:
+            raise ValueError(f"{name} must be positive, got {block}")
+        if block > size:
+            raise ValueError(f"{name}={block} exceeds the matrix dimension {size}")
+        if block < 16 or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two of at least 16, got {block}")
