@@ -44,7 +44,7 @@ _PUBLIC: dict[str, str] = {
     "validate_attention": "diyfa.testing",
     "validate_matmul": "diyfa.testing",
 }
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
     from diyfa.arch import GPUArch as GPUArch

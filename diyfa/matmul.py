@@ -27,7 +27,7 @@ def triton_matmul(
         a: (M, K) float16, bfloat16 or float32; any strides.
         b: (K, N), of a's dtype and device; any strides.
         block_m, block_n, block_k: the tile; all three or none. Powers of two from 16, not beyond M, N, K.
-        use_autotune: measure candidates once for each bucket of sizes when no tile is given; otherwise the table's tile.
+        use_autotune: when no tile is given, measure candidates once for each bucket of sizes; else use the table's.
         precision: for float32 inputs: None computes in float16 and returns float16, "tf32" and "ieee" compute in
             that precision and return float32. Not allowed with other dtypes.
         out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).

@@ -1,6 +1,6 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
-Four operators, each backend-neutral: `attention_fwd`, `attention_bwd`, `matmul`. Their implementation is the same
+Three operators, each backend-neutral: `attention_fwd`, `attention_bwd`, `matmul`. Their implementation is the same
 Python function for every dispatch key; it describes the call as a problem, lets the registry choose a kernel and
 launches it. They are defined with `torch.library.Library` because that costs a third of `custom_op` for each call, and
 the autograd is a `torch.autograd.Function` around them (a sixth of `register_autograd` when gradients are needed), so
@@ -21,7 +21,6 @@ from diyfa.problem import (
     AttentionTensors,
     Backend,
     MatmulProblem,
-    as_bhsd,
     empty_output,
 )
 from diyfa.validation import dtype_name
@@ -258,7 +257,7 @@ def attention(
         deterministic, needs_grad, backend, variant,
     )  # fmt: skip
     if needs_grad:
-        return _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+        return _Attention.apply(*arguments)
     return _fwd(*arguments)
 
 
@@ -326,5 +325,5 @@ class _Matmul(torch.autograd.Function):
 def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _Matmul.apply(a, b, *arguments)  # type: ignore[no-untyped-call]
+        return _Matmul.apply(a, b, *arguments)
     return _mm(a, b, *arguments)

@@ -164,9 +164,28 @@ class Kernel:
     config: Callable[[Any], Any] = field(repr=False, default=lambda problem: None)
 
 
+@dataclass(frozen=True)
+class CompileReport:
+    """One kernel compiled ahead of time, without the device: what `diyfa compile` and the CI gate show."""
+
+    backend: str
+    target: str  # "sm_90", "Ascend910B3"
+    kernel: str  # "attention_fwd/v2"
+    case: str  # "float16 D=128 causal 128x64"
+    ok: bool  # compiled, and inside the backend's gate (no spills; bound and pipelined)
+    seconds: float
+    registers: int | None = None
+    spill_bytes: int | None = None
+    memory: dict[str, int] = field(default_factory=dict)  # bytes: {"shared": …} or {"ub": …, "l1": …, "l0c": …}
+    notes: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class Backend(Protocol):
-    """What an accelerator offers. The object called `backend` in its package, or behind a `diyfa.backends` entry point."""
+    """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
+
+    A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`.
+    """
 
     name: str
     device_type: str  # torch device type of the tensors it takes
