@@ -15,7 +15,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1
 
     return (
         Kernel(
@@ -25,6 +25,14 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd.attention_forward,
             unsupported=lambda problem: None,
             config=lambda problem: configs.default_config("fwd", problem),
+        ),
+        Kernel(
+            name="v1",
+            op="attention_fwd",
+            summary="FlashAttention: key/value blocks outermost, one program for each head",
+            launch=fwd_v1.attention_forward,
+            unsupported=lambda problem: None,
+            config=fwd_v1.config,
         ),
         Kernel(
             name="split",

@@ -15,14 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of
-from diyfa.backends.cuda.launch import on_device, softmax_scale, tuned_config
+from diyfa.backends.cuda.dots import dot, dot_add
+from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LOG2E,
     PORTABLE_FORM,
     descriptor,
-    dot,
-    dot_add,
     head_base,
     load_tile,
     padded_head_dim,
@@ -32,6 +32,7 @@ from diyfa.backends.cuda.tiles import (
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
 
 PREPROCESS_BLOCK_M = 64
+PREPROCESS_WARPS = 4
 
 
 @triton.jit
@@ -382,8 +383,40 @@ def _bwd_dq_kernel(
     store_tile(dq_base, dq * scale, row0, seqlen_q, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D, FORM)
 
 
+def preprocess_constants(problem: AttentionProblem, has_dlse: bool) -> dict[str, object]:
+    """Constexprs of `_bwd_preprocess_kernel`."""
+    return {
+        "HAS_SEQ_LENS": problem.seq_lens,
+        "HAS_DLSE": has_dlse,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": PREPROCESS_BLOCK_M,
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "FORM": PORTABLE_FORM,
+    }
+
+
+def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, object]:
+    """Constexprs of `_bwd_dkdv_kernel` and `_bwd_dq_kernel`."""
+    return {
+        "CAUSAL": problem.causal,
+        "HAS_SEQ_LENS": problem.seq_lens,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "PRECISION": "ieee",
+        "FORM": form_of(config),
+    }
+
+
 def _preprocess(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> torch.Tensor:
     """delta (B, H, Sq) fp32."""
     delta = torch.empty(problem.batch, problem.heads_q, problem.seqlen_q, dtype=torch.float32, device=out.device)
@@ -400,13 +433,8 @@ def _preprocess(
         problem.heads_q,
         problem.seqlen_q,
         problem.seqlen_k,
-        HAS_SEQ_LENS=problem.seq_lens,
-        HAS_DLSE=dlse is not None,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=PREPROCESS_BLOCK_M,
-        BLOCK_DV=padded_head_dim(problem.head_dim_v),
-        FORM=PORTABLE_FORM,
-        num_warps=4,
+        **preprocess_constants(problem, dlse is not None),
+        num_warps=PREPROCESS_WARPS,
     )
     return delta
 
@@ -431,21 +459,8 @@ def attention_backward(
         problem = problem._replace(aligned=False)  # an unaligned gradient keeps TMA out
     sizes = (problem.heads_q, problem.heads_q // problem.heads_kv, problem.seqlen_q, problem.seqlen_k, scale)
 
-    def constants(config: AttentionConfig) -> dict[str, object]:
-        return {
-            "CAUSAL": problem.causal,
-            "HAS_SEQ_LENS": problem.seq_lens,
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "PRECISION": "ieee",
-            "FORM": form_of(config),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
+    def schedule(config: AttentionConfig) -> dict[str, int]:
+        return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
     def references(config: AttentionConfig) -> tuple:
         if config.form != "tma":
@@ -461,14 +476,31 @@ def attention_backward(
         grid = (triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv,)
         strides = (*inputs, *bhsd_strides(dk, layout)[:3], *bhsd_strides(dv, layout)[:3])
         _bwd_dkdv_kernel[grid](
-            *references(config), lse, delta, tensors.seq_lens, dk, dv, *strides, *sizes, **constants(config)
+            *references(config),
+            lse,
+            delta,
+            tensors.seq_lens,
+            dk,
+            dv,
+            *strides,
+            *sizes,
+            **constants(problem, config),
+            **schedule(config),
         )
 
     def run_dq(config: AttentionConfig) -> None:
         grid = (triton.cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q,)
         strides = (*inputs, *bhsd_strides(dq, layout)[:3])
         _bwd_dq_kernel[grid](
-            *references(config), lse, delta, tensors.seq_lens, dq, *strides, *sizes, **constants(config)
+            *references(config),
+            lse,
+            delta,
+            tensors.seq_lens,
+            dq,
+            *strides,
+            *sizes,
+            **constants(problem, config),
+            **schedule(config),
         )
 
     with on_device(q):

@@ -8,7 +8,7 @@ through block pointers or plain addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
@@ -34,29 +34,43 @@ def form_of(config: AttentionConfig) -> int:
     return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM
 
 
-# Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that matches and fits is used.
-# Classes are told apart by what limits a tile: shared memory for one block, and wgmma.
+# Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
+# its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
+# memory for one block, and fp32's doubled tiles. Figures of the wgmma rows: TFLOP/s over the products the kernel does,
+# bf16, 16384 tokens, heads * head_dim = 2048, at S = 1k/4k/16k without a mask; each row is the best or within 2 % of the
+# best of 72 tiles somewhere on that grid (benchmarks/results/h200-2026-11-21-tiles.json).
 Row = tuple[int, AttentionConfig]
 C = AttentionConfig
+_H200 = "H200, 2026-11-21: "
 
 _FORWARD: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 128, 4, 3, "tma")),
-        (64, C(128, 64, 4, 3)),
-        (128, C(128, 128, 8, 2, "tma")),
-        (128, C(128, 64, 4, 3)),
-        (256, C(128, 64, 8, 2, "tma")),
-        (256, C(128, 64, 8, 2)),
+        (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
+        (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552")),
+        (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
+        (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
+        (128, C(128, 128, 8, 3, "portable", _H200 + "359/439/449")),
+        (128, C(64, 32, 4, 3, "portable", _H200 + "causal 1k 275")),
+        (256, C(64, 64, 4, 3, "tma", _H200 + "424/528/560")),
+        (256, C(128, 64, 8, 2, "tma", _H200 + "434/534/546")),
+        (256, C(128, 64, 8, 2, "portable", _H200 + "341/394/381")),
+        (256, C(64, 32, 4, 2)),
     ),
     "large": (
         (64, C(128, 64, 4, 3)),
+        (64, C(64, 64, 4, 3)),
         (128, C(128, 64, 8, 3)),
         (128, C(128, 64, 8, 2)),
+        (128, C(64, 32, 4, 3)),
         (256, C(64, 64, 4, 2)),
         (256, C(64, 32, 4, 2)),
     ),
     "small": (
         (64, C(128, 64, 4, 2)),
+        (64, C(64, 64, 4, 2)),
         (128, C(64, 64, 4, 2)),
         (128, C(64, 32, 4, 2)),
         (256, C(64, 32, 4, 1)),
@@ -74,15 +88,21 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(64, 128, 8, 3, "tma")),
-        (64, C(64, 128, 8, 2)),
-        (128, C(64, 128, 8, 2, "tma")),
-        (128, C(32, 128, 8, 2)),
-        (256, C(32, 64, 8, 2, "tma")),
+        (64, C(128, 64, 4, 2, "tma", _H200 + "440/525/508")),
+        (64, C(64, 64, 4, 3, "tma", _H200 + "438/483/488")),
+        (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
+        (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
+        (128, C(64, 64, 4, 2, "tma", _H200 + "509/611/592")),
+        (128, C(128, 128, 8, 2, "tma", _H200 + "causal 16k 497")),
+        (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579")),
+        (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494")),
+        (256, C(64, 64, 8, 2, "tma", _H200 + "288/322/313")),
+        (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300")),
         (256, C(32, 64, 8, 1)),
     ),
     "large": (
         (64, C(32, 128, 4, 3)),
+        (64, C(64, 64, 4, 2)),
         (128, C(32, 128, 8, 2)),
         (128, C(32, 64, 4, 2)),
         (256, C(32, 64, 8, 1)),
@@ -104,15 +124,21 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
 }
 _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 64, 8, 3, "tma")),
-        (64, C(128, 64, 8, 2)),
-        (128, C(128, 64, 8, 2, "tma")),
-        (128, C(128, 32, 8, 2)),
-        (256, C(64, 32, 8, 2, "tma")),
-        (256, C(64, 32, 8, 1)),
+        (64, C(128, 64, 8, 3, "tma", _H200 + "583/668/687")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "565/645/691, causal 1k 444")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "461/529/550")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "538/673/660")),
+        (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
+        (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
+        (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501")),
+        (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
+        (256, C(64, 32, 4, 1)),
     ),
     "large": (
         (64, C(128, 32, 4, 3)),
+        (64, C(64, 64, 4, 2)),
         (128, C(128, 32, 8, 2)),
         (128, C(64, 32, 4, 2)),
         (256, C(64, 32, 8, 1)),
@@ -133,40 +159,6 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     ),
 }
 _TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
-
-# What the autotuner tries beside the table's choice, before `fits` prunes it: by class of GPU.
-_CANDIDATES: dict[tuple[str, str], tuple[AttentionConfig, ...]] = {
-    ("fwd", "wgmma"): (
-        C(128, 128, 8, 2, "tma"),
-        C(128, 128, 8, 3, "tma"),
-        C(128, 64, 8, 3, "tma"),
-        C(128, 64, 4, 3, "tma"),
-        C(64, 128, 4, 2, "tma"),
-        C(64, 64, 4, 3, "tma"),
-        C(128, 64, 4, 3),
-        C(64, 64, 4, 3),
-    ),
-    ("fwd", "large"): (C(128, 64, 4, 3), C(128, 64, 8, 3), C(128, 32, 4, 3), C(64, 64, 4, 3), C(64, 32, 4, 3)),
-    ("fwd", "small"): (C(128, 64, 8, 2), C(64, 64, 4, 2), C(64, 32, 4, 2), C(32, 32, 4, 1)),
-    ("dkdv", "wgmma"): (
-        C(64, 128, 8, 2, "tma"),
-        C(64, 128, 8, 3, "tma"),
-        C(64, 64, 4, 2, "tma"),
-        C(32, 128, 8, 2, "tma"),
-        C(32, 128, 8, 2),
-    ),
-    ("dkdv", "large"): (C(32, 128, 4, 2), C(32, 128, 8, 2), C(64, 64, 4, 2), C(32, 64, 4, 2)),
-    ("dkdv", "small"): (C(32, 64, 4, 2), C(32, 64, 4, 1), C(32, 32, 4, 1)),
-    ("dq", "wgmma"): (
-        C(128, 64, 8, 2, "tma"),
-        C(128, 64, 8, 3, "tma"),
-        C(128, 128, 8, 2, "tma"),
-        C(64, 64, 4, 2, "tma"),
-        C(128, 32, 8, 2),
-    ),
-    ("dq", "large"): (C(128, 32, 4, 2), C(128, 32, 8, 2), C(64, 64, 4, 2), C(64, 32, 4, 2)),
-    ("dq", "small"): (C(64, 32, 4, 2), C(64, 32, 4, 1), C(32, 32, 4, 1)),
-}
 
 
 def gpu_class(problem: AttentionProblem) -> str:
@@ -207,21 +199,21 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
     return shared_bytes(kind, config, problem) <= spec.shared_per_block
 
 
-def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
-    """The table's tile for `kind` ("fwd", "dkdv", "dq"), or None when no row fits."""
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    for widest, config in _TABLES[kind][gpu_class(problem)]:
-        if width <= widest and fits(kind, config, problem):
-            return config
-    return None
-
-
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
-    """What the autotuner measures: the default first, then every other tile of the GPU's class that fits."""
-    default = default_config(kind, problem)
-    if default is None:
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
+
+    They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
+    """
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = [row for row in _TABLES[kind][gpu_class(problem)] if width <= row[0] and fits(kind, row[1], problem)]
+    if not rows:
         return
-    yield default
-    for config in _CANDIDATES.get((kind, gpu_class(problem)), ()):
-        if replace(config, measured="") != replace(default, measured="") and fits(kind, config, problem):
+    narrowest, first = rows[0]
+    for widest, config in rows:
+        if widest == narrowest and config.form == first.form:
             yield config
+
+
+def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for `kind`, or None when no row fits."""
+    return next(candidates(kind, problem), None)

@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of
-from diyfa.backends.cuda.launch import on_device, softmax_scale, tuned_config
+from diyfa.backends.cuda.dots import dot, dot_add
+from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LN2,
     LOG2E,
     descriptor,
-    dot,
-    dot_add,
     head_base,
     load_tile,
     padded_head_dim,
@@ -184,6 +184,23 @@ def _fwd_kernel(
     store_tile(o_base, out, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
 
 
+def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
+    """The kernel's constexprs."""
+    return {
+        "CAUSAL": problem.causal,
+        "NEGATE": negate,
+        "HAS_SEQ_LENS": problem.seq_lens,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "PRECISION": "ieee",
+        "FORM": form_of(config),
+    }
+
+
 def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward kernel -> (out, lse)."""
     q, k, v = tensors.q, tensors.k, tensors.v
@@ -214,17 +231,7 @@ def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> t
             problem.seqlen_q,
             problem.seqlen_k,
             scale,
-            CAUSAL=problem.causal,
-            NEGATE=negate,
-            HAS_SEQ_LENS=problem.seq_lens,
-            HEAD_DIM=problem.head_dim,
-            HEAD_DIM_V=problem.head_dim_v,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            PRECISION="ieee",
-            FORM=form_of(config),
+            **constants(problem, config, negate),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

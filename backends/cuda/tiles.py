@@ -1,4 +1,4 @@
-"""How a kernel reads and writes a tile of one head, and how it multiplies two: the steps all attention kernels share.
+"""How a kernel reads and writes a tile of one head,: the step all attention kernels share.
 
 A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
 There are three forms of access, and this file is the one place that knows them apart:
@@ -11,8 +11,6 @@ There are three forms of access, and this file is the one place that knows them 
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,6 @@ POINTER = tl.constexpr(0)
 BLOCK_POINTER = tl.constexpr(1)
 DESCRIPTOR = tl.constexpr(2)
 
-INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -56,8 +53,7 @@ def head_base(ref, b, h, stride_b, stride_h, FORM: tl.constexpr):
     """Address of head h of sample b; a descriptor covers all heads and passes through."""
     if FORM == DESCRIPTOR:
         return ref
-    else:
-        return ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
 
 
 @triton.jit
@@ -80,28 +76,25 @@ def load_tile(
     """
     if FORM == DESCRIPTOR:
         return ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-    elif FORM == BLOCK_POINTER:
+    if FORM == BLOCK_POINTER:
         tile = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:
             return tl.load(tile, boundary_check=(0, 1), padding_option="zero")
-        elif CHECK_ROWS:
+        if CHECK_ROWS:
             return tl.load(tile, boundary_check=(0,), padding_option="zero")
-        elif HEAD_DIM != BLOCK_D:
+        if HEAD_DIM != BLOCK_D:
             return tl.load(tile, boundary_check=(1,), padding_option="zero")
-        else:
-            return tl.load(tile)
-    else:
-        rows = row0 + tl.arange(0, BLOCK_ROWS)
-        cols = tl.arange(0, BLOCK_D)
-        addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
-            return tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
-        elif CHECK_ROWS:
-            return tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            return tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
-        else:
-            return tl.load(addresses)
+        return tl.load(tile)
+    rows = row0 + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+    if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+        return tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
+    if CHECK_ROWS:
+        return tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
+    if HEAD_DIM != BLOCK_D:
+        return tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(addresses)
 
 
 @triton.jit
@@ -132,28 +125,9 @@ def store_tile(
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """a @ b accumulated in fp32. The interpreter's bf16 product is wrong, so there bf16 is widened first."""
-    if INTERPRETING and a.dtype == tl.bfloat16:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def dot_add(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in fp32."""
-    if INTERPRETING and a.dtype == tl.bfloat16:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS: tl.constexpr):
     """Lengths of sample b -> (queries, keys); lengths that the caller could not check are clamped to the memory."""
     if HAS_SEQ_LENS:
         keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
         return tl.minimum(keys, seqlen_q), keys
-    else:
-        return seqlen_q, seqlen_k
+    return seqlen_q, seqlen_k
