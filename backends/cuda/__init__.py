@@ -14,6 +14,15 @@ MAX_HEAD_DIM = 256
 DTYPES = ("float16", "bfloat16", "float32")
 
 
+def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
+    """Reason when a kernel's tables have no tile that fits the GPU."""
+    from diyfa.backends.cuda.configs import default_config
+
+    if all(default_config(kind, problem) for kind in kinds):
+        return None
+    return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1
 
@@ -23,7 +32,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             launch=fwd.attention_forward,
-            unsupported=lambda problem: None,
+            unsupported=lambda problem: _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
         ),
         Kernel(
@@ -31,7 +40,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
             launch=fwd_v1.attention_forward,
-            unsupported=lambda problem: None,
+            unsupported=lambda problem: _needs_tile(problem, "fwd"),
             config=fwd_v1.config,
         ),
         Kernel(
@@ -39,7 +48,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
             launch=bwd.attention_backward,
-            unsupported=lambda problem: None,
+            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq"),
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
     )

@@ -77,6 +77,7 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
         config.num_warps,
         config.num_stages,
         aligned=frozenset(aligned),
+        spill_budget=config.spill_budget,
     )
 
 

@@ -100,8 +100,7 @@ def _dkdv_blocks(
     stride_qm,
     stride_dom,
     scale_log2,
-    CAUSAL: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -112,22 +111,18 @@ def _dkdv_blocks(
 ):
     """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are left operands.
 
-    CAUSAL compares positions; CHECK_ROWS is for blocks that may reach over the last query.
+    MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0, so the last block needs no loop of its own.
     """
     for start_m in tl.range(start, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ref, b, h, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, FORM)
-        do = load_tile(do_ref, b, h, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, CHECK_ROWS, FORM)
-        if CHECK_ROWS:  # queries beyond the end weigh exp(s - inf) = 0
-            lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
-            delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
-        else:
-            lse = tl.load(lse_row + offs_m)
-            delta = tl.load(delta_row + offs_m)
+        q = load_tile(q_ref, b, h, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
+        do = load_tile(do_ref, b, h, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+        lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
+        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
         p_t = tl.math.exp2(s_t * scale_log2 - (lse * LOG2E)[None, :])
-        if CAUSAL:
+        if MASKED:
             p_t = tl.where(offs_m[None, :] + offset >= offs_n[:, None], p_t, 0.0)
         dv = dot_add(p_t.to(do.dtype), do, dv, PRECISION)
         dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -196,20 +191,16 @@ def _bwd_dkdv_kernel(
     k = load_tile(k_ref, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
     v = load_tile(v_ref, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
 
-    # Queries [begin, cut) are masked by the diagonal, [cut, whole) see the whole block, [whole, end) hold the tail.
+    # Queries [begin, cut) are masked by the diagonal, [cut, end) see the whole block.
     end = n_queries
     if HAS_SEQ_LENS:
         end = tl.where(col0 < n_keys, n_queries, 0)
-    whole = end // BLOCK_M * BLOCK_M
     begin = 0
     cut = 0
     if CAUSAL:
-        begin = tl.minimum(tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M, end)
-        begin = begin // BLOCK_M * BLOCK_M
+        begin = tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M
         cut = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
-        cut = tl.minimum(cut, whole)
-        cut = tl.maximum(cut, begin)
-    whole = tl.maximum(whole, cut)
+        cut = tl.maximum(tl.minimum(cut, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
 
     scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -222,17 +213,12 @@ def _bwd_dkdv_kernel(
         if CAUSAL:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, begin, cut, offs_n, offset,
-                n_queries, stride_qm, stride_dom, scale_log2, True, True, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
+                n_queries, stride_qm, stride_dom, scale_log2, True, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
                 BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
         dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, whole, offs_n, offset,
-            n_queries, stride_qm, stride_dom, scale_log2, False, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
-            BLOCK_DV, PRECISION, FORM,
-        )  # fmt: skip
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, whole, end, offs_n, offset,
-            n_queries, stride_qm, stride_dom, scale_log2, CAUSAL, True, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
+            dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, end, offs_n, offset,
+            n_queries, stride_qm, stride_dom, scale_log2, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
             BLOCK_DV, PRECISION, FORM,
         )  # fmt: skip
 

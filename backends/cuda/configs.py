@@ -27,6 +27,7 @@ class AttentionConfig:
     num_stages: int
     form: str = "portable"
     measured: str = ""  # device, date, figure; empty: never timed
+    spill_budget: int = 0  # bytes of register spills that the compile gate lets this tile have
 
 
 def form_of(config: AttentionConfig) -> int:
@@ -36,9 +37,13 @@ def form_of(config: AttentionConfig) -> int:
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
-# memory for one block, and fp32's doubled tiles. Figures of the wgmma rows: TFLOP/s over the products the kernel does,
-# bf16, 16384 tokens, heads * head_dim = 2048, at S = 1k/4k/16k without a mask; each row is the best or within 2 % of the
-# best of 72 tiles somewhere on that grid (benchmarks/results/h200-2026-11-21-tiles.json).
+# memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
+# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills).
+#
+# Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
+# S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
+# (benchmarks/results/h200-2026-11-21-tiles.json), also where ptxas spills a little: its budget is then what it spills.
+# Rows without figures were chosen for compiling without spills.
 Row = tuple[int, AttentionConfig]
 C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
@@ -49,7 +54,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
         (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
-        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
         (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
         (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
         (128, C(128, 128, 8, 3, "portable", _H200 + "359/439/449")),
@@ -57,69 +62,75 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (256, C(64, 64, 4, 3, "tma", _H200 + "424/528/560")),
         (256, C(128, 64, 8, 2, "tma", _H200 + "434/534/546")),
         (256, C(128, 64, 8, 2, "portable", _H200 + "341/394/381")),
-        (256, C(64, 32, 4, 2)),
     ),
     "large": (
         (64, C(128, 64, 4, 3)),
         (64, C(64, 64, 4, 3)),
         (128, C(128, 64, 8, 3)),
-        (128, C(128, 64, 8, 2)),
+        (128, C(128, 32, 8, 3)),
         (128, C(64, 32, 4, 3)),
-        (256, C(64, 64, 4, 2)),
-        (256, C(64, 32, 4, 2)),
+        (256, C(64, 32, 8, 2)),
     ),
     "small": (
         (64, C(128, 64, 4, 2)),
         (64, C(64, 64, 4, 2)),
-        (128, C(64, 64, 4, 2)),
+        (128, C(64, 64, 8, 2)),
         (128, C(64, 32, 4, 2)),
-        (256, C(64, 32, 4, 1)),
-        (256, C(32, 32, 4, 1)),
+        (256, C(64, 32, 8, 1)),
+        (256, C(32, 32, 8, 1)),
         (256, C(32, 16, 4, 1)),
     ),
     "float32": (
-        (32, C(64, 64, 4, 2)),
-        (64, C(64, 32, 4, 2)),
-        (128, C(32, 32, 4, 2)),
-        (128, C(32, 32, 4, 1)),
-        (256, C(32, 16, 8, 1)),
+        (64, C(64, 32, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(32, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)),
         (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(64, 32, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(32, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)),
     ),
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 64, 4, 2, "tma", _H200 + "440/525/508")),
-        (64, C(64, 64, 4, 3, "tma", _H200 + "438/483/488")),
+        (64, C(128, 64, 4, 2, "tma", _H200 + "440/525/508", 640)),
+        (64, C(64, 64, 4, 3, "tma", _H200 + "438/483/488", 384)),
         (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
         (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
-        (128, C(64, 64, 4, 2, "tma", _H200 + "509/611/592")),
-        (128, C(128, 128, 8, 2, "tma", _H200 + "causal 16k 497")),
-        (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579")),
-        (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494")),
-        (256, C(64, 64, 8, 2, "tma", _H200 + "288/322/313")),
-        (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300")),
-        (256, C(32, 64, 8, 1)),
+        (128, C(64, 64, 4, 2, "tma", _H200 + "509/611/592", 512)),
+        (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579", 2048)),
+        (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494", 1536)),
+        (256, C(64, 64, 8, 2, "tma", _H200 + "288/322/313", 640)),
+        (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
-        (64, C(32, 128, 4, 3)),
-        (64, C(64, 64, 4, 2)),
-        (128, C(32, 128, 8, 2)),
-        (128, C(32, 64, 4, 2)),
-        (256, C(32, 64, 8, 1)),
-        (256, C(32, 32, 4, 1)),
+        (64, C(32, 64, 4, 3, spill_budget=192)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 2, spill_budget=64)),
+        (128, C(32, 32, 4, 2)),
+        (256, C(32, 32, 8, 1)),
     ),
     "small": (
-        (64, C(32, 64, 4, 2)),
-        (128, C(32, 64, 4, 1)),
+        (64, C(32, 64, 8, 2, spill_budget=128)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 1)),
         (128, C(32, 32, 4, 1)),
         (256, C(16, 32, 4, 1)),
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(32, 32, 4, 1)),
-        (128, C(16, 32, 4, 1)),
+        (64, C(32, 32, 8, 1)),
+        (128, C(16, 32, 8, 1)),
         (128, C(16, 16, 4, 1)),
-        (256, C(16, 16, 8, 1)),
+        (256, C(16, 32, 8, 1)),
+    ),
+    "turing": (
+        (64, C(32, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=2048)),
+        (256, C(16, 16, 4, 1, spill_budget=10240)),
     ),
 }
 _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
@@ -132,13 +143,12 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
         (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
         (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
-        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501")),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 256)),
         (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
-        (256, C(64, 32, 4, 1)),
     ),
     "large": (
-        (64, C(128, 32, 4, 3)),
-        (64, C(64, 64, 4, 2)),
+        (64, C(128, 64, 8, 3)),
+        (64, C(64, 32, 4, 3)),
         (128, C(128, 32, 8, 2)),
         (128, C(64, 32, 4, 2)),
         (256, C(64, 32, 8, 1)),
@@ -148,26 +158,32 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (64, C(64, 32, 4, 2)),
         (128, C(64, 32, 4, 1)),
         (128, C(32, 32, 4, 1)),
-        (256, C(32, 16, 4, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=64)),
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
+        (64, C(32, 64, 8, 1)),
         (64, C(32, 32, 4, 1)),
-        (128, C(32, 16, 4, 1)),
-        (128, C(16, 16, 4, 1)),
-        (256, C(16, 16, 8, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=32)),
+        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(32, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=2048)),
+        (256, C(16, 16, 4, 1, spill_budget=8192)),
     ),
 }
 _TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
 
 
 def gpu_class(problem: AttentionProblem) -> str:
-    """Row set for a GPU and dtype: "float32", else "wgmma", "large" (>= 160 KiB for a block) or "small"."""
+    """Which rows of the tables are for this GPU and dtype."""
     spec = gpu_spec(problem.arch)
     if problem.dtype == "float32":
         return "float32"
-    if spec is None:
-        return "small"
+    if spec is None or not spec.has_bf16:  # before Ampere
+        return "turing"
     if spec.has_wgmma:
         return "wgmma"
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"

@@ -51,9 +51,9 @@ def descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int):
 @triton.jit
 def head_base(ref, b, h, stride_b, stride_h, FORM: tl.constexpr):
     """Address of head h of sample b; a descriptor covers all heads and passes through."""
-    if FORM == DESCRIPTOR:
-        return ref
-    return ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    if FORM != DESCRIPTOR:
+        ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return ref
 
 
 @triton.jit
@@ -75,26 +75,30 @@ def load_tile(
     What lies beyond n_rows (only with CHECK_ROWS, or DESCRIPTOR where n_rows is the tensor's own) or HEAD_DIM is zero.
     """
     if FORM == DESCRIPTOR:
-        return ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-    if FORM == BLOCK_POINTER:
-        tile = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
+        tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+    elif FORM == BLOCK_POINTER:
+        block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:
-            return tl.load(tile, boundary_check=(0, 1), padding_option="zero")
-        if CHECK_ROWS:
-            return tl.load(tile, boundary_check=(0,), padding_option="zero")
-        if HEAD_DIM != BLOCK_D:
-            return tl.load(tile, boundary_check=(1,), padding_option="zero")
-        return tl.load(tile)
-    rows = row0 + tl.arange(0, BLOCK_ROWS)
-    cols = tl.arange(0, BLOCK_D)
-    addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-    if CHECK_ROWS and HEAD_DIM != BLOCK_D:
-        return tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
-    if CHECK_ROWS:
-        return tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
-    if HEAD_DIM != BLOCK_D:
-        return tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
-    return tl.load(addresses)
+            tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
+        elif CHECK_ROWS:
+            tile = tl.load(block, boundary_check=(0,), padding_option="zero")
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(block, boundary_check=(1,), padding_option="zero")
+        else:
+            tile = tl.load(block)
+    else:
+        rows = row0 + tl.arange(0, BLOCK_ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
+        else:
+            tile = tl.load(addresses)
+    return tile
 
 
 @triton.jit
