@@ -1,0 +1,201 @@
+"""Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
+
+A tile is looked up by (chip family, kernel, operand width, head-dim class, masked). Every row was accepted by the real
+Ascend compiler; MEASURED says which one and when. `bound` means that both vector cores of an AI core
+share the work, `pipelined` the depth of the cube-to-vector pipeline; both are read from the compiler's output by
+`diyfa.backends.npu.aot`, whose gate fails when a row stops being true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diyfa.arch import NPUArch, npu_spec
+from diyfa.problem import AttentionProblem, MatmulProblem
+
+MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
+MAX_HEAD_DIM = 256
+PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile of one attention kernel: `block_m` query rows by `block_n` keys, and the compiler's options."""
+
+    block_m: int
+    block_n: int
+    bound: bool = True  # both vector cores of an AI core share the work
+    pipelined: int = 4  # depth of the cube-to-vector pipeline; 0: none
+    workspace_buffers: int = 4  # set_workspace_multibuffer
+    vector_loop: int | None = None  # tile_mix_vector_loop
+    cube_loop: int | None = None  # tile_mix_cube_loop
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        options: dict[str, Any] = {
+            "multibuffer": True,
+            "enable_auto_bind_sub_block": True,
+            "limit_auto_multi_buffer_only_for_local_buffer": False,
+            "set_workspace_multibuffer": self.workspace_buffers,
+        }
+        if self.vector_loop is not None:
+            options["tile_mix_vector_loop"] = self.vector_loop
+        if self.cube_loop is not None:
+            options["tile_mix_cube_loop"] = self.cube_loop
+        return options | family_options(arch)
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """Tile of the matrix product: [block_m, block_k] @ [block_k, block_n]; `group_m` tile rows share columns of b."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        return {"multibuffer": True} | family_options(arch)
+
+
+def family(arch: str) -> NPUArch | None:
+    """Family of the chip called `arch`, None when diyfa does not know it."""
+    spec = npu_spec(arch)
+    return None if spec is None else spec.arch
+
+
+def family_options(arch: str) -> dict[str, Any]:
+    """Options that a whole family needs."""
+    if family(arch) is NPUArch.A5:
+        return {"compile_on_910_95": True, "enable_select_analysis": True}
+    return {}
+
+
+class TileKey(NamedTuple):
+    """Row key of the attention table."""
+
+    family: NPUArch  # A2 stands for A3 too: their memories are the same
+    kernel: str  # "fwd", "dq", "dkdv"
+    width: int  # bytes of an operand element
+    head_dim: int  # the largest of the class
+    masked: bool  # a mask beyond the tail: causal or a window
+
+
+_HEAD_DIM_CLASSES = (64, 128, 256)
+
+ATTENTION_TILES: dict[TileKey, AttentionTile] = {
+    TileKey(fam, kernel, width, head_dim, masked): tile
+    for fam in (NPUArch.A2, NPUArch.A5)
+    for kernel, width, head_dim, masked, tile in (
+        ("fwd", 2, 64, False, AttentionTile(128, 512)),
+        ("fwd", 2, 64, True, AttentionTile(128, 128)),
+        ("fwd", 2, 128, False, AttentionTile(128, 256)),
+        ("fwd", 2, 128, True, AttentionTile(128, 128)),
+        ("fwd", 2, 256, False, AttentionTile(64, 256)),
+        ("fwd", 2, 256, True, AttentionTile(64, 256)),
+        ("fwd", 4, 64, False, AttentionTile(64, 128)),
+        ("fwd", 4, 64, True, AttentionTile(64, 128)),
+        ("fwd", 4, 128, False, AttentionTile(64, 128)),
+        ("fwd", 4, 128, True, AttentionTile(64, 128)),
+        ("fwd", 4, 256, False, AttentionTile(32, 64)),
+        ("fwd", 4, 256, True, AttentionTile(32, 64)),
+        ("dq", 2, 64, False, AttentionTile(128, 128, vector_loop=1)),
+        ("dq", 2, 64, True, AttentionTile(128, 128)),
+        ("dq", 2, 128, False, AttentionTile(128, 128, vector_loop=1)),
+        ("dq", 2, 128, True, AttentionTile(128, 128)),
+        ("dq", 2, 256, False, AttentionTile(64, 64, vector_loop=1)),
+        ("dq", 2, 256, True, AttentionTile(64, 64)),
+        ("dq", 4, 64, False, AttentionTile(64, 64)),
+        ("dq", 4, 64, True, AttentionTile(64, 64)),
+        ("dq", 4, 128, False, AttentionTile(64, 64)),
+        ("dq", 4, 128, True, AttentionTile(64, 64)),
+        ("dq", 4, 256, False, AttentionTile(32, 32)),
+        ("dq", 4, 256, True, AttentionTile(32, 32)),
+        ("dkdv", 2, 64, False, AttentionTile(128, 128)),
+        ("dkdv", 2, 64, True, AttentionTile(128, 128)),
+        ("dkdv", 2, 128, False, AttentionTile(64, 64)),
+        ("dkdv", 2, 128, True, AttentionTile(64, 64)),
+        ("dkdv", 2, 256, False, AttentionTile(32, 32)),
+        ("dkdv", 2, 256, True, AttentionTile(32, 32)),
+        ("dkdv", 4, 64, False, AttentionTile(64, 64)),
+        ("dkdv", 4, 64, True, AttentionTile(64, 64)),
+        ("dkdv", 4, 128, False, AttentionTile(32, 32)),
+        ("dkdv", 4, 128, True, AttentionTile(32, 32)),
+        ("dkdv", 4, 256, False, AttentionTile(16, 16)),
+        ("dkdv", 4, 256, True, AttentionTile(16, 16)),
+    )
+}
+
+
+def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
+    """The table's row of `kernel` ("fwd", "dq" or "dkdv") for `problem`."""
+    chip = family(problem.arch)
+    table_family = NPUArch.A5 if chip is NPUArch.A5 else NPUArch.A2
+    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim = next(d for d in _HEAD_DIM_CLASSES if widest <= d)
+    masked = problem.window_left >= 0 or problem.window_right >= 0
+    return ATTENTION_TILES[TileKey(table_family, kernel, DTYPE_BYTES[problem.dtype], head_dim, masked)]
+
+
+def fwd_tile(problem: AttentionProblem) -> AttentionTile:
+    return attention_tile(problem, "fwd")
+
+
+def dq_tile(problem: AttentionProblem) -> AttentionTile:
+    return attention_tile(problem, "dq")
+
+
+def dkdv_tile(problem: AttentionProblem) -> AttentionTile:
+    return attention_tile(problem, "dkdv")
+
+
+def preprocess_rows(problem: AttentionProblem) -> int:
+    """Rows of out and dout a vector program holds at a time."""
+    return PREPROCESS_ROWS
+
+
+def attention_flags(problem: AttentionProblem) -> dict[str, bool]:
+    """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
+    return {
+        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right > 0,
+        "SOFTCAP": problem.softcap != 0.0,
+        "SEQ_LENS": problem.seq_lens,
+        "ALIBI": problem.alibi,
+        "SINKS": problem.sinks,
+    }
+
+
+def attention_scalars(problem: AttentionProblem, sm_scale: float) -> tuple[float, float, float, float]:
+    """(sm_scale, softcap, 2 softcap, 2 sm_scale / softcap): scalar arithmetic inside a kernel breaks its pipeline."""
+    cap = problem.softcap
+    return sm_scale, cap, 2.0 * cap, 2.0 * sm_scale / cap if cap else 0.0
+
+
+MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}
+
+
+def matmul_tile(problem: MatmulProblem) -> MatmulTile:
+    """The caller's tile, or the table's for the width of the wider of input and compute dtype."""
+    if problem.block is not None:
+        return MatmulTile(*problem.block, measured="asked for by the caller")
+    return MATMUL_TILES[max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])]
+
+
+def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of both backward kernels."""
+    return {"dkdv": dkdv_tile(problem), "dq": dq_tile(problem)}
+
+
+def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
+    """Whether the accumulator fits L0C and two stages of both operand tiles fit L1."""
+    spec = npu_spec(problem.arch)
+    width = max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])
+    operands = (tile.block_m + tile.block_n) * tile.block_k * width
+    return spec is not None and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1
