@@ -34,6 +34,7 @@ from diyfa.backends.npu.primitives import (
     load_row,
     load_tile,
     mask_tile,
+    narrow,
     store_row,
     store_tile,
     tile_needs_mask,
@@ -159,7 +160,7 @@ def _bwd_dq_kernel(
             ds = p * (dot(dout, tl.trans(v), INTERPRET) - delta[:, None])
             if SOFTCAP:
                 ds = ds * (1.0 - tanh * tanh)
-            dq = dot_add(ds.to(k.dtype), k, dq, INTERPRET)
+            dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
             k_block = tl.advance(k_block, (BLOCK_N, 0))
             v_block = tl.advance(v_block, (BLOCK_N, 0))
         # The accumulator of a loop that ran no iteration is not cleared.
@@ -167,7 +168,7 @@ def _bwd_dq_kernel(
         dq_block = tl.make_block_ptr(
             dq_base, (seqlen_q, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
         )
-        store_tile(dq_block, dq.to(dq_ptr.dtype.element_ty), PAD_D)
+        store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
 
 
 @triton.jit(do_not_specialize=_RUNTIME_SIZES)
@@ -249,11 +250,11 @@ def _bwd_dkdv_kernel(
                 p = mask_tile(
                     p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                 )
-            dv = dot_add(p.to(dout.dtype), dout, dv, INTERPRET)
+            dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
             ds = p * (dot(v, tl.trans(dout), INTERPRET) - delta[None, :])
             if SOFTCAP:
                 ds = ds * (1.0 - tanh * tanh)
-            dk = dot_add(ds.to(q.dtype), q, dk, INTERPRET)
+            dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
         # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
         # beyond the sequence.
         dk = tl.where(row_blocks > 0, dk, 0.0) * sm_scale
@@ -268,8 +269,8 @@ def _bwd_dkdv_kernel(
         dv_block = tl.make_block_ptr(
             dv_base, (seqlen_k, HEAD_DIM_V), (stride_dvn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0)
         )
-        store_tile(dk_block, dk.to(dk_ptr.dtype.element_ty), PAD_D)
-        store_tile(dv_block, dv.to(dv_ptr.dtype.element_ty), PAD_DV)
+        store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
+        store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
 
 
 @triton.jit(do_not_specialize=["batch", "heads_q", "seqlen_q"])

@@ -27,6 +27,7 @@ from diyfa.backends.npu.primitives import (
     key_range,
     load_tile,
     mask_tile,
+    narrow,
     running_max,
     store_row,
     store_tile,
@@ -115,7 +116,7 @@ def _fwd_kernel(
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             acc = acc * alpha[:, None]
-            acc = dot_add(p.to(v.dtype), v, acc, INTERPRET)
+            acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
             k_block = tl.advance(k_block, (BLOCK_N, 0))
             v_block = tl.advance(v_block, (BLOCK_N, 0))
         # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops what
@@ -131,7 +132,7 @@ def _fwd_kernel(
         out_block = tl.make_block_ptr(
             out_base, (seqlen_q, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
         )
-        store_tile(out_block, out.to(out_ptr.dtype.element_ty), PAD_DV)
+        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
         store_row(lse_ptr + bh.to(tl.int64) * seqlen_q, lse, row0, seqlen_q, BLOCK_M)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from diyfa.backends.npu.compat import INTERPRETED
 from diyfa.backends.npu.configs import MatmulTile, matmul_tile
 from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
-from diyfa.backends.npu.primitives import dot_add
+from diyfa.backends.npu.primitives import dot_add, narrow
 from diyfa.problem import MatmulProblem
 
 
@@ -57,7 +57,7 @@ def _matmul_kernel(
             b = load_operand(b_ptr, k, n, stride_b, k0, col0, BLOCK_K, BLOCK_N, B_TRANSPOSED)  # [BLOCK_K, BLOCK_N]
             acc = dot_add(a.to(COMPUTE), b.to(COMPUTE), acc, INTERPRET)
         c_block = tl.make_block_ptr(c_ptr, (m, n), (stride_cm, 1), (row0, col0), (BLOCK_M, BLOCK_N), (1, 0))
-        tl.store(c_block, acc.to(c_ptr.dtype.element_ty), boundary_check=(0, 1))
+        tl.store(c_block, narrow(acc, c_ptr.dtype.element_ty, INTERPRET), boundary_check=(0, 1))
 
 
 _TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}

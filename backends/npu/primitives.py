@@ -64,6 +64,17 @@ def dot_add(a, b, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """fp32 x rounded to DTYPE, nearest even. The interpreter cuts bfloat16 off instead, so there its low 16 bits are
+    rounded away first (NaN keeps its bits)."""
+    if INTERPRET and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def running_max(m_i, row_max, INTERPRET: tl.constexpr):
     """max(m_i, row_max). One vector operation when NaN may propagate, seven when the compiler must filter it."""
     if INTERPRET:
