@@ -289,7 +289,7 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
     tile = tile or configs.attention_tile(problem, kernel)
     function = {"fwd": fwd._fwd_kernel, "dq": bwd._bwd_dq_kernel, "dkdv": bwd._bwd_dkdv_kernel}[kernel]
     constants: dict[str, Any] = {
-        **configs.attention_flags(problem),
+        **configs.attention_flags(problem, kernel),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),

@@ -103,7 +103,8 @@ def _bwd_dq_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
@@ -148,14 +149,15 @@ def _bwd_dq_kernel(
                 SOFTCAP, ALIBI,
             )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                p = mask_tile(
-                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                )
+            if MASKED:
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                    p = mask_tile(
+                        p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    )
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             ds = p * (dot(dout, tl.trans(v), INTERPRET) - delta[:, None])
             if SOFTCAP:
@@ -182,7 +184,8 @@ def _bwd_dkdv_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
@@ -242,14 +245,15 @@ def _bwd_dkdv_kernel(
                 SOFTCAP, ALIBI,
             )  # fmt: skip
             p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
-                p = mask_tile(
-                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                )
+            if MASKED:
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
+                    p = mask_tile(
+                        p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    )
             dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
             ds = p * (dot(v, tl.trans(dout), INTERPRET) - delta[None, :])
             if SOFTCAP:
@@ -293,6 +297,13 @@ def _bwd_dsinks_kernel(
         tl.store(dsinks_ptr + h, tl.sum(total, 0))
 
 
+def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
+    """The forward's flags but the sinks: a sink changes lse, and nothing else that the backward kernels read."""
+    flags = attention_flags(problem, kernel)
+    del flags["SINKS"]
+    return flags
+
+
 def attention_bwd(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -320,9 +331,7 @@ def attention_bwd(
         "BLOCK_D": padded_head_dim(problem.head_dim),
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "INTERPRET": INTERPRETED,
-        **attention_flags(problem),
     }
-    shared.pop("SINKS")  # a sink changes lse only
     sizes = (
         *attention_scalars(problem, tensors.sm_scale),
         batch, heads_q, problem.heads_kv, seqlen_q, problem.seqlen_k, problem.window_left, problem.window_right,
@@ -345,7 +354,8 @@ def attention_bwd(
             dk, dv,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"], slope_stride,
             *sizes,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **launch_options(tile, problem.arch),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dkdv"),
+            **launch_options(tile, problem.arch),
         )  # fmt: skip
         tile = dq_tile(problem)
         tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
@@ -354,7 +364,8 @@ def attention_bwd(
             dq,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"], slope_stride,
             *sizes,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **launch_options(tile, problem.arch),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dq"),
+            **launch_options(tile, problem.arch),
         )  # fmt: skip
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](

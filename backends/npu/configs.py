@@ -83,63 +83,76 @@ class TileKey(NamedTuple):
     kernel: str  # "fwd", "dq", "dkdv"
     width: int  # bytes of an operand element
     head_dim: int  # the largest of the class
-    masked: bool  # a mask beyond the tail: causal or a window
+    mode: str  # "even", "tail", "causal" or "featured"
 
 
 _HEAD_DIM_CLASSES = (64, 128, 256)
 
-ATTENTION_TILES: dict[TileKey, AttentionTile] = {
-    TileKey(fam, kernel, width, head_dim, masked): tile
-    for fam in (NPUArch.A2, NPUArch.A5)
-    for kernel, width, head_dim, masked, tile in (
-        ("fwd", 2, 64, False, AttentionTile(128, 512)),
-        ("fwd", 2, 64, True, AttentionTile(128, 128)),
-        ("fwd", 2, 128, False, AttentionTile(128, 256)),
-        ("fwd", 2, 128, True, AttentionTile(128, 128)),
-        ("fwd", 2, 256, False, AttentionTile(64, 256)),
-        ("fwd", 2, 256, True, AttentionTile(64, 256)),
-        ("fwd", 4, 64, False, AttentionTile(64, 128)),
-        ("fwd", 4, 64, True, AttentionTile(64, 128)),
-        ("fwd", 4, 128, False, AttentionTile(64, 128)),
-        ("fwd", 4, 128, True, AttentionTile(64, 128)),
-        ("fwd", 4, 256, False, AttentionTile(32, 64)),
-        ("fwd", 4, 256, True, AttentionTile(32, 64)),
-        ("dq", 2, 64, False, AttentionTile(128, 128, vector_loop=1)),
-        ("dq", 2, 64, True, AttentionTile(128, 128)),
-        ("dq", 2, 128, False, AttentionTile(128, 128, vector_loop=1)),
-        ("dq", 2, 128, True, AttentionTile(128, 128)),
-        ("dq", 2, 256, False, AttentionTile(64, 64, vector_loop=1)),
-        ("dq", 2, 256, True, AttentionTile(64, 64)),
-        ("dq", 4, 64, False, AttentionTile(64, 64)),
-        ("dq", 4, 64, True, AttentionTile(64, 64)),
-        ("dq", 4, 128, False, AttentionTile(64, 64)),
-        ("dq", 4, 128, True, AttentionTile(64, 64)),
-        ("dq", 4, 256, False, AttentionTile(32, 32)),
-        ("dq", 4, 256, True, AttentionTile(32, 32)),
-        ("dkdv", 2, 64, False, AttentionTile(128, 128)),
-        ("dkdv", 2, 64, True, AttentionTile(128, 128)),
-        ("dkdv", 2, 128, False, AttentionTile(64, 64)),
-        ("dkdv", 2, 128, True, AttentionTile(64, 64)),
-        ("dkdv", 2, 256, False, AttentionTile(32, 32)),
-        ("dkdv", 2, 256, True, AttentionTile(32, 32)),
-        ("dkdv", 4, 64, False, AttentionTile(64, 64)),
-        ("dkdv", 4, 64, True, AttentionTile(64, 64)),
-        ("dkdv", 4, 128, False, AttentionTile(32, 32)),
-        ("dkdv", 4, 128, True, AttentionTile(32, 32)),
-        ("dkdv", 4, 256, False, AttentionTile(16, 16)),
-        ("dkdv", 4, 256, True, AttentionTile(16, 16)),
-    )
+# The kernels differ in how much of the unified buffer their vector part needs:
+#   even      nothing to mask: the keys fill whole tiles
+#   tail      the last tile of keys may be partial (also seq_lens)
+#   causal    causal
+#   featured  a window, softcap or ALiBi, with whatever else
+
+MODES = ("even", "tail", "causal", "featured")
+
+# (query rows, keys) for each mode. Chosen by one rule, for want of a device to time them on: of the tiles that compile
+# bound, the deepest pipeline, then the largest tile, then the squarest.
+_A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
+    # kernel, bytes, head_dim   even        tail        causal      featured
+    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128)),
+    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128)),
+    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32)),
 }
+
+ATTENTION_TILES: dict[TileKey, AttentionTile] = {
+    # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
+    TileKey(chip, kernel, width, head_dim, mode): AttentionTile(*shape, vector_loop=1 if kernel == "dq" else None)
+    for chip in (NPUArch.A2, NPUArch.A5)
+    for (kernel, width, head_dim), shapes in _A2_SHAPES.items()
+    for mode, shape in zip(MODES, shapes, strict=True)
+}
+
+
+def attention_mode(problem: AttentionProblem, block_n: int) -> str:
+    """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
+    if problem.window_left >= 0 or problem.window_right > 0 or problem.softcap or problem.alibi:
+        return "featured"
+    if problem.causal:
+        return "causal"
+    return "tail" if problem.seq_lens or problem.seqlen_k % block_n else "even"
 
 
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
     """The table's row of `kernel` ("fwd", "dq" or "dkdv") for `problem`."""
-    chip = family(problem.arch)
-    table_family = NPUArch.A5 if chip is NPUArch.A5 else NPUArch.A2
+    return ATTENTION_TILES[attention_key(problem, kernel)]
+
+
+def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
+    """Key of the table's row for `problem`."""
+    chip = NPUArch.A5 if family(problem.arch) is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in _HEAD_DIM_CLASSES if widest <= d)
-    masked = problem.window_left >= 0 or problem.window_right >= 0
-    return ATTENTION_TILES[TileKey(table_family, kernel, DTYPE_BYTES[problem.dtype], head_dim, masked)]
+    even = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, "even")
+    mode = attention_mode(problem, ATTENTION_TILES[even].block_n)
+    if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
+        mode = "even"
+    return even._replace(mode=mode)
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
@@ -159,9 +172,10 @@ def preprocess_rows(problem: AttentionProblem) -> int:
     return PREPROCESS_ROWS
 
 
-def attention_flags(problem: AttentionProblem) -> dict[str, bool]:
+def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
     """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
     return {
+        "MASKED": attention_key(problem, kernel).mode != "even",
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right > 0,

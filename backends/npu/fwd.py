@@ -60,7 +60,8 @@ def _fwd_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
@@ -104,15 +105,16 @@ def _fwd_kernel(
             if ALIBI:
                 rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
                 s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                s = mask_tile(
-                    s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT,
-                )  # fmt: skip
+            if MASKED:
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                    s = mask_tile(
+                        s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    )  # fmt: skip
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             acc = acc * alpha[:, None]
@@ -157,6 +159,6 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple
             HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
             BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **attention_flags(problem), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+            **attention_flags(problem, "fwd"), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
         )  # fmt: skip
     return out, lse

@@ -123,7 +123,7 @@ def tile_needs_mask(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Whether a tile of scores holds a pair that must not see each other."""
+    """Whether a tile of scores holds a pair that must not see each other (asked only of MASKED kernels)."""
     offset = sk - sq
     if CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
         needed = n0 + BLOCK_N > row0 + offset
