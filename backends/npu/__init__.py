@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class NPUBackend:
         return compile_all(target, only)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device_name(index: int) -> str:
     return torch.npu.get_device_name(index)
 

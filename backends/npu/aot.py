@@ -14,6 +14,7 @@ intermediate form tells
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import subprocess
 import tempfile
@@ -130,27 +131,29 @@ def to_linalg(job: Job, target: str) -> tuple[str, bool]:
     return linalg, details["mix_mode"] == "mix"
 
 
+_CONSTANT = re.compile(r"(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
+_BUFFER = re.compile(
+    r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)([a-z]\w*)(?:, strided<[^>]*>)?, #hivm\.address_space<(\w+)>"
+)
+_MEMORY_NAMES = {"ub": "ub", "cbuf": "l1", "ca": "l0a", "cb": "l0b", "cc": "l0c"}
+
+
 def peak_memory(hivm: str) -> dict[str, int]:
     """Peak bytes of each on-chip memory: the furthest end of a planned buffer."""
-    constants = {name: int(value) for name, value in re.findall(r"(%c[\w-]+) = arith\.constant (-?\d+) : i64", hivm)}
-    pattern = re.compile(r"pointer_cast\(([^)]*)\)[^\n]*?memref<((?:\d+x)*)([a-z]\w*)(?:, strided<[^>]*>)?, "
-                         r"#hivm\.address_space<(\w+)>")  # fmt: skip
+    constants: dict[str, int] = {}  # names are local to a function, and defined above their use
     peak: dict[str, int] = {}
-    for addresses, shape, element, space in pattern.findall(hivm):
-        if element not in _ELEMENT_BITS or space == "gm":
+    for line in hivm.splitlines():
+        if constant := _CONSTANT.search(line):
+            constants[constant[1]] = int(constant[2] or constant[3])
+        buffer = _BUFFER.search(line)
+        if buffer is None or buffer[3] not in _ELEMENT_BITS or buffer[4] not in _MEMORY_NAMES:
             continue
-        elements = 1
-        for size in filter(None, shape.split("x")):
-            elements *= int(size)
-        for address in addresses.split(","):
-            start = constants.get(address.strip())
-            if start is not None:
-                end = start + (elements * _ELEMENT_BITS[element] + 7) // 8
-                peak[_MEMORY_NAMES.get(space, space)] = max(peak.get(_MEMORY_NAMES.get(space, space), 0), end)
+        elements = math.prod(int(size) for size in buffer[2].split("x") if size)
+        size = (elements * _ELEMENT_BITS[buffer[3]] + 7) // 8
+        memory = _MEMORY_NAMES[buffer[4]]
+        starts = [constants[name.strip()] for name in buffer[1].split(",") if name.strip() in constants]
+        peak[memory] = max([peak.get(memory, 0), *(start + size for start in starts)])
     return peak
-
-
-_MEMORY_NAMES = {"cbuf": "l1", "ca": "l0a", "cb": "l0b", "cc": "l0c"}
 
 
 def pipeline_depth(hivm: str) -> int:
@@ -194,7 +197,9 @@ def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]
             return Compiled(error=f"the compiler did not end within {TIMEOUT_S} s", mixed=mixed)
         log = done.stdout + done.stderr
         result = Path(folder, "module.hivm.opt.mlir")
-        notes = tuple(dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line))
+        notes = tuple(
+            dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line)
+        )
         if not result.is_file():
             return Compiled(error=_first_error(log, done.returncode), mixed=mixed, notes=notes)
         hivm = result.read_text()
@@ -406,7 +411,12 @@ def shipped_jobs(target: str) -> Iterator[Job]:
         yield from (attention_job(problem, kernel) for kernel in kernels)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield dsinks_job()
-    for dtype, compute in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "float16")):
+    for dtype, compute in (
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+        ("float32", "float16"),
+    ):
         problem = MatmulProblem("npu", target, dtype, compute, compute, 4096, 4096, 4096)
         yield matmul_job(problem)
     half = MatmulProblem("npu", target, "float16", "float16", "float16", 4096, 4096, 4096)

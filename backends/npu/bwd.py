@@ -21,8 +21,7 @@ from diyfa.backends.npu.configs import (
     PREPROCESS_ROWS,
     attention_flags,
     attention_scalars,
-    dkdv_tile,
-    dq_tile,
+    bwd_tiles,
     preprocess_rows,
 )
 from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options, vector_programs
@@ -60,7 +59,7 @@ def _bwd_preprocess_kernel(
         bh = task // row_blocks
         b = bh // heads_q
         h = bh % heads_q
-        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        sq, _ = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
         out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
         dout_base = dout_ptr + b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh
         out_block = tl.make_block_ptr(
@@ -149,7 +148,7 @@ def _bwd_dq_kernel(
                 SOFTCAP, ALIBI,
             )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if MASKED:
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
                 if tile_needs_mask(
                     row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
                 ):
@@ -208,7 +207,7 @@ def _bwd_dkdv_kernel(
             lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
         if HAS_LEFT:
             hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
-        if SEQ_LENS:
+        if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
             if n0 >= sk:
                 hi = lo
         row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
@@ -222,7 +221,7 @@ def _bwd_dkdv_kernel(
         v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        for step in range(0, row_blocks * group):
+        for step in range(row_blocks * group):
             h = hk * group + step // row_blocks
             row0 = lo + (step % row_blocks) * BLOCK_M
             q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
@@ -245,7 +244,7 @@ def _bwd_dkdv_kernel(
                 SOFTCAP, ALIBI,
             )  # fmt: skip
             p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-            if MASKED:
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
                 if tile_needs_mask(
                     row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
                 ):
@@ -278,15 +277,13 @@ def _bwd_dkdv_kernel(
 
 
 @triton.jit(do_not_specialize=["batch", "heads_q", "seqlen_q"])
-def _bwd_dsinks_kernel(
-    sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q, seqlen_q, BLOCK_M: tl.constexpr
-):
+def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q, seqlen_q, BLOCK_M: tl.constexpr):
     """dsink = -sum over (b, i) of exp(sink - lse) · delta: a sink takes weight from a row and brings no value."""
     for h in range(tl.program_id(0), heads_q, tl.num_programs(0)):
         sink = tl.load(sinks_ptr + h)
         total = tl.zeros([BLOCK_M], tl.float32)
         row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-        for step in range(0, row_blocks * batch):
+        for step in range(row_blocks * batch):
             b = step // row_blocks
             row0 = (step % row_blocks) * BLOCK_M
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
@@ -320,10 +317,8 @@ def attention_bwd(
     dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
-    stride = {
-        name: bhsd_strides(x, problem.layout)[:3]
-        for name, x in dict(q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv).items()
-    }
+    named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    stride = {name: bhsd_strides(x, problem.layout)[:3] for name, x in named.items()}
     slope_stride = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
     shared: dict[str, object] = {
         "HEAD_DIM": problem.head_dim,
@@ -336,6 +331,7 @@ def attention_bwd(
         *attention_scalars(problem, tensors.sm_scale),
         batch, heads_q, problem.heads_kv, seqlen_q, problem.seqlen_k, problem.window_left, problem.window_right,
     )  # fmt: skip
+    tiles = bwd_tiles(problem)
     rows = preprocess_rows(problem)
     with device_guard(q):
         tasks = triton.cdiv(seqlen_q, rows) * batch * heads_q
@@ -347,7 +343,7 @@ def attention_bwd(
             HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_head_dim(problem.head_dim_v), BLOCK_M=rows,
             SEQ_LENS=problem.seq_lens, HAS_DLSE=dlse is not None,
         )  # fmt: skip
-        tile = dkdv_tile(problem)
+        tile = tiles["dkdv"]
         tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, tensors.seq_lens, slopes,
@@ -357,7 +353,7 @@ def attention_bwd(
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dkdv"),
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        tile = dq_tile(problem)
+        tile = tiles["dq"]
         tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
         _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, tensors.seq_lens, slopes,

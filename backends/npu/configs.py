@@ -8,7 +8,8 @@ share the work, `pipelined` the depth of the cube-to-vector pipeline; both are r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import NPUArch, npu_spec
@@ -120,13 +121,43 @@ _A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
     ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32)),
 }
 
-ATTENTION_TILES: dict[TileKey, AttentionTile] = {
-    # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
-    TileKey(chip, kernel, width, head_dim, mode): AttentionTile(*shape, vector_loop=1 if kernel == "dq" else None)
-    for chip in (NPUArch.A2, NPUArch.A5)
-    for (kernel, width, head_dim), shapes in _A2_SHAPES.items()
-    for mode, shape in zip(MODES, shapes, strict=True)
+# On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
+_A5_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
+    ("fwd", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
+    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (64, 64)),
+    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
+    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
 }
+
+
+def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
+    for chip, shapes, expected in (
+        (NPUArch.A2, _A2_SHAPES, {"bound": True, "pipelined": 4}),
+        (NPUArch.A5, _A5_SHAPES, {"bound": False, "pipelined": 0}),
+    ):
+        for (kernel, width, head_dim), tiles in shapes.items():
+            for mode, (block_m, block_n) in zip(MODES, tiles, strict=True):
+                # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
+                vector_loop = 1 if kernel == "dq" else None
+                tile = AttentionTile(block_m, block_n, vector_loop=vector_loop, **expected)
+                yield TileKey(chip, kernel, width, head_dim, mode), tile
+
+
+ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
 
 
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
@@ -156,15 +187,53 @@ def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
+    """The forward kernel's tile."""
     return attention_tile(problem, "fwd")
 
 
-def dq_tile(problem: AttentionProblem) -> AttentionTile:
-    return attention_tile(problem, "dq")
+def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of both backward kernels."""
+    return {"dkdv": attention_tile(problem, "dkdv"), "dq": attention_tile(problem, "dq")}
 
 
-def dkdv_tile(problem: AttentionProblem) -> AttentionTile:
-    return attention_tile(problem, "dkdv")
+def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
+    """The tile of the forward kernel or of the matrix product, from the table."""
+    return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
+
+
+def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
+    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering.
+
+    Smaller tiles need less of every memory, so they compile where the table's row does.
+    """
+    row = attention_tile(problem, kernel)
+    shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
+    return [
+        tile
+        for block_m, block_n in shapes
+        if min(block_m, block_n) >= 16
+        for buffers in (4, 2)
+        if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
+    ]
+
+
+def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") -> bool:
+    """Whether one copy of each operand tile fits L1, and of what accumulates over the loop, L0C.
+
+    Necessary only: what else the compiler must keep is its own business, and the compile gate tries every row.
+    """
+    spec = npu_spec(problem.arch)
+    if spec is None:
+        return False
+    width, d, dv = DTYPE_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    rows, keys = tile.block_m, tile.block_n
+    operands = {
+        "fwd": rows * d + keys * (d + dv) + rows * keys,
+        "dq": rows * (d + dv) + keys * (d + dv) + rows * keys,
+        "dkdv": rows * (d + dv) + keys * (d + dv) + 2 * rows * keys,
+    }
+    accumulators = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv)}
+    return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 
 def preprocess_rows(problem: AttentionProblem) -> int:
@@ -200,11 +269,6 @@ def matmul_tile(problem: MatmulProblem) -> MatmulTile:
     if problem.block is not None:
         return MatmulTile(*problem.block, measured="asked for by the caller")
     return MATMUL_TILES[max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])]
-
-
-def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
-    """The tiles of both backward kernels."""
-    return {"dkdv": dkdv_tile(problem), "dq": dq_tile(problem)}
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:

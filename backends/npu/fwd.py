@@ -48,9 +48,7 @@ def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"]
-)
+@triton.jit(do_not_specialize=["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, seq_lens_ptr, slopes_ptr, sinks_ptr,
     out_ptr, lse_ptr,
@@ -105,7 +103,7 @@ def _fwd_kernel(
             if ALIBI:
                 rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
                 s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-            if MASKED:
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
                 if tile_needs_mask(
                     row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
                 ):

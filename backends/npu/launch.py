@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from diyfa.backends.npu.compat import INTERPRETED, INTERPRETER_PROGRAMS
 from diyfa.backends.npu.configs import AttentionTile, MatmulTile
 
 
-@lru_cache(maxsize=None)
+@cache
 def _core_counts(arch: str, index: int) -> tuple[int, int]:
     """(cube, vector) cores of device `index`: from the driver, or from the table of chips in the interpreter."""
     if INTERPRETED:

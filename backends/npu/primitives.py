@@ -67,7 +67,7 @@ def dot_add(a, b, acc, INTERPRET: tl.constexpr):
 def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """fp32 x rounded to DTYPE, nearest even. The interpreter cuts bfloat16 off instead, so there its low 16 bits are
     rounded away first (NaN keeps its bits)."""
-    if INTERPRET and DTYPE == tl.bfloat16:
+    if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -111,7 +111,7 @@ def key_range(
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if SEQ_LENS:
+    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
         if row0 >= sq:
             hi = lo
     return lo, hi

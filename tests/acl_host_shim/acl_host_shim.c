@@ -2,8 +2,8 @@
  *
  * torch_npu loads CANN's libraries when it is imported, so without CANN nothing of it can be tested. Linked under
  * those libraries' names, this file lets the unmodified torch_npu wheel run with one device, npu:0, whose memory is
- * the host's: allocation, dense copies, views, streams, events and device properties are real. Compute operators do
- * not exist here and are refused with UNSUPPORTED. torch_npu queues operators and would report a refusal only later,
+ * the host's: allocation, dense copies, views, streams, events and device properties are real, and so is filling with
+ * zeros. Other compute operators do not exist here and are refused with UNSUPPORTED. torch_npu queues operators and would report a refusal only later,
  * leaving uninitialised memory as the "result": run with ASCEND_LAUNCH_BLOCKING=1, so that each one raises at its
  * call.
  *
@@ -23,7 +23,7 @@
 
 typedef int aclError;
 
-/* Functions whose arguments do not matter: C callers may pass any to a function without a prototype. */
+/* Functions whose arguments do not matter; in the C calling conventions of x86-64 and AArch64 extra ones are ignored. */
 #define RETURNS(value, name) \
     aclError name() { return value; }
 #define SUCCEEDS(name) RETURNS(ACL_SUCCESS, name)
@@ -226,11 +226,21 @@ SUCCEEDS(MsprofReportApi)
 SUCCEEDS(MsprofReportCompactInfo)
 SUCCEEDS(MsprofSysCycleTime)
 
-/* ---- compute operators: torch_npu first builds descriptions, then asks for the operator, which is refused ------ */
+/* ---- compute operators: torch_npu first builds descriptions, then asks for the operator by name ---------------- */
 
 enum { DESCRIPTION_BYTES = 64 };
 
-void *aclCreateDataBuffer(void *data, size_t bytes) { return (void)data, (void)bytes, calloc(1, DESCRIPTION_BYTES); }
+struct data_buffer {
+    void *data;
+    size_t bytes;
+};
+
+void *aclCreateDataBuffer(void *data, size_t bytes) {
+    struct data_buffer *buffer = malloc(sizeof *buffer);
+    if (buffer) *buffer = (struct data_buffer){data, bytes};
+    return buffer;
+}
+
 aclError aclDestroyDataBuffer(const void *buffer) { return release((void *)buffer); }
 void *aclCreateTensorDesc(int type, int dimensions, const int64_t *shape, int format) {
     return (void)type, (void)dimensions, (void)shape, (void)format, calloc(1, DESCRIPTION_BYTES);
@@ -256,7 +266,16 @@ SUCCEEDS(aclopSetAttrListInt)
 SUCCEEDS(aclopSetAttrListListInt)
 SUCCEEDS(aclopSetAttrString)
 
-REFUSES(aclopCompileAndExecute)
+/* The one operator that there is: autograd makes zeros where an output's gradient was not given. */
+aclError aclopCompileAndExecute(const char *name, int inputs, const void *const *input_descriptions,
+                                const struct data_buffer *const *input, int outputs,
+                                const void *const *output_descriptions, struct data_buffer *const *output) {
+    (void)inputs, (void)input_descriptions, (void)input, (void)output_descriptions;
+    if (strcmp(name, "ZerosLike") != 0) return ACL_UNSUPPORTED;
+    for (int i = 0; i < outputs; i++) memset(output[i]->data, 0, output[i]->bytes);
+    return ACL_SUCCESS;
+}
+
 REFUSES(aclrtBinaryLoadFromData)
 REFUSES(aclrtBinaryGetFunction)
 REFUSES(aclrtGetFunctionAddr)
