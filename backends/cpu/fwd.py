@@ -90,9 +90,7 @@ def forward_v1(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
     """(out, lse), key/value blocks outermost."""
     call, config = Call(problem, tensors), attention_config(problem)
     out, lse, out_rows, lse_rows = _outputs(call)
-    blocks = [
-        (m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)
-    ]
+    blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
     # What the paper keeps in HBM for each query block: the normalised output so far, m and l.
     state = []
     for m0, m1 in blocks:
