@@ -134,7 +134,7 @@ def reference_attention(
 
     # Softmax by hand: rows without a key must give 0 and not NaN, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
-    row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full(scores.shape[:-1] + (1,), -_INF)
+    row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), -_INF)
     if sink is not None:
         row_max = torch.maximum(row_max, sink.detach())
     row_max = row_max.masked_fill(row_max == -_INF, 0.0)

@@ -199,7 +199,8 @@ def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) 
             return x
 
         options = {name: upcast(x) for name, x in inputs.options.items()}
-        inputs = Inputs(*(upcast(x) for x in inputs[:5]), options)
+        q, k, v, dout, dlse = (upcast(x) for x in inputs[:5])
+        inputs = Inputs(q, k, v, dout, dlse, options)
     return run_case(lambda *args, **kwargs: reference_attention(*args, layout=layout, **kwargs), inputs)
 
 

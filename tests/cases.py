@@ -107,8 +107,8 @@ FEATURES = [
     Case("sinks_causal_q70_k30", heads=3, seqlen_q=70, seqlen_k=30, sinks=True, causal=True),
     Case("sinks_window_gqa_bf16", heads=4, heads_kv=2, seqlen_q=70, sinks=True, window=(9, 0), dtype="bfloat16"),
     Case(
-        "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48, window=(30, 4),
-        softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
+        "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
+        window=(30, 4), softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
     ),
     Case("dropout", seqlen_q=40, dropout_p=0.2),
 ]  # fmt: skip

@@ -100,7 +100,7 @@ class Call:
         return x.unflatten(1, (self.problem.heads_kv, self.group))
 
     def query_rows(self, x: torch.Tensor, m0: int, m1: int) -> torch.Tensor:
-        """Rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D]; 0 beyond a sequence's end, whatever is there."""
+        """Rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D]; 0 beyond a sequence's end."""
         tile = x[:, :, :, m0:m1].to(self.dtype)
         if m1 > self.visibility.min_len_q:
             inside = torch.arange(m0, m1)[:, None] < self.visibility.len_q
@@ -108,7 +108,7 @@ class Call:
         return tile.flatten(2, 3)
 
     def key_rows(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end, whatever is there."""
+        """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end."""
         tile = x[:, :, n0:n1].to(self.dtype)
         if n1 > self.visibility.min_len_k:
             tile = torch.where(torch.arange(n0, n1)[:, None] < self.visibility.len_k, tile, 0)
