@@ -13,7 +13,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
