@@ -136,18 +136,18 @@ def test_configs_cover_every_problem() -> None:
 def test_a_small_model_learns() -> None:
     """One attention layer learns to copy the token three places back, which only attention can do."""
     torch.manual_seed(0)
-    vocabulary, seqlen, width = 12, 24, 32
+    vocabulary, seqlen, width = 12, 16, 32
     embed = torch.nn.Embedding(vocabulary, width)
     place = torch.nn.Parameter(torch.randn(seqlen, width) * 0.5)
     qkv, head = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, vocabulary)
     parameters = [*embed.parameters(), place, *qkv.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     for _ in range(120):
-        tokens = torch.randint(vocabulary, (32, seqlen))
-        q, k, v = qkv(embed(tokens) + place).view(32, seqlen, 3, 2, width // 2).unbind(2)
+        tokens = torch.randint(vocabulary, (16, seqlen))
+        q, k, v = qkv(embed(tokens) + place).view(16, seqlen, 3, 2, width // 2).unbind(2)
         out = diyfa.flash_attention_v2(q, k, v, causal=True, backend="cpu").flatten(2)
         loss = torch.nn.functional.cross_entropy(head(out)[:, 3:].flatten(0, 1), tokens[:, :-3].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.3  # guessing costs log(12) = 2.5
+    assert float(loss.detach()) < 0.3  # guessing costs log(12) = 2.5

@@ -109,7 +109,9 @@ def test_cpu_tensors_are_refused_with_the_ways_out() -> None:
 def test_device_without_a_backend() -> None:
     with pytest.raises(ValueError, match="got tensors on meta; no backend is made for them"):
         registry.resolve_backend(META.device)
-    with pytest.raises(ValueError, match="backend 'cpu' cannot run this call: it takes CPU tensors, got tensors on meta"):
+    with pytest.raises(
+        ValueError, match="backend 'cpu' cannot run this call: it takes CPU tensors, got tensors on meta"
+    ):
         registry.resolve_backend(META.device, "cpu")
 
 

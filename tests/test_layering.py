@@ -78,7 +78,5 @@ def test_every_backend_folder_is_packaged() -> None:
         "diyfa.backends." + ".".join(f.parent.relative_to(ROOT / "backends").parts)
         for f in BACKEND_FILES
         if f.name == "__init__.py"
-    } | {
-        ".".join(f.parent.relative_to(ROOT).parts) for f in FRONT_END_FILES if f.name == "__init__.py"
-    }
+    } | {".".join(f.parent.relative_to(ROOT).parts) for f in FRONT_END_FILES if f.name == "__init__.py"}
     assert on_disk <= packages, f"not listed in pyproject.toml: {sorted(on_disk - packages)}"

@@ -55,7 +55,9 @@ def test_dropout_mask_depends_on_position_only() -> None:
         assert 0.45 < float((other == big).double().mean()) < 0.55
 
 
-@pytest.mark.parametrize(("seed", "offset", "batch"), [(-1, 0, 1), (2**64, 0, 1), (0, 2**32, 1), (0, -1, 1), (0, 0, 2**17)])
+@pytest.mark.parametrize(
+    ("seed", "offset", "batch"), [(-1, 0, 1), (2**64, 0, 1), (0, 2**32, 1), (0, -1, 1), (0, 0, 2**17)]
+)
 def test_dropout_mask_range(seed: int, offset: int, batch: int) -> None:
     with pytest.raises(ValueError, match="dropout needs"):
         dropout_mask(batch, 1, 1, 1, 0.5, seed, offset)

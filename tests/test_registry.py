@@ -118,7 +118,7 @@ def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.load_backend("broken")
 
 
-TOY = '''
+TOY = """
 import torch
 from diyfa.problem import Kernel
 
@@ -151,7 +151,7 @@ class Toy:
 
 
 backend = Toy()
-'''
+"""
 USE_TOY = """
 import torch, diyfa
 from diyfa import registry

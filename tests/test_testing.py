@@ -8,6 +8,7 @@ from cases import CASES
 
 import diyfa
 from diyfa.testing import (
+    AttentionCase,
     assert_within_budget,
     error_budget,
     expected_results,
@@ -15,6 +16,7 @@ from diyfa.testing import (
     make_inputs,
     measure_error,
     poisoned_allocations,
+    yardsticks,
 )
 
 CASE = CASES["everything"]
@@ -60,10 +62,20 @@ def test_error_counts_nan_and_misplaced_infinities() -> None:
 def test_budget_is_twice_the_baseline_and_a_tiny_floor() -> None:
     want = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     low = want.to(torch.float16)
-    budget, error = error_budget(want, low, 1.0), measure_error(low, want)
+    error = measure_error(low, want)
+    budget = error_budget(want, error, low.dtype, 1.0)
     assert 2 * error.max_abs < budget.max_abs < 2 * error.max_abs + 2**-10
-    with pytest.raises(ValueError, match="not finite"):
-        error_budget(want, torch.full_like(low, float("nan")), 1.0)
+    assert 2 * error.rms < budget.rms < 2 * error.rms + 2**-10
+
+
+def test_yardstick_is_the_worst_of_its_draws() -> None:
+    errors = yardsticks(CASE)
+    own = measure_error(low_precision_results(CASE).out, expected_results(CASE).out)
+    assert errors["out"].max_abs >= own.max_abs > 0
+    assert set(errors) == set(expected_results(CASE)._fields)
+    overflowing = AttentionCase("overflow", sm_scale=1e6, seqlen_q=8)
+    with pytest.raises(ValueError, match="PyTorch's own out in float16 is not finite"):
+        yardsticks(overflowing)
 
 
 def test_budget_refuses_wrong_results() -> None:
@@ -117,7 +129,14 @@ def test_validate_attention(dtype: torch.dtype, causal: bool, capsys: pytest.Cap
     assert passed is True and 0 < difference < 0.02
     assert capsys.readouterr().out.startswith("PASS attention (2, 3, 50, 32)")
     wrong, difference = diyfa.validate_attention(
-        lambda q, k, v, causal: cpu_attention(q, k, v, causal=not causal), 2, 3, 50, 32, causal, dtype=dtype, device="cpu"
+        lambda q, k, v, causal: cpu_attention(q, k, v, causal=not causal),
+        2,
+        3,
+        50,
+        32,
+        causal,
+        dtype=dtype,
+        device="cpu",
     )
     assert wrong is False and difference > 0.1
 

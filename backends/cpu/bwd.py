@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, masked_product
+from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
 
 
@@ -32,6 +32,7 @@ def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0:
     target += tile.sum(broadcast, keepdim=True) if broadcast else tile
 
 
+@without_autocast
 def backward(
     problem: AttentionProblem,
     tensors: AttentionTensors,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, masked_product
+from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd, empty_output
 
 Forward = tuple[torch.Tensor, torch.Tensor]
@@ -62,6 +62,7 @@ def _end_sequences(call: Call, lse: torch.Tensor) -> None:
         lse.masked_fill_(beyond[:, None], INF)
 
 
+@without_autocast
 def forward_v2(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
     """(out, lse), query blocks outermost."""
     call, config = Call(problem, tensors), attention_config(problem)
@@ -86,6 +87,7 @@ def forward_v2(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
     return out, lse
 
 
+@without_autocast
 def forward_v1(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
     """(out, lse), key/value blocks outermost."""
     call, config = Call(problem, tensors), attention_config(problem)

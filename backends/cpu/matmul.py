@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import matmul_config
+from diyfa.backends.cpu.tiles import without_autocast
 from diyfa.problem import MatmulProblem
 
 
+@without_autocast
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """c = a @ b of (M, K) and (K, N)."""
     config = matmul_config(problem)

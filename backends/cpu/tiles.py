@@ -7,11 +7,26 @@ work and no key is ever repeated in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
+
+
+def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an enclosing torch.autocast away from the float32 arithmetic inside a kernel."""
+
+    @wraps(launch)
+    def run(*args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return launch(*args)
+
+    return run
 
 
 class Visibility:
