@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from diyfa.bench.record import cpu_name, versions
@@ -229,13 +230,12 @@ def run(json: bool) -> None:
     if npu["installed"] and not npu["available"]:
         out.print(f"NPU: {npu['problem']}", style="yellow", markup=False, highlight=False)
         out.print(f"  to mend it: {npu['remedy']}", style="yellow", markup=False, highlight=False)
-    table = Table(title="what enables what", title_justify="left")
+    table = Table(title="what enables what", title_justify="left", show_lines=True)
     for heading in ("", "what", "enables", "how to get it"):
         table.add_column(heading)
     for r in report["requirements"]:
-        table.add_row(
-            "[green]✓" if r["present"] else "[red]✗", r["what"], r["enables"], "" if r["present"] else r["how"]
-        )
+        mark = "[green]✓" if r["present"] else "[red]✗"
+        table.add_row(mark, r["what"], r["enables"], "" if r["present"] else escape(r["how"]))
     out.print(table)
     for backend in report["backends"]:
         _print_backend(backend)

@@ -23,6 +23,8 @@ def prepare_environment() -> None:
         return
     if importlib.util.find_spec("torch_npu") is not None:
         os.environ.setdefault(AUTOLOAD_VARIABLE, "0")
+    # Beside other processes, OpenMP threads that spin at barriers make small CPU operators many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop notes would tear progress bars
 
 
