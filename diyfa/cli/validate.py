@@ -140,8 +140,8 @@ def run(backend: str | None, json: bool) -> int:
         return 0 if ok else 1
     out.print(_table(verdicts, f"backend {name} on {environment(device)['device']}"))
     out.print(
-        f"Every result is compared with float64; allowed is {BUDGET_FACTOR:g}× the error of PyTorch's own operation in the "
-        "same dtype.",
+        f"Every result is compared with float64; allowed is {BUDGET_FACTOR:g}× the error of PyTorch's own operation in "
+        "the same dtype.",
         highlight=False,
     )
     out.print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['refused']} refused", highlight=False)
