@@ -1,4 +1,4 @@
-"""Operands of `tl.dot`, made safe for Triton's interpreter."""
+"""Casts around `tl.dot`, made right for Triton's interpreter; compiled, they are what they look like."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def dot_operand(x):
     if _INTERPRETING and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
+    so there, and only there, the rounding is done on the bits first."""
+    if _INTERPRETING and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
+    return x.to(DTYPE)
