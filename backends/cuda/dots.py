@@ -23,7 +23,7 @@ def dot_operand(x):
 def round_to(x, DTYPE: tl.constexpr):
     """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
     so there, and only there, the rounding is done on the bits first."""
-    if _INTERPRETING and DTYPE == tl.bfloat16:
+    if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
         x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def _sum_splits_kernel(partial_ptr, c_ptr, size, SPLIT_K: tl.constexpr, BLOCK: t
 def _matmul_tma_kernel(
     a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] when A_TRANSPOSED
     b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] when B_TRANSPOSED
-    c_desc,  # blocks of [BLOCK_M, BLOCK_N]
+    c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide when STORE_HALVES
     M,
     N,
     K,
@@ -129,6 +130,7 @@ def _matmul_tma_kernel(
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    STORE_HALVES: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
 ):
     """What lies beyond an edge of a or b reads as 0, and is not written beyond an edge of c: the descriptors clip."""
@@ -149,7 +151,13 @@ def _matmul_tma_kernel(
             else:
                 b = b_desc.load([k, start_n])
             acc = tl.dot(dot_operand(a), dot_operand(b), acc)
-        c_desc.store([start_m, start_n], round_to(acc, OUT_DTYPE))
+        if STORE_HALVES:
+            halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
+            c_desc.store([start_m, start_n], round_to(left, OUT_DTYPE))
+            c_desc.store([start_m, start_n + BLOCK_N // 2], round_to(right, OUT_DTYPE))
+        else:
+            c_desc.store([start_m, start_n], round_to(acc, OUT_DTYPE))
 
 
 @lru_cache(maxsize=64)
@@ -179,7 +187,7 @@ def _run_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.
     _matmul_tma_kernel[(programs,)](
         _descriptor(a, a_transposed, (config.block_m, config.block_k)),
         _descriptor(b, b_transposed, (config.block_k, config.block_n)),
-        _descriptor(c, False, (config.block_m, config.block_n)),
+        _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
         m,
         n,
         k,
@@ -190,6 +198,7 @@ def _run_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
         PERSISTENT=config.persistent,
+        STORE_HALVES=config.store_halves,
         OUT_DTYPE=TL_DTYPE[problem.out_dtype],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -227,7 +236,7 @@ def _run_pointers(
         _sum_splits_kernel[(triton.cdiv(m * n, SUM_BLOCK),)](target, c, m * n, SPLIT_K=split_k, BLOCK=SUM_BLOCK)
 
 
-RUN = {"tma": _run_tma, "pointers": _run_pointers}
+_RUN = {"tma": _run_tma, "pointers": _run_pointers}
 
 
 @lru_cache(maxsize=4096)
@@ -239,7 +248,7 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 
 def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    run = RUN[form]
+    run = _RUN[form]
     config = default_config(problem, form)
     with on_device(a):
         if problem.autotune and problem.block is None:
@@ -262,7 +271,7 @@ def _unsupported(problem: MatmulProblem, form: str) -> str | None:
     if max(problem.m, problem.n, problem.k) >= 2**31:
         return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
     if problem.block is not None and default_config(problem, form) is None:
-        one_stage = MatmulConfig(*problem.block, num_warps=8, num_stages=1)
+        one_stage = MatmulConfig(form, *problem.block, num_warps=8, num_stages=1)
         return f"tile {problem.block} needs {shared_bytes(one_stage, problem)} bytes of shared memory, too many here"
     return None
 
@@ -332,15 +341,14 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every default and candidate tile of both forms, for few rows and many, both layouts of b."""
-    for dtype, compute, out, precision in _CASES:
-        for kernel in KERNELS:
-            configs: dict[MatmulConfig, None] = {}
-            for m in (16, 64, 4096):
-                problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, aligned=True)
-                if kernel.unsupported(problem) is None:
-                    configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
-            for config in configs:
-                yield from _SPECS[kernel.name](dtype, compute, out, precision, config)
+    for (dtype, compute, out, precision), kernel, aligned in product(_CASES, KERNELS, (True, False)):
+        configs: dict[MatmulConfig, None] = {}
+        for m in (16, 64, 4096):
+            problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
+            if kernel.unsupported(problem) is None:
+                configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
+        for config in configs:
+            yield from _SPECS[kernel.name](dtype, compute, out, precision, config, aligned)
 
 
 def _case(dtype: str, compute: str, precision: str, config: MatmulConfig, suffix: str) -> str:
@@ -350,15 +358,24 @@ def _case(dtype: str, compute: str, precision: str, config: MatmulConfig, suffix
     return f"{how} {tile}{suffix}"
 
 
-def _pointer_specs(dtype: str, compute: str, out: str, precision: str, config: MatmulConfig) -> Iterator[CompileSpec]:
+def _pointer_specs(
+    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
+) -> Iterator[CompileSpec]:
+    pointers = ("a_ptr", "b_ptr", "c_ptr")
     result = out if config.split_k == 1 else "float32"
     signature = {"a_ptr": f"*{_SHORT[dtype]}", "b_ptr": f"*{_SHORT[dtype]}", "c_ptr": f"*{_SHORT[result]}"}
     signature |= dict.fromkeys(("stride_am", "stride_bk", "M", "N", "K"), "i32")
-    # The everyday case: contiguous inputs, K a multiple of the step; and the hardest: nothing divides.
-    for even in (True, False):
+    # Contiguous inputs; unaligned sizes are odd, so they always need the mask along K.
+    for even in (True, False) if aligned else (False,):
         yield CompileSpec(
             "matmul/pointers",
-            _case(dtype, compute, precision, config, f" split{config.split_k}{'' if even else ' odd'}"),
+            _case(
+                dtype,
+                compute,
+                precision,
+                config,
+                f" split{config.split_k}{' masked' * (not even)}{' odd' * (not aligned)}",
+            ),
             _matmul_kernel,
             signature,
             {
@@ -375,22 +392,30 @@ def _pointer_specs(dtype: str, compute: str, out: str, precision: str, config: M
             },
             config.num_warps,
             config.num_stages,
-            aligned=frozenset(signature) if even else frozenset({"a_ptr", "b_ptr", "c_ptr"}),
+            aligned=frozenset(signature if aligned else pointers),
         )
 
 
-def _tma_specs(dtype: str, compute: str, out: str, precision: str, config: MatmulConfig) -> Iterator[CompileSpec]:
+def _tma_specs(
+    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
+) -> Iterator[CompileSpec]:
     m, n, k = config.block_m, config.block_n, config.block_k
     for b_transposed in (False, True):
         b_block = f"{n},{k}" if b_transposed else f"{k},{n}"
         yield CompileSpec(
             "matmul/tma",
-            _case(dtype, compute, precision, config, f"{' persistent' * config.persistent}{' bT' * b_transposed}"),
+            _case(
+                dtype,
+                compute,
+                precision,
+                config,
+                f"{' persistent' * config.persistent}{' halves' * config.store_halves}{' bT' * b_transposed}",
+            ),
             _matmul_tma_kernel,
             {
                 "a_desc": f"tensordesc<{_SHORT[dtype]}[{m},{k}]>",
                 "b_desc": f"tensordesc<{_SHORT[dtype]}[{b_block}]>",
-                "c_desc": f"tensordesc<{_SHORT[out]}[{m},{n}]>",
+                "c_desc": f"tensordesc<{_SHORT[out]}[{m},{n >> config.store_halves}]>",
                 **dict.fromkeys(("M", "N", "K"), "i32"),
             },
             {
@@ -401,6 +426,7 @@ def _tma_specs(dtype: str, compute: str, out: str, precision: str, config: Matmu
                 "A_TRANSPOSED": False,
                 "B_TRANSPOSED": b_transposed,
                 "PERSISTENT": config.persistent,
+                "STORE_HALVES": config.store_halves,
                 "OUT_DTYPE": TL_DTYPE[out],
             },
             config.num_warps,

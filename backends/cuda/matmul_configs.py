@@ -18,9 +18,11 @@ class MatmulConfig:
     """A program computes a [block_m, block_n] tile, `block_k` deep at a time.
 
     `group_m` row tiles share their columns of b in the L2 cache. `split_k` programs share one tile's depth and leave
-    partial sums (pointers only). `persistent` programs, one for each multiprocessor, walk over the tiles (TMA only).
+    partial sums (pointers only). For "tma": `persistent` programs, one for each multiprocessor, walk over the tiles;
+    `store_halves` stores a tile in two halves, which leaves shared memory for another stage.
     """
 
+    form: str  # "tma" or "pointers"
     block_m: int
     block_n: int
     block_k: int
@@ -29,14 +31,14 @@ class MatmulConfig:
     group_m: int = 8
     split_k: int = 1
     persistent: bool = False
+    store_halves: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
     """A table row: for which problems, the tile, and what was measured where and when."""
 
-    form: str  # "tma" or "pointers"
-    units: str  # "mma" (tensor cores) or "fma" (where Triton has no tensor-core path)
+    kind: str  # see `kind_of`
     min_shared: int  # bytes a block may use on the architectures this row is meant for
     max_m: int  # the row is a default up to this M
     config: MatmulConfig
@@ -48,47 +50,59 @@ KIB = 1024
 # For each class the first row whose max_m suffices is the default; all rows of the class are candidates.
 TABLE: tuple[Row, ...] = (
     # Hopper and data-centre Blackwell, tensor descriptors
-    Row("tma", "mma", 200 * KIB, 64, MatmulConfig(64, 64, 128, 4, 4)),
-    Row("tma", "mma", 200 * KIB, 1024, MatmulConfig(128, 128, 64, 4, 4)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 256, 64, 8, 3, persistent=True)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 256, 64, 8, 4)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 256, 64, 8, 3)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(256, 128, 64, 8, 3, persistent=True)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 128, 64, 8, 4)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 128, 64, 4, 4, persistent=True)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(128, 64, 64, 4, 5)),
-    Row("tma", "mma", 200 * KIB, ANY, MatmulConfig(64, 128, 64, 4, 5)),
+    Row("mma", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 128, 4, 4)),
+    Row("mma", 200 * KIB, 1024, MatmulConfig("tma", 128, 128, 64, 4, 4)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, store_halves=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, persistent=True, store_halves=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 256, 128, 64, 8, 3, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 8, 4)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 4, 4, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 64, 64, 4, 5)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 64, 4, 5)),
     # Consumer Blackwell, tensor descriptors
-    Row("tma", "mma", 0, 64, MatmulConfig(64, 64, 64, 4, 4)),
-    Row("tma", "mma", 0, ANY, MatmulConfig(128, 128, 64, 8, 3)),
-    Row("tma", "mma", 0, ANY, MatmulConfig(128, 128, 32, 4, 4)),
-    Row("tma", "mma", 0, ANY, MatmulConfig(128, 64, 64, 4, 3)),
+    Row("mma", 0, 64, MatmulConfig("tma", 64, 64, 64, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 32, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
     # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
-    Row("pointers", "mma", 0, 16, MatmulConfig(16, 64, 128, 4, 4, group_m=1, split_k=4)),
-    Row("pointers", "mma", 0, 64, MatmulConfig(64, 64, 64, 4, 4, group_m=1, split_k=4)),
-    Row("pointers", "mma", 0, 512, MatmulConfig(64, 64, 64, 4, 3)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(128, 128, 32, 4, 4)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(128, 128, 64, 8, 3)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(128, 64, 64, 4, 3)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(64, 128, 64, 4, 3)),
-    Row("pointers", "mma", 120 * KIB, ANY, MatmulConfig(128, 256, 64, 8, 3)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(16, 64, 128, 4, 4, group_m=1, split_k=8)),
-    Row("pointers", "mma", 0, ANY, MatmulConfig(16, 128, 128, 4, 3, group_m=1, split_k=8)),
+    Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 64, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 64, 4, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3)),
+    Row("mma", 120 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8)),
+    # Element by element: a step's addresses and elements are in registers
+    Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
+    Row("narrow", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 8, 3)),
+    Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
     # Without tensor cores: the operands of a whole block_k step live in registers, so tiles are small
-    Row("pointers", "fma", 0, 64, MatmulConfig(32, 32, 32, 4, 2)),
-    Row("pointers", "fma", 0, ANY, MatmulConfig(64, 64, 16, 8, 2)),
-    Row("pointers", "fma", 0, ANY, MatmulConfig(32, 64, 16, 4, 2)),
+    Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
+    Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
+    Row("fma", 0, ANY, MatmulConfig("pointers", 32, 64, 16, 4, 2)),
 )
 # A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
 SPLIT_MAX_M = 64
 
 
-def units(problem: MatmulProblem) -> str:
-    """`fma` where Triton (3.2 to 3.9) multiplies without tensor cores: before Ampere, and float32 in full precision."""
+def kind_of(problem: MatmulProblem) -> str:
+    """What limits the tile: "fma", "narrow" or "mma".
+
+    * fma: Triton (3.2 to 3.9) multiplies without tensor cores: before Ampere, and float32 in full precision. The
+      operands of a whole step live in registers.
+    * narrow: without 16-byte alignment elements are copied one by one, 2-byte ones through registers.
+    * mma: everything else.
+    """
     full = problem.compute_dtype == "float32" and problem.precision == "ieee"
     spec = gpu_spec(problem.arch)
-    old = spec is not None and spec.arch in (GPUArch.VOLTA, GPUArch.TURING)
-    return "fma" if full or old else "mma"
+    if full or (spec is not None and spec.arch in (GPUArch.VOLTA, GPUArch.TURING)):
+        return "fma"
+    return "mma" if problem.aligned else "narrow"
 
 
 def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
@@ -99,8 +113,9 @@ def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
     if problem.compute_dtype != problem.dtype:  # operands pass through shared memory again after the cast
         ring += step * ELEMENT_SIZE[problem.compute_dtype]
     tile = config.block_m * config.block_n * ELEMENT_SIZE[problem.out_dtype]
-    # A persistent program stores one tile while it loads the next.
-    return ring + tile if config.persistent else max(ring, tile)
+    if config.form == "pointers":
+        return max(ring, tile)
+    return ring + (tile // 2 if config.store_halves else tile)  # a descriptor stores from shared memory
 
 
 def _limits(arch: str) -> GPUSpec:
@@ -113,21 +128,21 @@ def fits(config: MatmulConfig, problem: MatmulProblem) -> bool:
     return shared_bytes(config, problem) + KIB <= _limits(problem.arch).shared_per_block
 
 
-def given_config(problem: MatmulProblem) -> MatmulConfig | None:
+def given_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """The caller's tile with as many pipeline stages as fit, None when not even one does."""
     assert problem.block is not None
     block_m, block_n, block_k = problem.block
     num_warps = 4 if block_m * block_n < 128 * 128 else 8
     for num_stages in (4, 3, 2, 1):
-        config = MatmulConfig(block_m, block_n, block_k, num_warps, num_stages)
+        config = MatmulConfig(form, block_m, block_n, block_k, num_warps, num_stages)
         if fits(config, problem):
             return config
     return None
 
 
 def _class_of(problem: MatmulProblem, form: str) -> list[Row]:
-    shared, unit = _limits(problem.arch).shared_per_block, units(problem)
-    rows = [r for r in TABLE if r.form == form and r.units == unit and r.min_shared <= shared]
+    shared, kind = _limits(problem.arch).shared_per_block, kind_of(problem)
+    rows = [r for r in TABLE if r.config.form == form and r.kind == kind and r.min_shared <= shared]
     if form == "tma" and any(r.min_shared for r in rows):
         rows = [r for r in rows if r.min_shared]
     return rows
@@ -146,7 +161,7 @@ def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | Non
 def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """The tile without measuring: the caller's, or the table's; None when the caller's does not fit."""
     if problem.block is not None:
-        return given_config(problem)
+        return given_config(problem, form)
     for row in _class_of(problem, form):
         if problem.m <= row.max_m and (config := _reduced(row.config, problem)):
             return config
