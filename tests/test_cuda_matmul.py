@@ -40,10 +40,10 @@ def device_and_arch():
     return "cuda", gpu_arch_name(*torch.cuda.get_device_capability())
 
 
-def run(form, tile, dtype, sizes, transposed=(False, False), out_dtype=None):
+def check(tile, dtype, sizes, transposed=(False, False), out_dtype=None):
     device, arch = device_and_arch()
     m, n, k = sizes
-    problem = MatmulProblem("cuda", arch, dtype, dtype, out_dtype or dtype, m, n, k, aligned=form == "tma")
+    problem = MatmulProblem("cuda", arch, dtype, dtype, out_dtype or dtype, m, n, k, aligned=tile.form == "tma")
     generator = torch.Generator().manual_seed(m + n + k)
 
     def matrix(rows, columns, flip):
@@ -53,7 +53,7 @@ def run(form, tile, dtype, sizes, transposed=(False, False), out_dtype=None):
 
     a, b = matrix(m, k, transposed[0]), matrix(k, n, transposed[1])
     c = torch.full((m, n), float("nan"), dtype=TORCH_DTYPE[problem.out_dtype], device=device)
-    matmul._RUN[form](problem, a, b, c, tile)
+    matmul.run(problem, a, b, c, tile)
     exact = a.double() @ b.double()
     own_error = ((a @ b).to(c.dtype).double() - exact).abs().max()
     assert (c.double() - exact).abs().max() <= 2 * own_error
@@ -68,19 +68,19 @@ def test_tma(tile, transposed, dtype):
     _, arch = device_and_arch()
     if not matmul_configs._limits(arch).has_tma:
         pytest.skip(f"{arch} has no TMA")
-    run("tma", tile, dtype, (72, 88, 136), transposed)
+    check(tile, dtype, (72, 88, 136), transposed)
 
 
 @runs
 @pytest.mark.parametrize("tile", POINTER_TILES, ids=str)
 @pytest.mark.parametrize("sizes", [(32, 32, 192), (37, 53, 71)], ids=str)
 def test_pointers(tile, sizes):
-    run("pointers", tile, "float16", sizes)
+    check(tile, "float16", sizes)
 
 
 @runs
 def test_split_sums_are_the_same_each_time():
-    first, second = (run("pointers", POINTER_TILES[1], "float16", (33, 40, 500)) for _ in range(2))
+    first, second = (check(POINTER_TILES[1], "float16", (33, 40, 500)) for _ in range(2))
     assert torch.equal(first, second)
 
 

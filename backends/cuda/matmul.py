@@ -239,6 +239,11 @@ def _run_pointers(
 _RUN = {"tma": _run_tma, "pointers": _run_pointers}
 
 
+def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
+    """Write a @ b to the contiguous c with one given tile, on the current device."""
+    _RUN[config.form](problem, a, b, c, config)
+
+
 @lru_cache(maxsize=4096)
 def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
     sizes = tuple(tune.bucket_size(x) for x in (problem.m, problem.n, problem.k))
@@ -248,7 +253,6 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 
 def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
-    run = _RUN[form]
     config = default_config(problem, form)
     with on_device(a):
         if problem.autotune and problem.block is None:
