@@ -17,7 +17,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of
-from diyfa.backends.cuda.dots import dot, dot_add
+from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LOG2E,
@@ -109,7 +109,8 @@ def _dkdv_blocks(
     PRECISION: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are left operands.
+    """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are
+    left operands.
 
     MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0, so the last block needs no loop of its own.
     """
@@ -124,10 +125,10 @@ def _dkdv_blocks(
         p_t = tl.math.exp2(s_t * scale_log2 - (lse * LOG2E)[None, :])
         if MASKED:
             p_t = tl.where(offs_m[None, :] + offset >= offs_n[:, None], p_t, 0.0)
-        dv = dot_add(p_t.to(do.dtype), do, dv, PRECISION)
+        dv = dot_add(round_to(p_t, do.dtype), do, dv, PRECISION)
         dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
         ds_t = p_t * (dp_t - delta[None, :])
-        dk = dot_add(ds_t.to(q.dtype), q, dk, PRECISION)
+        dk = dot_add(round_to(ds_t, q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
@@ -276,7 +277,7 @@ def _dq_blocks(
             p = tl.where(visible, p, 0.0)
         dp = dot(do, tl.trans(v), PRECISION)  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
-        dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
+        dq = dot_add(round_to(ds, k.dtype), k, dq, PRECISION)
     return dq
 
 
