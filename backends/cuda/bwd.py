@@ -185,6 +185,8 @@ def _bwd_dkdv_kernel(
     hk = (pid // blocks_n) % heads_kv
     n_queries, n_keys = sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS)
     offset = n_keys - n_queries
+    # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
+    ONE_LOOP: tl.constexpr = CAUSAL and BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, BLOCK_N)
     k_ref = head_base(k_ptr, b, hk, stride_kb, stride_kh, FORM)
@@ -200,8 +202,11 @@ def _bwd_dkdv_kernel(
     cut = 0
     if CAUSAL:
         begin = tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M
-        cut = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
-        cut = tl.maximum(tl.minimum(cut, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
+        if ONE_LOOP:
+            cut = tl.maximum(end, begin)
+        else:
+            cut = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
+            cut = tl.maximum(tl.minimum(cut, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
 
     scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -217,11 +222,12 @@ def _bwd_dkdv_kernel(
                 n_queries, stride_qm, stride_dom, scale_log2, True, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
                 BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, end, offs_n, offset,
-            n_queries, stride_qm, stride_dom, scale_log2, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
-            BLOCK_DV, PRECISION, FORM,
-        )  # fmt: skip
+        if not ONE_LOOP:
+            dk, dv = _dkdv_blocks(
+                dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, end, offs_n, offset,
+                n_queries, stride_qm, stride_dom, scale_log2, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
+                BLOCK_DV, PRECISION, FORM,
+            )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
