@@ -68,7 +68,7 @@ TABLE: tuple[Row, ...] = (
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
     # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
     Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4)),
-    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4)),
     Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
@@ -82,14 +82,13 @@ TABLE: tuple[Row, ...] = (
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 128, 32, 8, 3)),
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
     # Fragments of 4-byte inputs take twice the registers
-    Row("wide", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
-    Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
+    Row("wide", 0, 16, MatmulConfig("pointers", 16, 64, 32, 4, 3, group_m=1, split_k=4)),
+    Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
     # Without tensor cores: the operands of a whole block_k step live in registers, so tiles are small
     Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
     Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
-    Row("fma", 0, ANY, MatmulConfig("pointers", 32, 64, 16, 4, 2)),
 )
 # A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
 SPLIT_MAX_M = 64
