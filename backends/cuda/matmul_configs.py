@@ -82,7 +82,7 @@ TABLE: tuple[Row, ...] = (
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 128, 32, 8, 3)),
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
     # Fragments of 4-byte inputs take twice the registers
-    Row("wide", 0, 16, MatmulConfig("pointers", 16, 64, 32, 4, 3, group_m=1, split_k=4)),
+    Row("wide", 0, 16, MatmulConfig("pointers", 16, 32, 32, 4, 3, group_m=1, split_k=4)),
     Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
     Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
