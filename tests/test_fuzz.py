@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from targets import TARGETS
 
 import diyfa
 from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
