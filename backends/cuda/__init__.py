@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.problem import AttentionProblem, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM = 256
@@ -24,7 +25,7 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul
 
     return (
         Kernel(
@@ -51,6 +52,7 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq"),
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
+        *matmul.KERNELS,
     )
 
 
@@ -91,6 +93,12 @@ class CudaBackend:
                 return f"Unsupported head_dim: up to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
             return refuse_features(problem, FEATURES, "the cuda backend")
         return None
+
+    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
+        """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.aot`."""
+        from diyfa.backends.cuda import aot
+
+        return aot.compile_all(target, aot.kernel_sources(), only)
 
 
 backend = CudaBackend()

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of
-from diyfa.backends.cuda.dots import dot, dot_add
+from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LOG2E,
@@ -109,7 +109,8 @@ def _dkdv_blocks(
     PRECISION: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are left operands.
+    """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are
+    left operands.
 
     MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0, so the last block needs no loop of its own.
     """
@@ -124,10 +125,10 @@ def _dkdv_blocks(
         p_t = tl.math.exp2(s_t * scale_log2 - (lse * LOG2E)[None, :])
         if MASKED:
             p_t = tl.where(offs_m[None, :] + offset >= offs_n[:, None], p_t, 0.0)
-        dv = dot_add(p_t.to(do.dtype), do, dv, PRECISION)
+        dv = dot_add(round_to(p_t, do.dtype), do, dv, PRECISION)
         dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
         ds_t = p_t * (dp_t - delta[None, :])
-        dk = dot_add(ds_t.to(q.dtype), q, dk, PRECISION)
+        dk = dot_add(round_to(ds_t, q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
@@ -184,6 +185,8 @@ def _bwd_dkdv_kernel(
     hk = (pid // blocks_n) % heads_kv
     n_queries, n_keys = sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS)
     offset = n_keys - n_queries
+    # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
+    ONE_LOOP: tl.constexpr = CAUSAL and BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, BLOCK_N)
     k_ref = head_base(k_ptr, b, hk, stride_kb, stride_kh, FORM)
@@ -199,8 +202,11 @@ def _bwd_dkdv_kernel(
     cut = 0
     if CAUSAL:
         begin = tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M
-        cut = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
-        cut = tl.maximum(tl.minimum(cut, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
+        if ONE_LOOP:
+            cut = tl.maximum(end, begin)
+        else:
+            cut = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
+            cut = tl.maximum(tl.minimum(cut, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
 
     scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -216,11 +222,12 @@ def _bwd_dkdv_kernel(
                 n_queries, stride_qm, stride_dom, scale_log2, True, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
                 BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, end, offs_n, offset,
-            n_queries, stride_qm, stride_dom, scale_log2, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
-            BLOCK_DV, PRECISION, FORM,
-        )  # fmt: skip
+        if not ONE_LOOP:
+            dk, dv = _dkdv_blocks(
+                dk, dv, k, v, q_ref, do_ref, lse_ptr + row, delta_ptr + row, b, h, cut, end, offs_n, offset,
+                n_queries, stride_qm, stride_dom, scale_log2, False, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D,
+                BLOCK_DV, PRECISION, FORM,
+            )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
@@ -276,7 +283,7 @@ def _dq_blocks(
             p = tl.where(visible, p, 0.0)
         dp = dot(do, tl.trans(v), PRECISION)  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
-        dq = dot_add(ds.to(k.dtype), k, dq, PRECISION)
+        dq = dot_add(round_to(ds, k.dtype), k, dq, PRECISION)
     return dq
 
 

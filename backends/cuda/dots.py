@@ -1,4 +1,4 @@
-"""Products of tiles: `tl.dot` with fp32 accumulation, made safe for Triton's interpreter."""
+"""Products of tiles and the casts around them, made right for the interpreter; compiled, they are what they say."""
 
 from __future__ import annotations
 
@@ -29,3 +29,14 @@ def dot(a, b, PRECISION: tl.constexpr):
 def dot_add(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b in fp32."""
     return tl.dot(dot_operand(a), dot_operand(b), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
+    so there, and only there, the rounding is done on the bits first."""
+    if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
+    return x.to(DTYPE)

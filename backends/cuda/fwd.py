@@ -15,7 +15,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of
-from diyfa.backends.cuda.dots import dot, dot_add
+from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LN2,
@@ -90,7 +90,7 @@ def _attend_blocks(
             s = tl.where(visible, s, float("-inf"))
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED)
         v = load_tile(v_ref, b, hk, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, FORM)
-        acc = dot_add(p.to(v.dtype), v, acc, PRECISION)
+        acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
     return acc, l_i, m_i
 
 

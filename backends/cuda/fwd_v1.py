@@ -17,7 +17,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale
 from diyfa.backends.cuda.configs import AttentionConfig, default_config
-from diyfa.backends.cuda.dots import dot
+from diyfa.backends.cuda.dots import dot, round_to
 from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.tiles import (
     LN2,
@@ -30,7 +30,6 @@ from diyfa.backends.cuda.tiles import (
     store_tile,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
-
 
 V1_SPILL_BUDGET = 256  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
 
@@ -124,7 +123,7 @@ def _fwd_v1_kernel(
             l_new = kept + tl.sum(p, 1)
             o = load_tile(running, b, h, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
             norm = tl.where(l_new != 0.0, l_new, 1.0)
-            o = (o * kept[:, None] + dot(p.to(v.dtype), v, PRECISION)) / norm[:, None]
+            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, PRECISION)) / norm[:, None]
             store_tile(running, o, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
             tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
             tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.dots import round_to
 from diyfa.problem import as_bhsd
 
 POINTER = tl.constexpr(0)
@@ -119,13 +120,13 @@ def store_tile(
     """
     if FORM == BLOCK_POINTER:
         target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
-        tl.store(target, tile.to(base.dtype.element_ty), boundary_check=(0, 1))
+        tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))
     else:
         rows = row0 + tl.arange(0, BLOCK_ROWS)
         cols = tl.arange(0, BLOCK_D)
         addresses = base + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
         mask = (rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM)
-        tl.store(addresses, tile.to(base.dtype.element_ty), mask=mask)
+        tl.store(addresses, round_to(tile, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit

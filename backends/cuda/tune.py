@@ -85,7 +85,7 @@ def _bench(run: Callable[[], None]) -> float:
     return triton.testing.do_bench(run, warmup=WARMUP_MS, rep=MEASURE_MS, return_mode="median")
 
 
-def _cannot_run(error: Exception) -> bool:
+def cannot_run(error: Exception) -> bool:
     """Whether `error` says that this tile does not compile or does not fit, rather than that something is wrong."""
     if isinstance(error, (*_KERNEL_ERRORS, torch.cuda.OutOfMemoryError)):
         return True
@@ -221,7 +221,7 @@ class Tuner:
             try:
                 times.append((self._timer(lambda config=config: run(config)), i))  # type: ignore[misc]
             except Exception as error:
-                if not _cannot_run(error):
+                if not cannot_run(error):
                     raise
                 log.info("%s %r: %r cannot run: %s", kernel, bucket, config, error)
         if not times:
