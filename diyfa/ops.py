@@ -262,6 +262,14 @@ def attention(
     return _fwd(*arguments)
 
 
+def _is_matrix_aligned(x: torch.Tensor) -> bool:
+    """One dimension has stride 1; the other stride (not 0) and the base address are multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    rows, columns = x.stride()
+    major = rows if columns == 1 and rows % step == 0 else columns if rows == 1 else 0
+    return major > 0 and major % step == 0 and x.data_ptr() % 16 == 0
+
+
 def _matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -285,6 +293,7 @@ def _matmul(
         precision,
         None if block is None else (block[0], block[1], block[2]),
         autotune,
+        _is_matrix_aligned(a) and _is_matrix_aligned(b),
     )
     kernel = registry.choose("matmul", problem, chosen)
     if a.numel() == 0 or b.numel() == 0:

@@ -1,0 +1,135 @@
+"""The Ascend backend: Triton-Ascend kernels for the A2 (910B), A3 (910_93) and A5 (950) families.
+
+Importing this package imports neither Triton nor torch_npu; a kernel's module is loaded by its first launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from diyfa.arch import npu_spec
+from diyfa.backends.npu import configs
+from diyfa.problem import (
+    AttentionProblem,
+    CompileReport,
+    Kernel,
+    MatmulProblem,
+    refuse_features,
+)
+
+FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "alibi", "sinks", "gqa", "head_dim_v"})
+INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
+
+
+def _kernel_module(name: str) -> Any:
+    """Load a module of kernels; a missing or broken Triton gives one clear error."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"diyfa.backends.npu.{name}")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "triton":
+            raise ImportError(f"the npu backend needs triton-ascend (pip install triton-ascend): {error}") from error
+        raise
+
+
+def _launch_fwd(*args: Any) -> Any:
+    return _kernel_module("fwd").attention_fwd(*args)
+
+
+def _launch_bwd(*args: Any) -> Any:
+    return _kernel_module("bwd").attention_bwd(*args)
+
+
+def _launch_matmul(*args: Any) -> Any:
+    return _kernel_module("matmul").matmul(*args)
+
+
+def _attention_unsupported(problem: AttentionProblem) -> str | None:
+    if problem.dtype not in configs.DTYPE_BYTES:
+        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(configs.DTYPE_BYTES)}"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > configs.MAX_HEAD_DIM:
+        return f"head_dim {widest} is beyond {configs.MAX_HEAD_DIM}, the most whose tiles fit the unified buffer"
+    return refuse_features(problem, FEATURES, "the npu backend")
+
+
+def _matmul_unsupported(problem: MatmulProblem) -> str | None:
+    if problem.compute_dtype not in configs.DTYPE_BYTES or problem.dtype not in configs.DTYPE_BYTES:
+        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(configs.DTYPE_BYTES)}"
+    if problem.compute_dtype == "float32" and problem.precision == "tf32":
+        return 'Ascend NPUs have no tf32; use precision="ieee", or None to compute in float16'
+    if problem.block is not None and not configs.matmul_fits(configs.matmul_tile(problem), problem):
+        return f"tile {problem.block} does not fit the cube unit's buffers on {problem.arch}"
+    return None
+
+
+class NPUBackend:
+    """`diyfa.problem.Backend` for `npu` tensors, and for CPU tensors under TRITON_INTERPRET=1."""
+
+    name = "npu"
+    device_type = "npu"
+    kernels = (
+        Kernel(
+            "v2",
+            "attention_fwd",
+            "FlashAttention-2: query tiles over one loop of keys, persistent on the cube cores",
+            _launch_fwd,
+            _attention_unsupported,
+            configs.fwd_tile,
+        ),
+        Kernel(
+            "v2",
+            "attention_bwd",
+            "separate dk/dv and dq kernels without atomics, deterministic",
+            _launch_bwd,
+            _attention_unsupported,
+            configs.bwd_tiles,
+        ),
+        Kernel(
+            "persistent",
+            "matmul",
+            "persistent programs over output tiles in grouped order",
+            _launch_matmul,
+            _matmul_unsupported,
+            configs.matmul_tile,
+        ),
+    )
+
+    def accepts(self, device: torch.device) -> str | None:
+        if device.type == "npu":
+            return None
+        if device.type != "cpu":
+            return f"it runs npu tensors, got tensors on {device}"
+        if os.environ.get("TRITON_INTERPRET", "0") == "1":
+            return None
+        return "it runs CPU tensors only in Triton's interpreter (set TRITON_INTERPRET=1 before Triton is imported)"
+
+    def arch(self, device: torch.device) -> str:
+        if device.type == "cpu":
+            return os.environ.get("DIYFA_ARCH") or INTERPRETER_ARCH
+        return _device_name(device.index if device.index is not None else torch.npu.current_device())
+
+    def unsupported(self, problem: Any) -> str | None:
+        if npu_spec(problem.arch) is None:
+            return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
+        return None
+
+    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
+        """Compile every shipped kernel and tile for the chip `target` without the device; see aot.py."""
+        from diyfa.backends.npu.aot import compile_all
+
+        return compile_all(target, only)
+
+
+@cache
+def _device_name(index: int) -> str:
+    return torch.npu.get_device_name(index)
+
+
+backend = NPUBackend()

@@ -1,0 +1,451 @@
+"""Compile the NPU kernels ahead of time, without a device and without CANN, and read from the result what matters.
+
+Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
+`bishengir-compile` (linalg to HIVM for a named chip: memory planning, the split over cube and vector cores,
+synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here; the last
+intermediate form tells
+
+* that the kernel is legal and its tiles fit: it exists;
+* `bound`: both vector cores of an AI core share the work (their loops carry `to_be_bubbled_slice`);
+* `pipelined`: the workspace between cube and vector cores is viewed as 4 or 2 buffers;
+* the peak use of each on-chip memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from diyfa.arch import NPUArch, npu_spec
+from diyfa.backends.npu import configs
+from diyfa.problem import AttentionProblem, CompileReport, MatmulProblem
+
+JOBS = 2  # back-half processes at a time
+TIMEOUT_S = 300
+
+# triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
+_FLAGS = {
+    "multibuffer": "--enable-auto-multi-buffer",
+    "enable_auto_bind_sub_block": "--enable-auto-bind-sub-block",
+    "limit_auto_multi_buffer_only_for_local_buffer": "--limit-auto-multi-buffer-only-for-local-buffer",
+    "set_workspace_multibuffer": "--set-workspace-multibuffer",
+    "tile_mix_vector_loop": "--tile-mix-vector-loop",
+    "tile_mix_cube_loop": "--tile-mix-cube-loop",
+}
+_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_ELEMENT_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i64": 64, "i32": 32, "i16": 16, "i8": 8, "i1": 1}
+
+
+class CompilerMissing(RuntimeError):
+    """One of the two compilers is not installed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: its jit function, the argument types and constants, and the compiler's options."""
+
+    kernel: str
+    case: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    must_bind: bool = True  # the gate: both vector cores work
+    must_pipeline: int = 0  # the gate: at least this depth
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the back half said about one kernel."""
+
+    error: str = ""
+    mixed: bool = False  # uses cube and vector cores
+    bound: bool = False
+    pipelined: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def back_half(target: str) -> Path:
+    """The compiler program for the chip `target`. Raises CompilerMissing saying what to install."""
+    spec = importlib.util.find_spec("ascendnpuir")
+    if spec is None or spec.origin is None:
+        raise CompilerMissing("the Ascend compiler's back half is missing: pip install ascendnpu-ir==1.2.0")
+    chip = npu_spec(target)
+    name = "bishengir-compile-a5" if chip is not None and chip.arch is NPUArch.A5 else "bishengir-compile"
+    program = Path(spec.origin).parent / "bin" / name
+    if not program.is_file():
+        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; install ascendnpu-ir==1.2.0")
+    return program
+
+
+def check_front_half() -> None:
+    """Raises CompilerMissing unless `triton` is triton-ascend and compiles rather than interprets."""
+    try:
+        metadata.version("triton-ascend")
+    except metadata.PackageNotFoundError:
+        raise CompilerMissing(
+            "the Ascend compiler's front half is missing: install triton-ascend==3.2.0 in an environment without "
+            "mainline Triton (both install a package named triton)"
+        ) from None
+    from diyfa.backends.npu.compat import INTERPRETED
+
+    if INTERPRETED:
+        raise CompilerMissing("TRITON_INTERPRET=1 turns every kernel into Python: unset it to compile")
+
+
+def versions() -> str:
+    """Versions of both compilers, for reports and tables."""
+    return ", ".join(f"{name} {metadata.version(name)}" for name in ("triton-ascend", "ascendnpu-ir"))
+
+
+def to_linalg(job: Job, target: str) -> tuple[str, bool]:
+    """Front half: (linalg module, whether it uses cube and vector cores). Raises what triton-ascend raises."""
+    import triton.backends.ascend.compiler as ascend
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    backend = ascend.AscendBackend(GPUTarget("npu", target, 0))
+    options = backend.parse_options(dict(job.options))
+    signature = {name: "constexpr" if name in job.constants else job.signature[name] for name in job.function.arg_names}
+    source = ASTSource(job.function, signature, job.constants)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+    details = {"hash": "aot", "target": backend.target, **options.__dict__}
+    module = ascend.make_ttir(module, details, options)
+    linalg = ascend.ttir_to_linalg(module, details, options, named_ops=True)
+    linalg, details = ascend._parse_linalg_metadata(linalg, details)
+    return linalg, details["mix_mode"] == "mix"
+
+
+_CONSTANT = re.compile(r"(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
+_BUFFER = re.compile(
+    r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)([a-z]\w*)(?:, strided<[^>]*>)?, #hivm\.address_space<(\w+)>"
+)
+_MEMORY_NAMES = {"ub": "ub", "cbuf": "l1", "ca": "l0a", "cb": "l0b", "cc": "l0c"}
+
+
+def peak_memory(hivm: str) -> dict[str, int]:
+    """Peak bytes of each on-chip memory: the furthest end of a planned buffer."""
+    constants: dict[str, int] = {}  # names are local to a function, and defined above their use
+    peak: dict[str, int] = {}
+    for line in hivm.splitlines():
+        if constant := _CONSTANT.search(line):
+            constants[constant[1]] = int(constant[2] or constant[3])
+        buffer = _BUFFER.search(line)
+        if buffer is None or buffer[3] not in _ELEMENT_BITS or buffer[4] not in _MEMORY_NAMES:
+            continue
+        elements = math.prod(int(size) for size in buffer[2].split("x") if size)
+        size = (elements * _ELEMENT_BITS[buffer[3]] + 7) // 8
+        memory = _MEMORY_NAMES[buffer[4]]
+        starts = [constants[name.strip()] for name in buffer[1].split(",") if name.strip() in constants]
+        peak[memory] = max([peak.get(memory, 0), *(start + size for start in starts)])
+    return peak
+
+
+def pipeline_depth(hivm: str) -> int:
+    """Buffers of the deepest cube-to-vector workspace; 0 when nothing is pipelined."""
+    depths = [int(n) for n in re.findall(r"memref\.view [^\n]* to memref<(\d)x\d+x\d+x(?:f|bf)", hivm)]
+    return max((n for n in depths if n > 1), default=0)
+
+
+def _first_error(log: str, code: int) -> str:
+    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
+    if overflow:
+        memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
+        return f"{memory} overflow: needs {needed} KiB of {there}"
+    lines = [line for line in log.splitlines() if "error" in line.lower() and "Failed to run" not in line]
+    line = lines[0] if lines else (log.strip().splitlines() or ["no output"])[-1]
+    return f"exit {code}: {' '.join(line.split())[:300]}"
+
+
+def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
+    """Back half: plan memory and cores for `target` and read the result."""
+    program = back_half(target)
+    flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
+    with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
+        source = Path(folder, "kernel.ttadapter.mlir")
+        source.write_text(linalg)
+        command = [
+            str(program),
+            str(source),
+            f"--target={target}",
+            *flags,
+            "--enable-hfusion-compile=true",
+            "--enable-hivm-compile=true",
+            "--enable-triton-kernel-compile=true",
+            f"--save-temps={folder}",
+            "-o",
+            str(Path(folder, "kernel")),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return Compiled(error=f"the compiler did not end within {TIMEOUT_S} s", mixed=mixed)
+        log = done.stdout + done.stderr
+        result = Path(folder, "module.hivm.opt.mlir")
+        notes = tuple(
+            dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line)
+        )
+        if not result.is_file():
+            return Compiled(error=_first_error(log, done.returncode), mixed=mixed, notes=notes)
+        hivm = result.read_text()
+    return Compiled(
+        mixed=mixed,
+        bound="to_be_bubbled_slice" in hivm,
+        pipelined=pipeline_depth(hivm),
+        memory=peak_memory(hivm),
+        notes=notes,
+    )
+
+
+def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> CompileReport:
+    failures = []
+    notes = list(compiled.notes)
+    if compiled.error:
+        failures.append(compiled.error)
+    elif compiled.mixed:
+        notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
+        if job.must_bind and not compiled.bound:
+            failures.append("gate: not split over both vector cores")
+        if compiled.pipelined < job.must_pipeline:
+            failures.append(f"gate: pipeline depth {compiled.pipelined}, expected {job.must_pipeline}")
+    return CompileReport(
+        backend="npu",
+        target=target,
+        kernel=job.kernel,
+        case=job.case,
+        ok=not failures,
+        seconds=round(seconds, 2),
+        memory=compiled.memory,
+        notes=(*failures, *notes),
+    )
+
+
+def compile_job(job: Job, target: str) -> CompileReport:
+    """Both halves for one job."""
+    return next(compile_jobs([job], target))
+
+
+def compile_jobs(jobs: Iterable[Job], target: str) -> Iterator[CompileReport]:
+    """Reports in the order of `jobs`; the front half runs here, up to JOBS back halves beside it."""
+    check_front_half()
+    back_half(target)
+
+    def finish(job: Job, linalg: str, mixed: bool, started: float) -> CompileReport:
+        compiled = run_back_half(linalg, mixed, target, job.options)
+        return _report(job, target, compiled, time.perf_counter() - started)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        pending: list[Any] = []
+        for job in jobs:
+            started = time.perf_counter()
+            try:
+                linalg, mixed = to_linalg(job, target)
+            except subprocess.CalledProcessError as error:
+                text = (error.stderr or b"").decode(errors="replace")
+                failed = Compiled(error="front half: " + _first_error(text, error.returncode))
+                pending.append(_report(job, target, failed, time.perf_counter() - started))
+            except Exception as error:  # what a front end raises for an illegal kernel has no common base
+                failed = Compiled(error=f"front half: {type(error).__name__}: {' '.join(str(error).split())[-400:]}")
+                pending.append(_report(job, target, failed, time.perf_counter() - started))
+            else:
+                pending.append(pool.submit(finish, job, linalg, mixed, started))
+            while len(pending) > JOBS:
+                first = pending.pop(0)
+                yield first if isinstance(first, CompileReport) else first.result()
+        for first in pending:
+            yield first if isinstance(first, CompileReport) else first.result()
+
+
+# ---- what to compile ------------------------------------------------------------------------------------------------
+
+
+def example(target: str, **changes: Any) -> AttentionProblem:
+    """A problem whose compiled kernel stands for all sizes: nothing is compiled for a sequence length."""
+    base = AttentionProblem("npu", target, "float16", "bhsd", 2, 8, 2, 4096, 4096, 128, 128, needs_grad=True)
+    problem = base._replace(**changes)
+    return problem._replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
+
+
+def _case(problem: AttentionProblem, tile: configs.AttentionTile) -> str:
+    features = " ".join(sorted(problem.features - {"gqa"})) or "full"
+    return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
+
+
+def attention_job(problem: AttentionProblem, kernel: str, tile: configs.AttentionTile | None = None) -> Job:
+    """The job of `kernel` ("fwd", "dq", "dkdv") for `problem`, with the table's tile unless one is given."""
+    from diyfa.backends.npu import bwd, fwd
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    tile = tile or configs.attention_tile(problem, kernel)
+    function = {"fwd": fwd._fwd_kernel, "dq": bwd._bwd_dq_kernel, "dkdv": bwd._bwd_dkdv_kernel}[kernel]
+    constants: dict[str, Any] = {
+        **configs.attention_flags(problem, kernel),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "INTERPRET": False,
+    }
+    absent = {"seq_lens_ptr": problem.seq_lens, "slopes_ptr": problem.alibi, "sinks_ptr": problem.sinks}
+    constants |= {name: None for name, used in absent.items() if not used}
+    return Job(
+        kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
+        case=_case(problem, tile),
+        function=function,
+        signature=_signature(function, _TRITON_DTYPES[problem.dtype]),
+        constants={name: value for name, value in constants.items() if name in function.arg_names},
+        options=tile.compile_options(problem.arch),
+        must_bind=tile.bound,
+        must_pipeline=tile.pipelined,
+    )
+
+
+def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
+    """The job of delta = rowsum(dout * out) - dlse."""
+    from diyfa.backends.npu import bwd
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = bwd._bwd_preprocess_kernel
+    constants: dict[str, Any] = {
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": configs.preprocess_rows(problem),
+        "SEQ_LENS": problem.seq_lens,
+        "HAS_DLSE": has_dlse,
+    }
+    constants |= {} if problem.seq_lens else {"seq_lens_ptr": None}
+    constants |= {} if has_dlse else {"dlse_ptr": None}
+    return Job(
+        "attention_bwd/v2/preprocess",
+        f"{problem.dtype} D={problem.head_dim_v}{' seq_lens' if problem.seq_lens else ''}{' dlse' if has_dlse else ''}",
+        function,
+        _signature(function, _TRITON_DTYPES[problem.dtype]),
+        constants,
+    )
+
+
+def dsinks_job() -> Job:
+    """The job of the gradient of the sinks."""
+    from diyfa.backends.npu import bwd
+
+    function = bwd._bwd_dsinks_kernel
+    return Job(
+        "attention_bwd/v2/dsinks", "float32", function, _signature(function, "fp32"),
+        {"BLOCK_M": configs.PREPROCESS_ROWS},
+    )  # fmt: skip
+
+
+def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
+    """The job of the matrix product for `problem`."""
+    import triton.language as tl
+
+    from diyfa.backends.npu import matmul
+
+    tile = configs.matmul_tile(problem)
+    function = matmul._matmul_kernel
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
+    signature["c_ptr"] = "*" + _TRITON_DTYPES[problem.out_dtype]
+    constants = {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "A_TRANSPOSED": a_transposed,
+        "B_TRANSPOSED": b_transposed,
+        "COMPUTE": getattr(tl, problem.compute_dtype),
+        "INTERPRET": False,
+    }
+    layout = "nt"[a_transposed] + "nt"[b_transposed]
+    return Job(
+        "matmul/persistent",
+        f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}",
+        function, signature, constants, tile.compile_options(problem.arch), must_bind=False,
+    )  # fmt: skip
+
+
+_FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"}
+_FP32_SCALARS = {"sm_scale", "softcap", "softcap_doubled", "softcap_rate"}
+
+
+def _signature(function: Any, dtype: str) -> dict[str, str]:
+    """Types of the run-time arguments by their names: pointers of the inputs' dtype unless listed, integers else."""
+
+    def of(name: str) -> str:
+        if name == "seq_lens_ptr":
+            return "*i32"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in _FP32_POINTERS else f"*{dtype}"
+        return "fp32" if name in _FP32_SCALARS else "i32"
+
+    return {name: of(name) for name in function.arg_names}
+
+
+def shipped_jobs(target: str) -> Iterator[Job]:
+    """Every row of the tile tables for `target`, in every dtype, and every feature once for each kernel."""
+    kernels = ("fwd", "dkdv", "dq")
+    for dtype in configs.DTYPE_BYTES:
+        for head_dim in (64, 128, 256):
+            for causal in (False, True):
+                problem = example(target, dtype=dtype, head_dim=head_dim, window_right=0 if causal else -1)
+                yield from (attention_job(problem, kernel) for kernel in kernels)
+            yield preprocess_job(problem, has_dlse=True)
+    for changes in FEATURE_CASES:
+        problem = example(target, **changes)
+        yield from (attention_job(problem, kernel) for kernel in kernels)
+    yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield dsinks_job()
+    for dtype, compute in (
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+        ("float32", "float16"),
+    ):
+        problem = MatmulProblem("npu", target, dtype, compute, compute, 4096, 4096, 4096)
+        yield matmul_job(problem)
+    half = MatmulProblem("npu", target, "float16", "float16", "float16", 4096, 4096, 4096)
+    yield from (matmul_job(half, *layout) for layout in ((True, False), (False, True), (True, True)))
+
+
+# One call for each feature, and the head dims that are no multiple of a tile's width.
+FEATURE_CASES: tuple[dict[str, Any], ...] = (
+    {"seq_lens": True},
+    {"seq_lens": True, "window_right": 0},
+    {"window_left": 256, "window_right": 0},
+    {"window_left": 256, "window_right": 128},
+    {"softcap": 30.0, "window_right": 0},
+    {"alibi": True, "window_right": 0},
+    {"sinks": True, "window_right": 0},
+    {"head_dim": 80},
+    {"head_dim": 40, "window_right": 0},
+    {"head_dim": 1},
+    {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
+)
+
+
+def compile_all(target: str, only: str | None = None) -> Iterator[CompileReport]:
+    """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it.
+
+    Raises ValueError for an unknown chip, CompilerMissing when a compiler is not installed.
+    """
+    if npu_spec(target) is None:
+        raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
+    check_front_half()
+    jobs = (job for job in shipped_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
+    yield from compile_jobs(jobs, target)

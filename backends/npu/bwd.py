@@ -1,0 +1,370 @@
+"""Backward attention for Ascend: FlashAttention-2 (arXiv:2307.08691, algorithm 2) as separate kernels without atomics.
+
+1. `_bwd_preprocess_kernel`: delta = rowsum(dout * out) - dlse, so that the log-sum-exp has a gradient too;
+2. `_bwd_dkdv_kernel`: one tile of keys, a loop over the query tiles of every query head of its group, so grouped-query
+   gradients are summed in the accumulator and the result is the same from run to run;
+3. `_bwd_dq_kernel`: one tile of query rows, a loop over the keys;
+4. `_bwd_dsinks_kernel`: one program for each head, when there are sinks.
+
+`_bwd_dkdv_kernel` works on transposed scores [BLOCK_N, BLOCK_M]: both products that accumulate take their left operand
+as the vector cores leave it. See fwd.py for the persistent grid, the one loop and the padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
+from diyfa.backends.npu.configs import (
+    PREPROCESS_ROWS,
+    attention_flags,
+    attention_scalars,
+    bwd_tiles,
+    preprocess_rows,
+)
+from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.primitives import (
+    dot,
+    dot_add,
+    effective_lengths,
+    key_range,
+    load_row,
+    load_tile,
+    mask_tile,
+    narrow,
+    store_row,
+    store_tile,
+    tile_needs_mask,
+)
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
+
+_RUNTIME_SIZES = ["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"]
+
+
+@triton.jit(do_not_specialize=["batch", "heads_q", "seqlen_q", "seqlen_k"])
+def _bwd_preprocess_kernel(
+    out_ptr, dout_ptr, dlse_ptr, seq_lens_ptr,
+    delta_ptr,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    batch, heads_q, seqlen_q, seqlen_k,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SEQ_LENS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
+        row0 = (task % row_blocks) * BLOCK_M
+        bh = task // row_blocks
+        b = bh // heads_q
+        h = bh % heads_q
+        sq, _ = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+        dout_base = dout_ptr + b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh
+        out_block = tl.make_block_ptr(
+            out_base, (sq, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        )
+        dout_block = tl.make_block_ptr(
+            dout_base, (sq, HEAD_DIM_V), (stride_dom, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        )
+        out = load_tile(out_block, PAD_DV).to(tl.float32)  # [BLOCK_M, BLOCK_DV]
+        dout = load_tile(dout_block, PAD_DV).to(tl.float32)
+        delta = tl.sum(out * dout, 1)
+        if HAS_DLSE:
+            delta = delta - load_row(dlse_ptr + bh.to(tl.int64) * seqlen_q, row0, sq, BLOCK_M)
+        store_row(delta_ptr + bh.to(tl.int64) * seqlen_q, delta, row0, seqlen_q, BLOCK_M)
+
+
+@triton.jit
+def score_tile(
+    s, rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
+):
+    """Scores from raw products, and for softcap the tanh whose derivative scales the gradient."""
+    tanh = s
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.exp(s * softcap_rate) + 1.0)
+        s = tanh * softcap
+    else:
+        s = s * sm_scale
+    if ALIBI:
+        s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+    return s, tanh
+
+
+@triton.jit(do_not_specialize=_RUNTIME_SIZES)
+def _bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, seq_lens_ptr, slopes_ptr,
+    dq_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm, stride_slope_b,
+    sm_scale, softcap, softcap_doubled, softcap_rate,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    group = heads_q // heads_kv
+    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
+        row0 = (task % row_blocks) * BLOCK_M
+        bh = task // row_blocks
+        b = bh // heads_q
+        h = bh % heads_q
+        hk = h // group
+        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        lo, hi = key_range(
+            row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
+        )
+        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
+        v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
+        dout_base = dout_ptr + b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh
+        dq_base = dq_ptr + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
+        row_base = bh.to(tl.int64) * seqlen_q
+        q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
+        dout_block = tl.make_block_ptr(
+            dout_base, (sq, HEAD_DIM_V), (stride_dom, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        )
+        k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
+        v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+        q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+        dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+        lse = load_row(lse_ptr + row_base, row0, seqlen_q, BLOCK_M)
+        delta = load_row(delta_ptr + row_base, row0, seqlen_q, BLOCK_M)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for n0 in range(lo, hi, BLOCK_N):
+            k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+            rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+            s, tanh = score_tile(
+                dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
+                SOFTCAP, ALIBI,
+            )  # fmt: skip
+            p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                    p = mask_tile(
+                        p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    )
+            v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+            ds = p * (dot(dout, tl.trans(v), INTERPRET) - delta[:, None])
+            if SOFTCAP:
+                ds = ds * (1.0 - tanh * tanh)
+            dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
+            k_block = tl.advance(k_block, (BLOCK_N, 0))
+            v_block = tl.advance(v_block, (BLOCK_N, 0))
+        # The accumulator of a loop that ran no iteration is not cleared.
+        dq = tl.where(hi > lo, dq, 0.0) * sm_scale
+        dq_block = tl.make_block_ptr(
+            dq_base, (seqlen_q, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
+        )
+        store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
+
+
+@triton.jit(do_not_specialize=_RUNTIME_SIZES)
+def _bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, seq_lens_ptr, slopes_ptr,
+    dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    stride_slope_b,
+    sm_scale, softcap, softcap_doubled, softcap_rate,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    group = heads_q // heads_kv
+    for task in range(tl.program_id(0), key_blocks * batch * heads_kv, tl.num_programs(0)):
+        n0 = (task % key_blocks) * BLOCK_N
+        bhk = task // key_blocks
+        b = bhk // heads_kv
+        hk = bhk % heads_kv
+        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        offset = sk - sq
+        # Query rows [lo, hi) that can see a key of this tile.
+        lo = 0
+        hi = sq
+        if CAUSAL:
+            lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
+        if HAS_RIGHT:
+            lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
+        if HAS_LEFT:
+            hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
+        if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+            if n0 >= sk:
+                hi = lo
+        row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
+        v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
+        dk_base = dk_ptr + b.to(tl.int64) * stride_dkb + hk.to(tl.int64) * stride_dkh
+        dv_base = dv_ptr + b.to(tl.int64) * stride_dvb + hk.to(tl.int64) * stride_dvh
+        k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0))
+        v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+        k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+        v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        for step in range(row_blocks * group):
+            h = hk * group + step // row_blocks
+            row0 = lo + (step % row_blocks) * BLOCK_M
+            q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+            dout_base = dout_ptr + b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh
+            row_base = (b * heads_q + h).to(tl.int64) * seqlen_q
+            q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
+            dout_block = tl.make_block_ptr(
+                dout_base, (sq, HEAD_DIM_V), (stride_dom, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+            )
+            q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+            dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+            lse = load_row(lse_ptr + row_base, row0, seqlen_q, BLOCK_M)
+            delta = load_row(delta_ptr + row_base, row0, seqlen_q, BLOCK_M)
+            slope = 0.0
+            if ALIBI:
+                slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
+            s, tanh = score_tile(
+                dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
+                SOFTCAP, ALIBI,
+            )  # fmt: skip
+            p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
+                    p = mask_tile(
+                        p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    )
+            dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
+            ds = p * (dot(v, tl.trans(dout), INTERPRET) - delta[None, :])
+            if SOFTCAP:
+                ds = ds * (1.0 - tanh * tanh)
+            dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
+        # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
+        # beyond the sequence.
+        dk = tl.where(row_blocks > 0, dk, 0.0) * sm_scale
+        dv = tl.where(row_blocks > 0, dv, 0.0)
+        if SEQ_LENS:
+            real = ((tl.arange(0, BLOCK_N) + n0).to(tl.float32) < sk.to(tl.float32))[:, None]
+            dk = tl.where(real, dk, 0.0)
+            dv = tl.where(real, dv, 0.0)
+        dk_block = tl.make_block_ptr(
+            dk_base, (seqlen_k, HEAD_DIM), (stride_dkn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0)
+        )
+        dv_block = tl.make_block_ptr(
+            dv_base, (seqlen_k, HEAD_DIM_V), (stride_dvn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0)
+        )
+        store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
+        store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+
+
+@triton.jit(do_not_specialize=["batch", "heads_q", "seqlen_q"])
+def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q, seqlen_q, BLOCK_M: tl.constexpr):
+    """dsink = -sum over (b, i) of exp(sink - lse) · delta: a sink takes weight from a row and brings no value."""
+    for h in range(tl.program_id(0), heads_q, tl.num_programs(0)):
+        sink = tl.load(sinks_ptr + h)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+        for step in range(row_blocks * batch):
+            b = step // row_blocks
+            row0 = (step % row_blocks) * BLOCK_M
+            base = (b * heads_q + h).to(tl.int64) * seqlen_q
+            lse = load_row(lse_ptr + base, row0, seqlen_q, BLOCK_M)
+            delta = load_row(delta_ptr + base, row0, seqlen_q, BLOCK_M)  # zero beyond the rows
+            real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < seqlen_q.to(tl.float32)
+            total -= tl.where(real, tl.exp(sink - lse) * delta, 0.0)
+        tl.store(dsinks_ptr + h, tl.sum(total, 0))
+
+
+def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
+    """The forward's flags but the sinks: a sink changes lse, and nothing else that the backward kernels read."""
+    flags = attention_flags(problem, kernel)
+    del flags["SINKS"]
+    return flags
+
+
+def attention_bwd(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> AttentionGradients:
+    """Launch the backward kernels. `dout` shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta = torch.empty_like(lse)
+    dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
+    dlse = None if dlse is None else dlse.contiguous()
+    slopes = tensors.alibi_slopes
+    named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    stride = {name: bhsd_strides(x, problem.layout)[:3] for name, x in named.items()}
+    slope_stride = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
+    shared: dict[str, object] = {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "INTERPRET": INTERPRETED,
+    }
+    sizes = (
+        *attention_scalars(problem, tensors.sm_scale),
+        batch, heads_q, problem.heads_kv, seqlen_q, problem.seqlen_k, problem.window_left, problem.window_right,
+    )  # fmt: skip
+    tiles = bwd_tiles(problem)
+    rows = preprocess_rows(problem)
+    with device_guard(q):
+        tasks = triton.cdiv(seqlen_q, rows) * batch * heads_q
+        _bwd_preprocess_kernel[(vector_programs(problem.arch, q.device, tasks),)](
+            out, dout, dlse, tensors.seq_lens,
+            delta,
+            *stride["out"], *stride["dout"],
+            batch, heads_q, seqlen_q, problem.seqlen_k,
+            HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_head_dim(problem.head_dim_v), BLOCK_M=rows,
+            SEQ_LENS=problem.seq_lens, HAS_DLSE=dlse is not None,
+        )  # fmt: skip
+        tile = tiles["dkdv"]
+        tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
+        _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+            q, k, v, dout, lse, delta, tensors.seq_lens, slopes,
+            dk, dv,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"], slope_stride,
+            *sizes,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dkdv"),
+            **launch_options(tile, problem.arch),
+        )  # fmt: skip
+        tile = tiles["dq"]
+        tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
+        _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+            q, k, v, dout, lse, delta, tensors.seq_lens, slopes,
+            dq,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"], slope_stride,
+            *sizes,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dq"),
+            **launch_options(tile, problem.arch),
+        )  # fmt: skip
+        if dsinks is not None:
+            _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
+                tensors.sinks, lse, delta, dsinks, batch, heads_q, seqlen_q, BLOCK_M=PREPROCESS_ROWS
+            )
+    return AttentionGradients(dq, dk, dv, None, dsinks)

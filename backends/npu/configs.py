@@ -1,0 +1,279 @@
+"""Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
+
+A tile is looked up by (chip family, kernel, operand width, head-dim class, masked). Every row was accepted by the real
+Ascend compiler; MEASURED says which one and when. `bound` means that both vector cores of an AI core
+share the work, `pipelined` the depth of the cube-to-vector pipeline; both are read from the compiler's output by
+`diyfa.backends.npu.aot`, whose gate fails when a row stops being true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from diyfa.arch import NPUArch, npu_spec
+from diyfa.problem import AttentionProblem, MatmulProblem
+
+MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
+MAX_HEAD_DIM = 256
+PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile of one attention kernel: `block_m` query rows by `block_n` keys, and the compiler's options."""
+
+    block_m: int
+    block_n: int
+    bound: bool = True  # both vector cores of an AI core share the work
+    pipelined: int = 4  # depth of the cube-to-vector pipeline; 0: none
+    workspace_buffers: int = 4  # set_workspace_multibuffer
+    vector_loop: int | None = None  # tile_mix_vector_loop
+    cube_loop: int | None = None  # tile_mix_cube_loop
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        options: dict[str, Any] = {
+            "multibuffer": True,
+            "enable_auto_bind_sub_block": True,
+            "limit_auto_multi_buffer_only_for_local_buffer": False,
+            "set_workspace_multibuffer": self.workspace_buffers,
+        }
+        if self.vector_loop is not None:
+            options["tile_mix_vector_loop"] = self.vector_loop
+        if self.cube_loop is not None:
+            options["tile_mix_cube_loop"] = self.cube_loop
+        return options | family_options(arch)
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """Tile of the matrix product: [block_m, block_k] @ [block_k, block_n]; `group_m` tile rows share columns of b."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        return {"multibuffer": True} | family_options(arch)
+
+
+def family(arch: str) -> NPUArch | None:
+    """Family of the chip called `arch`, None when diyfa does not know it."""
+    spec = npu_spec(arch)
+    return None if spec is None else spec.arch
+
+
+def family_options(arch: str) -> dict[str, Any]:
+    """Options that a whole family needs."""
+    if family(arch) is NPUArch.A5:
+        return {"compile_on_910_95": True, "enable_select_analysis": True}
+    return {}
+
+
+class TileKey(NamedTuple):
+    """Row key of the attention table."""
+
+    family: NPUArch  # A2 stands for A3 too: their memories are the same
+    kernel: str  # "fwd", "dq", "dkdv"
+    width: int  # bytes of an operand element
+    head_dim: int  # the largest of the class
+    mode: str  # "even", "tail", "causal" or "featured"
+
+
+_HEAD_DIM_CLASSES = (64, 128, 256)
+
+# The kernels differ in how much of the unified buffer their vector part needs:
+#   even      nothing to mask: the keys fill whole tiles
+#   tail      the last tile of keys may be partial (also seq_lens)
+#   causal    causal
+#   featured  a window, softcap or ALiBi, with whatever else
+
+MODES = ("even", "tail", "causal", "featured")
+
+# (query rows, keys) for each mode. Chosen by one rule, for want of a device to time them on: of the tiles that compile
+# bound, the deepest pipeline, then the largest tile, then the squarest.
+_A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
+    # kernel, bytes, head_dim   even        tail        causal      featured
+    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128)),
+    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
+    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128)),
+    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32)),
+}
+
+# On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
+_A5_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
+    ("fwd", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
+    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (64, 64)),
+    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
+    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+}
+
+
+def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
+    for chip, shapes, expected in (
+        (NPUArch.A2, _A2_SHAPES, {"bound": True, "pipelined": 4}),
+        (NPUArch.A5, _A5_SHAPES, {"bound": False, "pipelined": 0}),
+    ):
+        for (kernel, width, head_dim), tiles in shapes.items():
+            for mode, (block_m, block_n) in zip(MODES, tiles, strict=True):
+                # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
+                vector_loop = 1 if kernel == "dq" else None
+                tile = AttentionTile(block_m, block_n, vector_loop=vector_loop, **expected)
+                yield TileKey(chip, kernel, width, head_dim, mode), tile
+
+
+ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
+
+
+def attention_mode(problem: AttentionProblem, block_n: int) -> str:
+    """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
+    if problem.window_left >= 0 or problem.window_right > 0 or problem.softcap or problem.alibi:
+        return "featured"
+    if problem.causal:
+        return "causal"
+    return "tail" if problem.seq_lens or problem.seqlen_k % block_n else "even"
+
+
+def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
+    """The table's row of `kernel` ("fwd", "dq" or "dkdv") for `problem`."""
+    return ATTENTION_TILES[attention_key(problem, kernel)]
+
+
+def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
+    """Key of the table's row for `problem`."""
+    chip = NPUArch.A5 if family(problem.arch) is NPUArch.A5 else NPUArch.A2
+    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim = next(d for d in _HEAD_DIM_CLASSES if widest <= d)
+    even = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, "even")
+    mode = attention_mode(problem, ATTENTION_TILES[even].block_n)
+    if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
+        mode = "even"
+    return even._replace(mode=mode)
+
+
+def fwd_tile(problem: AttentionProblem) -> AttentionTile:
+    """The forward kernel's tile."""
+    return attention_tile(problem, "fwd")
+
+
+def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of both backward kernels."""
+    return {"dkdv": attention_tile(problem, "dkdv"), "dq": attention_tile(problem, "dq")}
+
+
+def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
+    """The tile of the forward kernel or of the matrix product, from the table."""
+    return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
+
+
+def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
+    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering.
+
+    Smaller tiles need less of every memory, so they compile where the table's row does.
+    """
+    row = attention_tile(problem, kernel)
+    shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
+    return [
+        tile
+        for block_m, block_n in shapes
+        if min(block_m, block_n) >= 16
+        for buffers in (4, 2)
+        if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
+    ]
+
+
+def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") -> bool:
+    """Whether one copy of each operand tile fits L1, and of what accumulates over the loop, L0C.
+
+    Necessary only: what else the compiler must keep is its own business, and the compile gate tries every row.
+    """
+    spec = npu_spec(problem.arch)
+    if spec is None:
+        return False
+    width, d, dv = DTYPE_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    rows, keys = tile.block_m, tile.block_n
+    operands = {
+        "fwd": rows * d + keys * (d + dv) + rows * keys,
+        "dq": rows * (d + dv) + keys * (d + dv) + rows * keys,
+        "dkdv": rows * (d + dv) + keys * (d + dv) + 2 * rows * keys,
+    }
+    accumulators = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv)}
+    return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
+
+
+def preprocess_rows(problem: AttentionProblem) -> int:
+    """Rows of out and dout a vector program holds at a time."""
+    return PREPROCESS_ROWS
+
+
+def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
+    """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
+    return {
+        "MASKED": attention_key(problem, kernel).mode != "even",
+        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right > 0,
+        "SOFTCAP": problem.softcap != 0.0,
+        "SEQ_LENS": problem.seq_lens,
+        "ALIBI": problem.alibi,
+        "SINKS": problem.sinks,
+    }
+
+
+def attention_scalars(problem: AttentionProblem, sm_scale: float) -> tuple[float, float, float, float]:
+    """(sm_scale, softcap, 2 softcap, 2 sm_scale / softcap): scalar arithmetic inside a kernel breaks its pipeline."""
+    cap = problem.softcap
+    return sm_scale, cap, 2.0 * cap, 2.0 * sm_scale / cap if cap else 0.0
+
+
+MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}
+
+
+def matmul_tile(problem: MatmulProblem) -> MatmulTile:
+    """The caller's tile, or the table's for the width of the wider of input and compute dtype."""
+    if problem.block is not None:
+        return MatmulTile(*problem.block, measured="asked for by the caller")
+    return MATMUL_TILES[max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])]
+
+
+def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
+    """Whether the accumulator fits L0C and two stages of both operand tiles fit L1."""
+    spec = npu_spec(problem.arch)
+    width = max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])
+    operands = (tile.block_m + tile.block_n) * tile.block_k * width
+    return spec is not None and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1

@@ -1,0 +1,162 @@
+"""Forward attention for Ascend: FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithm 1) on cube and vector cores.
+
+What differs from a GPU kernel, and why:
+
+* The grid is as large as the chip has cube cores and each program walks over (batch, head, query block): the launcher
+  reserves cube-to-vector workspace for every program, and one more program than cores means a second wave.
+* One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks)
+  compile to a kernel that uses one of the two vector cores.
+* K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`, which the cube instruction does for nothing.
+* Exponentials have the natural base: Ascend's exp2 is a multiplication and an exp.
+* Every tensor dimension that can overrun is loaded with zero padding, so V's rows beyond the keys cannot bring a NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
+from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, fwd_tile
+from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.primitives import (
+    dot,
+    dot_add,
+    effective_lengths,
+    key_range,
+    load_tile,
+    mask_tile,
+    narrow,
+    running_max,
+    store_row,
+    store_tile,
+    tile_needs_mask,
+)
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
+
+# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
+    """One step of the running softmax over a tile of scores [BLOCK_M, BLOCK_N] -> (p, alpha, m_i, l_i)."""
+    m_new = running_max(m_i, tl.max(s, 1), INTERPRET)
+    p = tl.exp(s - m_new[:, None])
+    alpha = tl.exp(m_i - m_new)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"])
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr, seq_lens_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om, stride_slope_b,
+    sm_scale, softcap, softcap_doubled, softcap_rate,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    group = heads_q // heads_kv
+    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
+        row0 = (task % row_blocks) * BLOCK_M
+        bh = task // row_blocks
+        b = bh // heads_q
+        h = bh % heads_q
+        hk = h // group
+        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        lo, hi = key_range(
+            row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
+        )
+        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
+        v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
+        out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
+        q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
+        k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
+        v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+        q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+        if SINKS:  # the sink is a key without a value that every row has already seen
+            m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
+            l_i = tl.full([BLOCK_M], 1.0, tl.float32)
+        else:
+            m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+            l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if ALIBI:
+            slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+        for n0 in range(lo, hi, BLOCK_N):
+            k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+            s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
+            if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1)
+                s = softcap - softcap_doubled / (tl.exp(s * softcap_rate) + 1.0)
+            else:
+                s = s * sm_scale
+            if ALIBI:
+                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+            if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                    s = mask_tile(
+                        s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    )  # fmt: skip
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
+            v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+            acc = acc * alpha[:, None]
+            acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
+            k_block = tl.advance(k_block, (BLOCK_N, 0))
+            v_block = tl.advance(v_block, (BLOCK_N, 0))
+        # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops what
+        # an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
+        real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+        l_i = tl.where(real, l_i, 0.0)
+        empty = l_i == 0.0
+        if SINKS:
+            acc = tl.where(hi > lo, acc, 0.0)
+        safe_l = tl.where(empty, 1.0, l_i)
+        out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
+        lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+        out_block = tl.make_block_ptr(
+            out_base, (seqlen_q, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        )
+        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+        store_row(lse_ptr + bh.to(tl.int64) * seqlen_q, lse, row0, seqlen_q, BLOCK_M)
+
+
+def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward kernel -> (out, lse): out like q with v's feature size, lse (B, H, Sq) fp32."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    tile: AttentionTile = fwd_tile(problem)
+    out = empty_output(q, problem.head_dim_v)
+    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
+    strides = [bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out)]
+    slopes = tensors.alibi_slopes
+    tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
+    with device_guard(q):
+        _fwd_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+            q, k, v, tensors.seq_lens, slopes, tensors.sinks,
+            out, lse,
+            *strides[0], *strides[1], *strides[2], *strides[3],
+            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+            *attention_scalars(problem, tensors.sm_scale),
+            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
+            problem.window_left, problem.window_right,
+            HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
+            BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            **attention_flags(problem, "fwd"), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+        )  # fmt: skip
+    return out, lse

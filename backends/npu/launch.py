@@ -1,0 +1,56 @@
+"""What every launch needs: the size of the persistent grid and the device to launch on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from diyfa.arch import npu_spec
+from diyfa.backends.npu.compat import INTERPRETED, INTERPRETER_PROGRAMS
+from diyfa.backends.npu.configs import AttentionTile, MatmulTile
+
+
+@cache
+def _core_counts(arch: str, index: int) -> tuple[int, int]:
+    """(cube, vector) cores of device `index`: from the driver, or from the table of chips in the interpreter."""
+    if INTERPRETED:
+        return INTERPRETER_PROGRAMS, INTERPRETER_PROGRAMS
+    from triton.runtime import driver
+
+    properties = driver.active.utils.get_device_properties(index)
+    cube, vector = properties.get("num_aicore"), properties.get("num_vectorcore")
+    if cube and vector:
+        return int(cube), int(vector)
+    spec = npu_spec(arch)
+    if spec is None:
+        raise RuntimeError(f"the driver reports no core counts for {arch} (device {index}): {properties}")
+    return spec.cube_cores, spec.vector_cores
+
+
+def _index(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    return device.index if device.index is not None else torch.npu.current_device()
+
+
+def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
+    """Programs of a kernel with matrix products: one for each cube core, fewer when there is less to do."""
+    return max(1, min(tasks, _core_counts(arch, _index(device))[0]))
+
+
+def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
+    """Programs of a kernel without matrix products: one for each vector core, fewer when there is less to do."""
+    return max(1, min(tasks, _core_counts(arch, _index(device))[1]))
+
+
+def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
+    return nullcontext() if x.device.type == "cpu" else torch.npu.device(x.device)
+
+
+def launch_options(tile: AttentionTile | MatmulTile, arch: str) -> dict[str, Any]:
+    """Compiler options of `tile` as keyword arguments of a launch; none in the interpreter, which compiles nothing."""
+    return {} if INTERPRETED else tile.compile_options(arch)

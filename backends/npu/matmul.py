@@ -1,0 +1,92 @@
+"""Matrix product for Ascend: persistent programs over output tiles in grouped order.
+
+Each program walks over tiles of c; `group_m` rows of tiles are visited column by column, so the rows of a that the
+group reads stay in L2 while b streams by (the order of the Triton matrix multiplication tutorial). The operands may be
+stored row by row or column by column: a block pointer always follows memory, and a column-major tile is transposed in
+`tl.dot`. (A block pointer with its strides exchanged compiles to the product of the untransposed tile.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.compat import INTERPRETED
+from diyfa.backends.npu.configs import MatmulTile, matmul_tile
+from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.primitives import dot_add, narrow
+from diyfa.problem import MatmulProblem
+
+
+@triton.jit
+def load_operand(
+    base_ptr, rows, cols, stride, row0, col0, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """[ROWS, COLS] of a matrix whose rows (or, TRANSPOSED, whose columns) are contiguous; zero beyond its edges."""
+    if TRANSPOSED:
+        ptr = tl.make_block_ptr(base_ptr, (cols, rows), (stride, 1), (col0, row0), (COLS, ROWS), (1, 0))
+        tile = tl.trans(tl.load(ptr, boundary_check=(0, 1), padding_option="zero"))
+    else:
+        ptr = tl.make_block_ptr(base_ptr, (rows, cols), (stride, 1), (row0, col0), (ROWS, COLS), (1, 0))
+        tile = tl.load(ptr, boundary_check=(0, 1), padding_option="zero")
+    return tile
+
+
+@triton.jit(do_not_specialize=["m", "n", "k"])
+def _matmul_kernel(
+    a_ptr, b_ptr,
+    c_ptr,
+    stride_a, stride_b, stride_cm,
+    m, n, k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    blocks_m = tl.cdiv(m, BLOCK_M)
+    blocks_n = tl.cdiv(n, BLOCK_N)
+    tiles_per_group = GROUP_M * blocks_n
+    for tile in range(tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0)):
+        first_m = tile // tiles_per_group * GROUP_M
+        group_rows = tl.minimum(blocks_m - first_m, GROUP_M)
+        within = tile % tiles_per_group
+        row0 = (first_m + within % group_rows) * BLOCK_M
+        col0 = within // group_rows * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, k, BLOCK_K):
+            a = load_operand(a_ptr, m, k, stride_a, row0, k0, BLOCK_M, BLOCK_K, A_TRANSPOSED)  # [BLOCK_M, BLOCK_K]
+            b = load_operand(b_ptr, k, n, stride_b, k0, col0, BLOCK_K, BLOCK_N, B_TRANSPOSED)  # [BLOCK_K, BLOCK_N]
+            acc = dot_add(a.to(COMPUTE), b.to(COMPUTE), acc, INTERPRET)
+        c_block = tl.make_block_ptr(c_ptr, (m, n), (stride_cm, 1), (row0, col0), (BLOCK_M, BLOCK_N), (1, 0))
+        tl.store(c_block, narrow(acc, c_ptr.dtype.element_ty, INTERPRET), boundary_check=(0, 1))
+
+
+_TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+
+
+def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """(matrix, stride between its contiguous lines, whether these are columns); copied when neither stride is 1."""
+    if x.stride(1) != 1 and x.stride(0) != 1:
+        x = x.contiguous()
+    if x.stride(1) == 1:
+        return x, x.stride(0), False
+    return x, x.stride(1), True
+
+
+def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Launch c = a @ b: a (M, K), b (K, N) -> (M, N) of `problem.out_dtype`."""
+    tile: MatmulTile = matmul_tile(problem)
+    a, stride_a, a_transposed = _major(a)
+    b, stride_b, b_transposed = _major(b)
+    c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
+    tasks = triton.cdiv(problem.m, tile.block_m) * triton.cdiv(problem.n, tile.block_n)
+    with device_guard(a):
+        _matmul_kernel[(cube_programs(problem.arch, a.device, tasks),)](
+            a, b,
+            c,
+            stride_a, stride_b, c.stride(0),
+            problem.m, problem.n, problem.k,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
+            A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, COMPUTE=_TL_DTYPES[problem.compute_dtype],
+            INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+        )  # fmt: skip
+    return c

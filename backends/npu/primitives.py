@@ -1,0 +1,157 @@
+"""Steps that the forward and the backward kernels share, as small jit functions.
+
+Positions are compared in fp32 (integer compares run on Ascend's scalar unit): inside a tile they are small, and the
+tile's own distance from the diagonal is subtracted in int32 first, so the comparison is exact wherever it decides.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(block_ptr, PADDED: tl.constexpr):
+    """Load [rows, columns]; what lies beyond the tensor reads as zero. PADDED: the columns can overrun too."""
+    if PADDED:
+        tile = tl.load(block_ptr, boundary_check=(0, 1), padding_option="zero")
+    else:
+        tile = tl.load(block_ptr, boundary_check=(0,), padding_option="zero")
+    return tile
+
+
+@triton.jit
+def store_tile(block_ptr, tile, PADDED: tl.constexpr):
+    """Store [rows, columns], leaving out what lies beyond the tensor."""
+    if PADDED:
+        tl.store(block_ptr, tile, boundary_check=(0, 1))
+    else:
+        tl.store(block_ptr, tile, boundary_check=(0,))
+
+
+@triton.jit
+def load_row(base_ptr, row0, rows, BLOCK: tl.constexpr):
+    """Load [BLOCK] values of a vector of length `rows` from `row0` on; zero beyond its end."""
+    ptr = tl.make_block_ptr(base_ptr, (rows,), (1,), (row0,), (BLOCK,), (0,))
+    return tl.load(ptr, boundary_check=(0,), padding_option="zero")
+
+
+@triton.jit
+def store_row(base_ptr, values, row0, rows, BLOCK: tl.constexpr):
+    """Store [BLOCK] values of a vector of length `rows` from `row0` on."""
+    ptr = tl.make_block_ptr(base_ptr, (rows,), (1,), (row0,), (BLOCK,), (0,))
+    tl.store(ptr, values, boundary_check=(0,))
+
+
+@triton.jit
+def dot(a, b, INTERPRET: tl.constexpr):
+    """a @ b in fp32. The cube unit multiplies fp16, bf16 and fp32 exactly; only the interpreter needs bf16 widened."""
+    if INTERPRET:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b, input_precision="ieee")
+    return c
+
+
+@triton.jit
+def dot_add(a, b, acc, INTERPRET: tl.constexpr):
+    """acc + a @ b in fp32, accumulated where the product is formed."""
+    if INTERPRET:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """fp32 x rounded to DTYPE, nearest even. The interpreter cuts bfloat16 off instead, so there its low 16 bits are
+    rounded away first (NaN keeps its bits)."""
+    if INTERPRET and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def running_max(m_i, row_max, INTERPRET: tl.constexpr):
+    """max(m_i, row_max). One vector operation when NaN may propagate, seven when the compiler must filter it."""
+    if INTERPRET:
+        m_new = tl.maximum(m_i, row_max)
+    else:
+        m_new = tl.maximum(m_i, row_max, propagate_nan=tl.PropagateNan.ALL)
+    return m_new
+
+
+@triton.jit
+def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
+    """Query rows and keys of sample `b` that take part."""
+    sq = seqlen_q
+    sk = seqlen_k
+    if SEQ_LENS:
+        sk = tl.load(seq_lens_ptr + b)
+        sq = tl.minimum(sk, seqlen_q)
+    return sq, sk
+
+
+@triton.jit
+def key_range(
+    row0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
+):  # fmt: skip
+    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
+    offset = sk - sq
+    lo = 0
+    hi = sk
+    if CAUSAL:
+        hi = tl.minimum(sk, row0 + BLOCK_M + offset)
+    if HAS_RIGHT:
+        hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
+    if HAS_LEFT:
+        lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
+    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+        if row0 >= sq:
+            hi = lo
+    return lo, hi
+
+
+@triton.jit
+def tile_needs_mask(
+    row0, n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Whether a tile of scores holds a pair that must not see each other (asked only of MASKED kernels)."""
+    offset = sk - sq
+    if CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
+        needed = n0 + BLOCK_N > row0 + offset
+    else:
+        needed = n0 + BLOCK_N > sk
+    if HAS_RIGHT:
+        needed = needed | (n0 + BLOCK_N > row0 + offset + window_right)
+    if HAS_LEFT:
+        needed = needed | (n0 < row0 + BLOCK_M + offset - window_left)
+    return needed
+
+
+@triton.jit
+def mask_tile(
+    x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """x where query and key see each other, else `fill`.
+
+    `rel` is row minus column inside the tile, `cols` the column, both fp32 and shaped to broadcast with x.
+    """
+    distance = n0 - row0 - (sk - sq)
+    if CAUSAL:
+        x = tl.where(rel >= distance.to(tl.float32), x, fill)
+    else:
+        x = tl.where(cols < (sk - n0).to(tl.float32), x, fill)
+    if HAS_RIGHT:
+        x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
+    if HAS_LEFT:
+        x = tl.where(rel <= (distance + window_left).to(tl.float32), x, fill)
+    return x
