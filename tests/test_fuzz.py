@@ -1,4 +1,7 @@
-"""Random cases on every backend against the float64 reference. DIYFA_FUZZ=N runs N new ones; the default few are fixed."""
+"""Random cases on every backend against the float64 reference.
+
+The default few are always the same; DIYFA_FUZZ=N runs N new ones.
+"""
 
 from __future__ import annotations
 
