@@ -115,7 +115,7 @@ class BackendSelector:
     ) -> Callable[..., Any]:
         """`flash_attention` bound to the kernel for these sizes: call it with (B, H, S, D) q, k, v.
 
-        The mask is part of the choice, so `causal` given here is the function's default. Raises ValueError for impossible
+        The mask is part of the choice: `causal` given here is the function's default. Raises ValueError for impossible
         sizes, and with every kernel's reason when none runs this.
         """
         kernel, _ = self._attention(batch, heads, seq_len, head_dim, causal, dtype, heads_kv, needs_grad)
