@@ -12,9 +12,8 @@ if not torch.cuda.is_available():
     # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from targets import Target, absent, available_targets
+from targets import TARGETS, Target, absent
 
-TARGETS = available_targets()
 _ran: Counter[str] = Counter()
 
 

@@ -52,6 +52,9 @@ def available_targets() -> dict[str, Target]:
     return found
 
 
+TARGETS = available_targets()
+
+
 def absent() -> list[str]:
     """What this machine lacks, in words, for the summary."""
     lines = []

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES
-from conftest import TARGETS
-from targets import Target
+from targets import TARGETS, Target
 
 import diyfa
 from diyfa import registry

@@ -1,13 +1,16 @@
-"""Random cases on every backend against the float64 reference. DIYFA_FUZZ=N runs N new ones; the default few are fixed."""
+"""Random cases on every backend against the float64 reference.
+
+The default few are always the same; DIYFA_FUZZ=N runs N new ones.
+"""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from targets import TARGETS
 
 import diyfa
 from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
