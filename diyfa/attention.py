@@ -13,7 +13,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
@@ -50,18 +50,19 @@ def _prepare(
     validation.check_qkv(q, k, v, dims)
     validation.check_scalars(sm_scale, softcap, dropout_p)
     b, h, s, d = dims
-    seqlen_k = k.shape[s]
+    seqlen_q, seqlen_k = q.shape[s], k.shape[s]
     if window is not UNBOUNDED:
         window = validation.check_window(window)
     left, right = window
     if causal:
         right = 0
+    # Bounds that exclude nothing: the last query stands at key Sk - 1 and the first at Sk - Sq.
     left = -1 if left >= seqlen_k else left
-    right = -1 if right >= seqlen_k > 0 else right
+    right = -1 if right >= seqlen_q > 0 else right
     if seq_lens is not None:
         validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
     if alibi_slopes is not None or attn_bias is not None or sinks is not None:
-        validation.check_features(q, q.shape[b], q.shape[h], q.shape[s], seqlen_k, alibi_slopes, attn_bias, sinks)
+        validation.check_features(q, q.shape[b], q.shape[h], seqlen_q, seqlen_k, alibi_slopes, attn_bias, sinks)
     scale = q.shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
     return (q, k, v), scale, (left, right)
 

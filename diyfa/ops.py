@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from diyfa import registry
 from diyfa.problem import (
@@ -158,11 +159,10 @@ def _attention_bwd(
     chosen = registry.resolve_backend(q.device, backend)
     tensors = AttentionTensors(q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks)
     scalars = (window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad)
-    none = q.new_empty(0)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dbias = none if attn_bias is None else torch.zeros_like(attn_bias)
-        dsinks = none if sinks is None else torch.zeros_like(sinks)
+        dbias = q.new_empty(0) if attn_bias is None else torch.zeros_like(attn_bias)
+        dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
         if sinks is not None and dlse is not None and q.numel():
             dsinks = dlse.sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dbias, dsinks
@@ -175,8 +175,8 @@ def _attention_bwd(
         grads.dq,
         grads.dk,
         grads.dv,
-        none if grads.dbias is None else grads.dbias,
-        none if grads.dsinks is None else grads.dsinks,
+        q.new_empty(0) if grads.dbias is None else grads.dbias,  # one each: outputs must not alias
+        q.new_empty(0) if grads.dsinks is None else grads.dsinks,
     )
 
 
@@ -185,12 +185,12 @@ def _attention_fwd_fake(q: Any, k: Any, v: Any, *features: Any) -> tuple[torch.T
 
 
 def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *features: Any) -> Any:
-    bias, sinks, none = features[2], features[3], q.new_empty(0)
+    bias, sinks = features[2], features[3]
     return (
         torch.empty_like(q),
         torch.empty_like(k),
         torch.empty_like(v),
-        none if bias is None else torch.empty_like(bias),
+        q.new_empty(0) if bias is None else torch.empty_like(bias),
         q.new_empty(0) if sinks is None else torch.empty_like(sinks),
     )
 
@@ -214,6 +214,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
         q, k, v, out, lse, seq_lens, alibi_slopes, attn_bias, sinks = ctx.saved_tensors
@@ -261,6 +262,14 @@ def attention(
     return _fwd(*arguments)
 
 
+def _is_matrix_aligned(x: torch.Tensor) -> bool:
+    """One dimension has stride 1; the other stride (not 0) and the base address are multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    rows, columns = x.stride()
+    major = rows if columns == 1 and rows % step == 0 else columns if rows == 1 else 0
+    return major > 0 and major % step == 0 and x.data_ptr() % 16 == 0
+
+
 def _matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -284,6 +293,7 @@ def _matmul(
         precision,
         None if block is None else (block[0], block[1], block[2]),
         autotune,
+        _is_matrix_aligned(a) and _is_matrix_aligned(b),
     )
     kernel = registry.choose("matmul", problem, chosen)
     if a.numel() == 0 or b.numel() == 0:

@@ -77,7 +77,11 @@ class AttentionProblem(NamedTuple):
 
 
 class MatmulProblem(NamedTuple):
-    """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed."""
+    """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed.
+
+    `aligned` says that each input has a dimension of stride 1, while its other stride and its base address are
+    multiples of 16 bytes (what TMA needs).
+    """
 
     device_type: str
     arch: str
@@ -90,6 +94,7 @@ class MatmulProblem(NamedTuple):
     precision: str = "ieee"  # for float32 operands: "ieee" or "tf32"
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
+    aligned: bool = False
 
 
 class AttentionTensors(NamedTuple):

@@ -1,0 +1,136 @@
+# Everything a user or a developer runs, from nothing: each target makes the virtual environment it needs, once.
+#
+#   make demo            train a small GPT with diyfa's attention beside PyTorch's, and write text with it
+#   make test            every test that runs on this machine
+#   make lint            ruff and mypy
+#   make compile-gate    every kernel compiled for every architecture, without the devices
+#   make test-npu        the NPU backend on real torch_npu over host memory
+#   make test-triton39   the CUDA backend with Triton 3.9
+#   make docs            the documentation as a site in ./site
+#   make clean           remove what these made
+#
+# Overridable: PYTHON (3.10 to 3.13), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
+# PyTorch), TRITON_INSTALL, PYTEST_ARGS.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+VENV_NPU ?= .venv-npu
+CACHE := .cache
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+  "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$p" && break; done)
+TORCH_VERSION ?= 2.13.0
+PYTEST_ARGS ?=
+
+# With an NVIDIA GPU PyTorch's default build brings CUDA and its own Triton. Without one that would be gigabytes for
+# nothing, so there the CPU build is asked for by its version's suffix and pip fails rather than fetch the other.
+ifneq ($(shell nvidia-smi -L 2>/dev/null),)
+TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TRITON_INSTALL ?=
+else ifeq ($(shell uname -s),Linux)
+TORCH_INSTALL ?= torch==$(TORCH_VERSION)+cpu
+TRITON_INSTALL ?= triton==3.6.0
+else
+TORCH_INSTALL ?= torch==$(TORCH_VERSION)
+TRITON_INSTALL ?=
+endif
+
+CUDA_TARGETS ?= sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
+NPU_TARGETS ?= Ascend910B3 Ascend910_9362 Ascend950PR_9589
+
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton39 docs clean
+
+help:
+	@sed -n '3,11s/^#   //p' Makefile
+
+# --- environments ---------------------------------------------------------------------------------------------------
+
+# $(1): the environment's folder
+define install_torch
+	test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install -q $(TORCH_INSTALL) || { \
+	  echo >&2; \
+	  echo "PyTorch did not install. No NVIDIA GPU was found, so its CPU build was asked for ($(TORCH_INSTALL))." >&2; \
+	  echo "Where your package index does not have that, name another source, for example PyTorch's CPU index:" >&2; \
+	  echo "  make ... TORCH_INSTALL='torch==$(TORCH_VERSION) --index-url <address on pytorch.org/get-started>'" >&2; \
+	  exit 1; }
+endef
+
+$(VENV)/.torch:
+	$(call install_torch,$(VENV))
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install -q -e '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install -q -e '.[docs]'
+	touch $@
+
+# triton-ascend installs a package named triton, so it cannot share an environment with NVIDIA's.
+$(VENV_NPU)/.torch:
+	$(call install_torch,$(VENV_NPU))
+	touch $@
+
+$(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
+	$(VENV_NPU)/bin/python -m pip install -q torch_npu==$(TORCH_VERSION) triton-ascend==3.2.0 \
+	  -e '.[npu,npu-compile,cli,test]'
+	touch $@
+
+# Only Triton differs, so it is laid over the first environment.
+$(CACHE)/triton39/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) triton==3.9.0
+	touch $@
+
+# PyTorch for Ascend on host memory: what torch_npu asks the CANN runtime for, answered without an NPU.
+$(CACHE)/acl_host_shim/.ready: $(wildcard tests/acl_host_shim/*)
+	bash tests/acl_host_shim/build.sh $(@D)
+	touch $@
+
+# --- what to run ----------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/diyfa demo $(DEMO_ARGS)
+
+test: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.lint
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+compile-gate: compile-gate-cuda compile-gate-npu
+
+compile-gate-cuda: $(VENV)/.ready
+	for target in $(CUDA_TARGETS); do $(VENV)/bin/diyfa compile "$$target"; done
+
+compile-gate-npu: $(VENV_NPU)/.ready
+	for target in $(NPU_TARGETS); do $(VENV_NPU)/bin/diyfa compile "$$target"; done
+
+test-npu: $(VENV_NPU)/.ready $(CACHE)/acl_host_shim/.ready
+	LD_LIBRARY_PATH=$(CURDIR)/$(CACHE)/acl_host_shim$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
+	  $(VENV_NPU)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-triton39: $(CACHE)/triton39/.ready
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+docs: $(VENV)/.docs
+	$(VENV)/bin/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) $(VENV_NPU) $(CACHE) site

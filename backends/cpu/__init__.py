@@ -1,0 +1,84 @@
+"""The CPU backend: the same tiled algorithms in plain PyTorch. It runs when asked for by name.
+
+It is the executable description of the schedules (read `fwd.py` and `bwd.py` beside a Triton kernel), the backend that
+works everywhere, and with O(S) memory good enough to train a small model on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diyfa.backends.cpu import bwd, fwd, matmul
+from diyfa.backends.cpu.configs import attention_config, matmul_config
+from diyfa.problem import AttentionProblem, Kernel, MatmulProblem, refuse_features
+
+FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "alibi", "attn_bias", "sinks", "gqa", "head_dim_v"})
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _attention_unsupported(problem: AttentionProblem) -> str | None:
+    return refuse_features(problem, FEATURES, "the cpu backend")
+
+
+def _matmul_unsupported(problem: MatmulProblem) -> str | None:
+    if problem.compute_dtype == "float32" and problem.precision != "ieee":
+        return f"the cpu backend multiplies float32 in IEEE precision only, not {problem.precision}"
+    return None
+
+
+class CpuBackend:
+    """Tiled PyTorch on CPU tensors."""
+
+    name = "cpu"
+    device_type = "cpu"
+    kernels: Sequence[Kernel] = (
+        Kernel(
+            "v2",
+            "attention_fwd",
+            "FlashAttention-2 schedule: query blocks outermost, normalised once at the end",
+            fwd.forward_v2,
+            _attention_unsupported,
+            attention_config,
+        ),
+        Kernel(
+            "v1",
+            "attention_fwd",
+            "FlashAttention schedule: key/value blocks outermost, the output renormalised at each step",
+            fwd.forward_v1,
+            _attention_unsupported,
+            attention_config,
+        ),
+        Kernel(
+            "v2",
+            "attention_bwd",
+            "recomputation from the log-sum-exp, key/value blocks outermost",
+            bwd.backward,
+            _attention_unsupported,
+            attention_config,
+        ),
+        Kernel(
+            "tiled",
+            "matmul",
+            "one output tile at a time, accumulated over K in float32",
+            matmul.matmul,
+            _matmul_unsupported,
+            matmul_config,
+        ),
+    )
+
+    def accepts(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"it takes CPU tensors, got tensors on {device}"
+
+    def arch(self, device: torch.device) -> str:
+        return "cpu"
+
+    def unsupported(self, problem: Any) -> str | None:
+        if problem.dtype not in DTYPES:
+            return f"the cpu backend computes {', '.join(DTYPES)}, not {problem.dtype}"
+        return None
+
+
+backend = CpuBackend()

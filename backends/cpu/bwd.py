@@ -1,0 +1,93 @@
+"""Attention backward in tiles: Dao 2023, arXiv:2307.08691, algorithm 2.
+
+The weights are recomputed from the saved log-sum-exp, p = exp(s - lse). With delta = rowsum(dout * out) - dlse,
+ds = p * (dp - delta): the second term is the gradient that arrives at the log-sum-exp itself, which the paper leaves
+out. Key/value blocks are outermost so that dk and dv of a block are complete when it ends; dq accumulates in float32.
+There are no atomics, so gradients are bitwise equal from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa.backends.cpu.configs import attention_config
+from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
+
+
+def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):
+    """rowsum(dout * out) - dlse, [B, H, Sq]; 0 for rows that saw nothing, whatever their gradients hold."""
+    out, dout = as_bhsd(out, call.problem.layout), as_bhsd(dout, call.problem.layout)
+    delta = torch.einsum("bhsd,bhsd->bhs", out.to(call.dtype), dout.to(call.dtype))
+    if dlse is not None:
+        delta = delta - dlse
+    return delta.masked_fill(lse == INF, 0.0)
+
+
+def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):
+    """Add a tile of score gradients, summed over the dimensions along which the bias was broadcast."""
+    target = call.bias_tile(dbias, m0, m1, n0, n1)
+    broadcast = [axis for axis in range(4) if dbias.shape[axis] == 1]
+    tile = call.per_head(ds)
+    target += tile.sum(broadcast, keepdim=True) if broadcast else tile
+
+
+@without_autocast
+def backward(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> AttentionGradients:
+    """Gradients of q, k, v, and of the bias and the sinks where there are any."""
+    call, config = Call(problem, tensors), attention_config(problem)
+    dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
+    dk_rows, dv_rows = as_bhsd(dk, problem.layout), as_bhsd(dv, problem.layout)
+    dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
+    dbias = None if call.bias is None else torch.zeros(call.bias.shape, dtype=call.dtype)
+    delta = _delta(call, out, lse, dout, dlse)
+    dout_rows = call.grouped(as_bhsd(dout, problem.layout))
+    lse_rows, delta_rows = call.grouped(lse), call.grouped(delta)
+
+    for n0 in range(0, problem.seqlen_k, config.block_n):
+        n1 = min(n0 + config.block_n, problem.seqlen_k)
+        k_tile, v_tile = call.key_rows(call.k, n0, n1), call.key_rows(call.v, n0, n1)  # [B, Hk, BLOCK_N, D]
+        dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        for m0 in range(0, problem.seqlen_q, config.block_m):
+            m1 = min(m0 + config.block_m, problem.seqlen_q)
+            start, stop = call.visibility.key_range(m0, m1)
+            if n0 >= stop or n1 <= start:
+                continue
+            seen = call.visibility.mask(m0, m1, n0, n1)
+            q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
+            dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
+            s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
+            p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
+            ds = dout_tile @ v_tile.transpose(-1, -2)
+            ds.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
+            rows_seen = call.stacked(seen, p)
+            if rows_seen is not None:  # a NaN row or column must not reach what it does not see
+                p.masked_fill_(~rows_seen, 0.0)
+                ds.masked_fill_(~rows_seen, 0.0)
+            if dbias is not None:
+                _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
+            if tanh is not None:
+                ds.mul_(1 - tanh * tanh)
+            columns_seen = None if rows_seen is None else rows_seen.transpose(-1, -2)
+            dv_tile += masked_product(p.transpose(-1, -2), dout_tile, columns_seen)
+            dk_tile += masked_product(ds.transpose(-1, -2), q_tile, columns_seen)
+            dq_tile = masked_product(ds, k_tile, rows_seen).unflatten(2, (call.group, -1))
+            dq_acc[:, :, :, m0:m1] += dq_tile
+        dk_rows[:, :, n0:n1] = dk_tile  # q_tile carries sm_scale already
+        dv_rows[:, :, n0:n1] = dv_tile
+
+    call.grouped(as_bhsd(dq, problem.layout)).copy_(dq_acc.mul_(tensors.sm_scale))
+    if dbias is not None:
+        dbias = dbias.reshape(tensors.attn_bias.shape).to(tensors.attn_bias.dtype)
+    dsinks = None
+    if tensors.sinks is not None:
+        sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
+        dsinks = -(sink_weight * delta).sum((0, 2)).to(tensors.sinks.dtype)
+    return AttentionGradients(dq, dk, dv, dbias, dsinks)

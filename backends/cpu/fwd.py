@@ -1,0 +1,121 @@
+"""Attention forward in tiles: FlashAttention-2 ("v2") and FlashAttention ("v1"). O(S) memory beside the output.
+
+Both keep, for each query row, the running maximum m and the running sum l of exp(s - m), and turn the scores of one
+tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:1805.02867).
+
+* v2: Dao 2023, arXiv:2307.08691, algorithm 1. Query blocks outermost; the accumulator stays unnormalised and is
+  divided by l once, at the end.
+* v1: Dao et al. 2022, arXiv:2205.14135, algorithm 1. Key/value blocks outermost, so each is read once; the output and
+  the statistics of every query live in memory and are renormalised at every step.
+
+What differs from the papers: natural exponentials instead of powers of two, a sink starts the sum, and rows that see
+no key end with output 0 and lse +inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa.backends.cpu.configs import attention_config
+from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
+from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd, empty_output
+
+Forward = tuple[torch.Tensor, torch.Tensor]
+
+
+def _outputs(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised out and lse as the caller gets them, and their [B, Hk, G, Sq, ...] views."""
+    problem, q = call.problem, call.tensors.q
+    out = empty_output(q, problem.head_dim_v)
+    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=call.dtype)
+    return out, lse, call.grouped(as_bhsd(out, problem.layout)), call.grouped(lse)
+
+
+def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and l [B, Hk, G * rows, 1] before any key: nothing seen, or the sink alone."""
+    problem = call.problem
+    shape = (problem.batch, problem.heads_kv, call.group, rows)
+    if call.sink_rows is None:
+        m = torch.full(shape, -INF, dtype=call.dtype)
+        l = torch.zeros(shape, dtype=call.dtype)  # noqa: E741
+    else:
+        m = call.sink_rows.expand(shape)
+        l = (m != -INF).to(call.dtype)  # noqa: E741
+    return m.flatten(2, 3).unsqueeze(-1).clone(), l.flatten(2, 3).unsqueeze(-1).clone()
+
+
+def _online_softmax_update(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights exp(s - m_new), the new maximum, and the factor that carries old sums over to it."""
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    finite_m = m_new.masked_fill(m_new == -INF, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+    return torch.exp_(s.sub_(finite_m)), m_new, torch.exp(m - finite_m)
+
+
+def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E741
+    return torch.where(l == 0, INF, m + torch.log(l))
+
+
+def _end_sequences(call: Call, lse: torch.Tensor) -> None:
+    """lse is +inf beyond each sequence's end; only a sink makes it anything else there."""
+    if call.sink_rows is not None and call.tensors.seq_lens is not None:
+        beyond = torch.arange(call.problem.seqlen_q) >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
+        lse.masked_fill_(beyond[:, None], INF)
+
+
+@without_autocast
+def forward_v2(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
+    """(out, lse), query blocks outermost."""
+    call, config = Call(problem, tensors), attention_config(problem)
+    out, lse, out_rows, lse_rows = _outputs(call)
+    for m0 in range(0, problem.seqlen_q, config.block_m):
+        m1 = min(m0 + config.block_m, problem.seqlen_q)
+        q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
+        m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
+        acc = q_tile.new_zeros((*q_tile.shape[:-1], problem.head_dim_v))  # [B, Hk, G * BLOCK_M, Dv]
+        start, stop = call.visibility.key_range(m0, m1)
+        for n0 in range(start, stop, config.block_n):
+            n1 = min(n0 + config.block_n, stop)
+            seen = call.visibility.mask(m0, m1, n0, n1)
+            s, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
+            p, m, alpha = _online_softmax_update(s, m)
+            l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
+            acc = acc * alpha + masked_product(p, call.key_rows(call.v, n0, n1), call.stacked(seen, p))
+        acc /= l.masked_fill(l == 0, 1.0)
+        out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
+        lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
+    _end_sequences(call, lse)
+    return out, lse
+
+
+@without_autocast
+def forward_v1(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
+    """(out, lse), key/value blocks outermost."""
+    call, config = Call(problem, tensors), attention_config(problem)
+    out, lse, out_rows, lse_rows = _outputs(call)
+    blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
+    # What the paper keeps in HBM for each query block: the normalised output so far, m and l.
+    state = []
+    for m0, m1 in blocks:
+        m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
+        state.append((m.new_zeros((*m.shape[:-1], problem.head_dim_v)), m, l))
+    for n0 in range(0, call.visibility.max_len_k, config.block_n):
+        n1 = min(n0 + config.block_n, call.visibility.max_len_k)
+        k_tile, v_tile = call.key_rows(call.k, n0, n1), call.key_rows(call.v, n0, n1)  # [B, Hk, BLOCK_N, D]
+        for index, (m0, m1) in enumerate(blocks):
+            start, stop = call.visibility.key_range(m0, m1)
+            if n0 >= stop or n1 <= start:
+                continue
+            o, m, l = state[index]  # noqa: E741
+            q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale
+            seen = call.visibility.mask(m0, m1, n0, n1)
+            s, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
+            p, m, alpha = _online_softmax_update(s, m)
+            l_old = l * alpha
+            l = l_old + p.sum(-1, keepdim=True)  # noqa: E741
+            o = (o * l_old + masked_product(p, v_tile, call.stacked(seen, p))) / l.masked_fill(l == 0, 1.0)
+            state[index] = (o, m, l)
+    for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
+        out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
+        lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
+    _end_sequences(call, lse)
+    return out, lse

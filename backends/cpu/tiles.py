@@ -1,0 +1,166 @@
+"""What forward and backward share: which tiles exist, who sees whom inside one, and the scores of one.
+
+A tile pair covers queries [m0, m1) and keys [n0, n1) of every batch and head at once. The G query heads that share a
+key/value head are stacked as rows, so one `torch.matmul` of [B, Hk, G * BLOCK_M, D] with [B, Hk, D, BLOCK_N] does the
+work and no key is ever repeated in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
+
+INF = float("inf")
+
+
+def without_autocast(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an enclosing torch.autocast away from the float32 arithmetic inside a kernel."""
+
+    @wraps(launch)
+    def run(*args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return launch(*args)
+
+    return run
+
+
+class Visibility:
+    """Mask of one call: sequence lengths and window, aligned to the bottom right of each sample."""
+
+    def __init__(self, problem: AttentionProblem, seq_lens: torch.Tensor | None) -> None:
+        self.left, self.right = problem.window_left, problem.window_right
+        if seq_lens is None:
+            len_k = torch.tensor([problem.seqlen_k])
+            len_q = torch.tensor([problem.seqlen_q])
+        else:
+            len_k = seq_lens.to(torch.int64)
+            len_q = len_k.clamp(max=problem.seqlen_q)
+        shift = len_k - len_q
+        self.len_k, self.len_q, self.shift = (x[:, None, None, None] for x in (len_k, len_q, shift))
+        self.min_len_k, self.max_len_k = int(len_k.min()), int(len_k.max())
+        self.min_len_q, self.max_len_q = int(len_q.min()), int(len_q.max())
+        self.min_shift, self.max_shift = int(shift.min()), int(shift.max())
+
+    def key_range(self, m0: int, m1: int) -> tuple[int, int]:
+        """Keys [start, stop) outside of which no query of [m0, m1) sees anything; empty when start >= stop."""
+        m1 = min(m1, self.max_len_q)
+        if m0 >= m1:
+            return 0, 0
+        start = 0 if self.left < 0 else max(0, m0 + self.min_shift - self.left)
+        stop = self.max_len_k if self.right < 0 else min(self.max_len_k, m1 + self.max_shift + self.right)
+        return start, stop
+
+    def mask(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
+        """[B or 1, 1, BLOCK_M, BLOCK_N], True where the query sees the key; None when every pair does."""
+        if (
+            n1 <= self.min_len_k
+            and m1 <= self.min_len_q
+            and (self.left < 0 or n0 >= m1 - 1 + self.max_shift - self.left)
+            and (self.right < 0 or n1 - 1 <= m0 + self.min_shift + self.right)
+        ):
+            return None
+        i, j = torch.arange(m0, m1)[:, None], torch.arange(n0, n1)
+        distance = j - i - self.shift
+        seen = (i < self.len_q) & (j < self.len_k)
+        if self.left >= 0:
+            seen = seen & (distance >= -self.left)
+        if self.right >= 0:
+            seen = seen & (distance <= self.right)
+        return seen
+
+
+def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """weights @ x in which an unseen pair contributes nothing, even where x is NaN or infinite.
+
+    weights [B, Hk, R, C] are 0 where `seen` (same shape, or None for "all") is False; x is [B, Hk, C, D].
+    """
+    if seen is None:
+        return weights @ x
+    finite = x.isfinite()
+    if bool(finite.all()):
+        return weights @ x
+    out = weights @ torch.where(finite, x, 0)
+    reach = seen.to(out.dtype)
+    for value, where in ((INF, x == INF), (-INF, x == -INF), (float("nan"), x.isnan())):
+        out = out + torch.where(reach @ where.to(out.dtype) > 0, value, 0.0)
+    return out
+
+
+class Call:
+    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile."""
+
+    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors) -> None:
+        self.problem, self.tensors = problem, tensors
+        self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # of all arithmetic
+        self.group = problem.heads_q // problem.heads_kv
+        self.visibility = Visibility(problem, tensors.seq_lens)
+        self.q = self.grouped(as_bhsd(tensors.q, problem.layout))
+        self.k, self.v = as_bhsd(tensors.k, problem.layout), as_bhsd(tensors.v, problem.layout)
+        self.slopes = self.bias = self.sink_rows = None
+        if tensors.alibi_slopes is not None:  # [B or 1, H, 1, 1]
+            self.slopes = tensors.alibi_slopes.to(self.dtype).reshape(-1, problem.heads_q, 1, 1)
+        if tensors.attn_bias is not None:
+            bias = tensors.attn_bias
+            self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        if tensors.sinks is not None:  # [1, Hk, G, 1]
+            self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """View of [B, H, S, ...] as [B, Hk, G, S, ...]."""
+        return x.unflatten(1, (self.problem.heads_kv, self.group))
+
+    def query_rows(self, x: torch.Tensor, m0: int, m1: int) -> torch.Tensor:
+        """Rows [m0, m1) of [B, Hk, G, Sq, D] as [B, Hk, G * BLOCK_M, D]; 0 beyond a sequence's end."""
+        tile = x[:, :, :, m0:m1].to(self.dtype)
+        if m1 > self.visibility.min_len_q:
+            inside = torch.arange(m0, m1)[:, None] < self.visibility.len_q
+            tile = torch.where(inside.unsqueeze(1), tile, 0)
+        return tile.flatten(2, 3)
+
+    def key_rows(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
+        """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end."""
+        tile = x[:, :, n0:n1].to(self.dtype)
+        if n1 > self.visibility.min_len_k:
+            tile = torch.where(torch.arange(n0, n1)[:, None] < self.visibility.len_k, tile, 0)
+        return tile
+
+    def per_head(self, tile: torch.Tensor) -> torch.Tensor:
+        """View of a tile [B, Hk, G * BLOCK_M, N] as [B, H, BLOCK_M, N]."""
+        return tile.unflatten(2, (self.group, -1)).flatten(1, 2)
+
+    def stacked(self, seen: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+        """A mask [B or 1, 1, BLOCK_M, BLOCK_N] in the shape of `rows` [B, Hk, G * BLOCK_M, BLOCK_N]."""
+        if seen is None:
+            return None
+        shape = (rows.shape[0], rows.shape[1], self.group, *seen.shape[-2:])
+        return seen.unsqueeze(1).expand(shape).flatten(2, 3)
+
+    def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
+        """The part of a broadcastable (B, H, Sq, Sk) tensor that belongs to the tile; dimensions of size 1 stay."""
+        rows = slice(None) if bias.shape[2] == 1 else slice(m0, m1)
+        columns = slice(None) if bias.shape[3] == 1 else slice(n0, n1)
+        return bias[:, :, rows, columns]
+
+    def scores(
+        self, q_tile: torch.Tensor, k_tile: torch.Tensor, m0: int, m1: int, n0: int, n1: int, seen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores [B, Hk, G * BLOCK_M, BLOCK_N] of scaled queries, -inf where unseen, and tanh(s / softcap) or None."""
+        s = q_tile @ k_tile.transpose(-1, -2)
+        tanh = None
+        if self.problem.softcap:
+            tanh = torch.tanh(s / self.problem.softcap)
+            s = self.problem.softcap * tanh
+        heads = self.per_head(s)  # a view: what follows changes s in place
+        if self.slopes is not None:
+            distance = torch.arange(n0, n1) - torch.arange(m0, m1)[:, None] - self.visibility.shift
+            heads -= self.slopes * distance.abs()
+        if self.bias is not None:
+            heads += self.bias_tile(self.bias, m0, m1, n0, n1)
+        if seen is not None:
+            heads.masked_fill_(~seen, -INF)
+        return s, tanh

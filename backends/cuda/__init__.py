@@ -1,0 +1,104 @@
+"""The CUDA backend: Triton kernels for sm_75 and later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from diyfa.arch import gpu_arch_name, gpu_spec
+from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
+
+FEATURES = frozenset({"causal", "gqa", "seq_lens", "head_dim_v"})
+MAX_HEAD_DIM = 256
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
+    """Reason when a kernel's tables have no tile that fits the GPU."""
+    from diyfa.backends.cuda.configs import default_config
+
+    if all(default_config(kind, problem) for kind in kinds):
+        return None
+    return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul
+
+    return (
+        Kernel(
+            name="v2",
+            op="attention_fwd",
+            summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
+            launch=fwd.attention_forward,
+            unsupported=lambda problem: _needs_tile(problem, "fwd"),
+            config=lambda problem: configs.default_config("fwd", problem),
+        ),
+        Kernel(
+            name="v1",
+            op="attention_fwd",
+            summary="FlashAttention: key/value blocks outermost, one program for each head",
+            launch=fwd_v1.attention_forward,
+            unsupported=lambda problem: _needs_tile(problem, "fwd"),
+            config=fwd_v1.config,
+        ),
+        Kernel(
+            name="split",
+            op="attention_bwd",
+            summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
+            launch=bwd.attention_backward,
+            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq"),
+            config=lambda problem: configs.default_config("dkdv", problem),
+        ),
+        *matmul.KERNELS,
+    )
+
+
+class CudaBackend:
+    """NVIDIA GPUs; in Triton's interpreter (TRITON_INTERPRET=1) CPU tensors stand in for theirs."""
+
+    name = "cuda"
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self.kernels = _kernels()
+        self._arch: dict[torch.device, str] = {}
+
+    def accepts(self, device: torch.device) -> str | None:
+        from diyfa.backends.cuda.launch import is_interpreting
+
+        if device.type == "cuda" or (device.type == "cpu" and is_interpreting()):
+            return None
+        return f"it takes cuda tensors, got tensors on {device}"
+
+    def arch(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return os.environ.get("DIYFA_ARCH", "sm_90")
+        if device not in self._arch:
+            self._arch[device] = gpu_arch_name(*torch.cuda.get_device_capability(device))
+        return self._arch[device]
+
+    def unsupported(self, problem: AttentionProblem | MatmulProblem) -> str | None:
+        spec = gpu_spec(problem.arch)
+        if spec is None or int(problem.arch[3:]) < 75:
+            return f"{problem.arch} is not supported: Triton's kernels need sm_75 or later"
+        if problem.dtype not in DTYPES:
+            return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
+        if problem.dtype == "bfloat16" and not spec.has_bf16:
+            return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
+        if isinstance(problem, AttentionProblem):
+            if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+                return f"Unsupported head_dim: up to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+            return refuse_features(problem, FEATURES, "the cuda backend")
+        return None
+
+    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
+        """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.aot`."""
+        from diyfa.backends.cuda import aot
+
+        return aot.compile_all(target, aot.kernel_sources(), only)
+
+
+backend = CudaBackend()

@@ -1,0 +1,235 @@
+"""Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
+
+`forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
+the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors, no seq_lens), "portable"
+through block pointers or plain addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
+from diyfa.problem import AttentionProblem
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile of one attention kernel: queries x keys of a block, and how the compiler schedules it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    form: str = "portable"
+    measured: str = ""  # device, date, figure; empty: never timed
+    spill_budget: int = 0  # bytes of register spills that the compile gate lets this tile have
+
+
+def form_of(config: AttentionConfig) -> int:
+    """The kernels' FORM constant of a config."""
+    return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM
+
+
+# Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
+# its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
+# memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
+# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills).
+#
+# Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
+# S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
+# (benchmarks/results/h200-2026-11-21-tiles.json), also where ptxas spills a little: its budget is then what it spills.
+# Rows without figures were chosen for compiling without spills.
+Row = tuple[int, AttentionConfig]
+C = AttentionConfig
+_H200 = "H200, 2026-11-21: "
+
+_FORWARD: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
+        (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
+        (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
+        (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
+        (128, C(128, 128, 8, 3, "portable", _H200 + "359/439/449")),
+        (128, C(64, 32, 4, 3, "portable", _H200 + "causal 1k 275")),
+        (256, C(64, 64, 4, 3, "tma", _H200 + "424/528/560")),
+        (256, C(128, 64, 8, 2, "tma", _H200 + "434/534/546")),
+        (256, C(128, 64, 8, 2, "portable", _H200 + "341/394/381")),
+    ),
+    "large": (
+        (64, C(128, 64, 4, 3)),
+        (64, C(64, 64, 4, 3)),
+        (128, C(128, 64, 8, 3)),
+        (128, C(128, 32, 8, 3)),
+        (128, C(64, 32, 4, 3)),
+        (256, C(64, 32, 8, 2)),
+    ),
+    "small": (
+        (64, C(128, 64, 4, 2)),
+        (64, C(64, 64, 4, 2)),
+        (128, C(64, 64, 8, 2)),
+        (128, C(64, 32, 4, 2)),
+        (256, C(64, 32, 8, 1)),
+        (256, C(32, 32, 8, 1)),
+        (256, C(32, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(64, 32, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(32, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(64, 32, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(32, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)),
+    ),
+}
+_BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(128, 64, 4, 2, "tma", _H200 + "440/525/508", 640)),
+        (64, C(64, 64, 4, 3, "tma", _H200 + "438/483/488", 384)),
+        (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
+        (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
+        (128, C(64, 64, 4, 2, "tma", _H200 + "509/611/592", 512)),
+        (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579", 2048)),
+        (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494", 1536)),
+        (256, C(64, 64, 8, 2, "tma", _H200 + "288/322/313", 640)),
+        (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
+    ),
+    "large": (
+        (64, C(32, 64, 4, 3, spill_budget=192)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 2, spill_budget=64)),
+        (128, C(32, 32, 4, 2)),
+        (256, C(32, 32, 8, 1)),
+    ),
+    "small": (
+        (64, C(32, 64, 8, 2, spill_budget=128)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 1)),
+        (128, C(32, 32, 4, 1)),
+        (256, C(16, 32, 4, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(32, 32, 8, 1)),
+        (128, C(16, 32, 8, 1)),
+        (128, C(16, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)),
+    ),
+    "turing": (
+        (64, C(32, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=2048)),
+        (256, C(16, 16, 4, 1, spill_budget=10240)),
+    ),
+}
+_BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(128, 64, 8, 3, "tma", _H200 + "583/668/687")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "565/645/691, causal 1k 444")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "461/529/550")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "538/673/660")),
+        (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
+        (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
+        (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 256)),
+        (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
+    ),
+    "large": (
+        (64, C(128, 64, 8, 3)),
+        (64, C(64, 32, 4, 3)),
+        (128, C(128, 32, 8, 2)),
+        (128, C(64, 32, 4, 2)),
+        (256, C(64, 32, 8, 1)),
+        (256, C(32, 32, 4, 1)),
+    ),
+    "small": (
+        (64, C(64, 32, 4, 2)),
+        (128, C(64, 32, 4, 1)),
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=64)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(32, 64, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=32)),
+        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(32, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=2048)),
+        (256, C(16, 16, 4, 1, spill_budget=8192)),
+    ),
+}
+_TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
+
+
+def gpu_class(problem: AttentionProblem) -> str:
+    """Which rows of the tables are for this GPU and dtype."""
+    spec = gpu_spec(problem.arch)
+    if problem.dtype == "float32":
+        return "float32"
+    if spec is None or not spec.has_bf16:  # before Ampere
+        return "turing"
+    if spec.has_wgmma:
+        return "wgmma"
+    return "large" if spec.shared_per_block >= 160 * 1024 else "small"
+
+
+def has_tma(problem: AttentionProblem) -> bool:
+    """Whether the tensors of this call can be read through TMA descriptors."""
+    spec = gpu_spec(problem.arch)
+    return bool(spec and spec.has_tma and problem.aligned and not problem.seq_lens)
+
+
+def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
+    """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
+    d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    size = ELEMENT_BYTES[problem.dtype]
+    m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
+    if kind == "fwd":
+        return size * (m * d + stages * n * (d + dv))
+    if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
+        return size * (n * (d + dv) + stages * m * (d + dv) + m * n)
+    return size * (m * (d + dv) + stages * n * (d + dv) + m * n)
+
+
+def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
+    """Whether a config can run the problem on its GPU: form and shared memory."""
+    spec = gpu_spec(problem.arch)
+    if spec is None or (config.form == "tma" and not has_tma(problem)):
+        return False
+    return shared_bytes(kind, config, problem) <= spec.shared_per_block
+
+
+def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
+
+    They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
+    """
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = [row for row in _TABLES[kind][gpu_class(problem)] if width <= row[0] and fits(kind, row[1], problem)]
+    if not rows:
+        return
+    narrowest, first = rows[0]
+    for widest, config in rows:
+        if widest == narrowest and config.form == first.form:
+            yield config
+
+
+def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for `kind`, or None when no row fits."""
+    return next(candidates(kind, problem), None)

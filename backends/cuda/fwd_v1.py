@@ -1,0 +1,196 @@
+"""FlashAttention forward (Dao et al. 2022, arXiv:2205.14135, algorithm 1): key/value blocks in the outer loop.
+
+One program owns a whole head, as in the paper's CUDA kernel: it loads a block of keys and values once and visits every
+block of queries with it, so the running output, sum and maximum of all rows live in global memory and are read,
+rescaled, normalised and written back on every visit. What differs: they are kept in fp32 (rounding a running output to
+half precision at every visit would break the accuracy contract), and query blocks that a causal mask hides are not
+visited. It is here to be read and compared with fwd.py, which turns the loops around and keeps all three in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention_launch import softmax_scale
+from diyfa.backends.cuda.configs import AttentionConfig, default_config
+from diyfa.backends.cuda.dots import dot, round_to
+from diyfa.backends.cuda.launch import on_device
+from diyfa.backends.cuda.tiles import (
+    LN2,
+    LOG2E,
+    PORTABLE_FORM,
+    head_base,
+    load_tile,
+    padded_head_dim,
+    sequence_bounds,
+    store_tile,
+)
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
+
+V1_SPILL_BUDGET = 256  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
+
+
+@triton.jit
+def _fwd_v1_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_lens_ptr,
+    running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far
+    o_ptr,
+    m_ptr,  # (B, H, Sq) fp32: maximum so far, in units of log2
+    lse_ptr,  # (B, H, Sq) fp32: holds the sum so far until the end
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    heads_q,
+    group,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    CAUSAL: tl.constexpr,
+    NEGATE: tl.constexpr,
+    HAS_SEQ_LENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    b = tl.program_id(0) // heads_q
+    h = tl.program_id(0) % heads_q
+    hk = h // group
+    n_queries, n_keys = sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS)
+    offset = n_keys - n_queries
+    q_base = head_base(q_ptr, b, h, stride_qb, stride_qh, FORM)
+    k_base = head_base(k_ptr, b, hk, stride_kb, stride_kh, FORM)
+    v_base = head_base(v_ptr, b, hk, stride_vb, stride_vh, FORM)
+    o_base = head_base(o_ptr, b, h, stride_ob, stride_oh, FORM)
+    row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    running = running_ptr + row * HEAD_DIM_V
+    m_row = m_ptr + row
+    l_row = lse_ptr + row
+    scale_log2 = scale * LOG2E
+
+    for row0 in tl.range(0, seqlen_q, BLOCK_M):
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        store_tile(running, zeros, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+        tl.store(m_row + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
+        tl.store(l_row + offs_m, tl.zeros([BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
+    tl.debug_barrier()  # what one thread wrote here, another may read in the next loop
+
+    for col0 in tl.range(0, n_keys, BLOCK_N):
+        offs_n = col0 + tl.arange(0, BLOCK_N)
+        k = load_tile(k_base, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
+        v = load_tile(v_base, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
+        first = 0
+        if CAUSAL:
+            first = tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M
+        for row0 in tl.range(first, n_queries, BLOCK_M, num_stages=1):
+            offs_m = row0 + tl.arange(0, BLOCK_M)
+            q = load_tile(q_base, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
+            s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
+            if NEGATE:
+                s = -s
+            visible = offs_n[None, :] < n_keys
+            if CAUSAL:
+                visible = visible & (offs_m[:, None] + offset >= offs_n[None, :])
+            s = tl.where(visible, s * scale_log2, float("-inf"))
+
+            m_old = tl.load(m_row + offs_m, mask=offs_m < n_queries, other=float("-inf"))
+            l_old = tl.load(l_row + offs_m, mask=offs_m < n_queries, other=0.0)
+            m_new = tl.maximum(m_old, tl.max(s, 1))
+            m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.math.exp2(s - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+            kept = l_old * tl.math.exp2(m_old - m_ref)
+            l_new = kept + tl.sum(p, 1)
+            o = load_tile(running, b, h, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+            norm = tl.where(l_new != 0.0, l_new, 1.0)
+            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, PRECISION)) / norm[:, None]
+            store_tile(running, o, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+            tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
+            tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)
+        tl.debug_barrier()
+
+    for row0 in tl.range(0, seqlen_q, BLOCK_M):
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        o = load_tile(running, b, h, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+        store_tile(o_base, o, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+        m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        live = total != 0.0  # False for rows that saw no key and rows beyond the sequence
+        lse = tl.where(live, (m + tl.math.log2(tl.where(live, total, 1.0))) * LN2, float("inf"))
+        tl.store(l_row + offs_m, lse, mask=offs_m < seqlen_q)
+
+
+def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel -> (out, lse)."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    out = empty_output(q, problem.head_dim_v)
+    rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+    running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
+    m, lse = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    scale, negate = softmax_scale(tensors.sm_scale)
+    tile = config(problem)
+    with on_device(q):
+        _fwd_v1_kernel[(problem.batch * problem.heads_q,)](
+            q,
+            k,
+            v,
+            tensors.seq_lens,
+            running,
+            out,
+            m,
+            lse,
+            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
+            problem.heads_q,
+            problem.heads_q // problem.heads_kv,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            scale,
+            **constants(problem, tile, negate),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out, lse
+
+
+def config(problem: AttentionProblem) -> AttentionConfig:
+    """The forward table's portable tile: this kernel keeps nothing in flight, so it fits wherever that one does."""
+    tile = default_config("fwd", problem._replace(aligned=False))
+    assert tile is not None, "unsupported() accepted a problem that no tile fits"
+    return replace(tile, spill_budget=V1_SPILL_BUDGET)
+
+
+def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
+    """The kernel's constexprs."""
+    return {
+        "CAUSAL": problem.causal,
+        "NEGATE": negate,
+        "HAS_SEQ_LENS": problem.seq_lens,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "PRECISION": "ieee",
+        "FORM": PORTABLE_FORM,
+    }

@@ -1,0 +1,186 @@
+"""Tiles of the matrix product: the table, what fits a device, and the choice for a problem without measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from diyfa.arch import GPUArch, GPUSpec, gpu_spec
+from diyfa.problem import MatmulProblem
+
+ELEMENT_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """A program computes a [block_m, block_n] tile, `block_k` deep at a time.
+
+    `group_m` row tiles share their columns of b in the L2 cache. `split_k` programs share one tile's depth and leave
+    partial sums (pointers only). For "tma": `persistent` programs, one for each multiprocessor, walk over the tiles;
+    `store_halves` stores a tile in two halves, which leaves shared memory for another stage.
+    """
+
+    form: str  # "tma" or "pointers"
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    split_k: int = 1
+    persistent: bool = False
+    store_halves: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table row: for which problems, the tile, and what was measured where and when."""
+
+    kind: str  # see `kind_of`
+    min_shared: int  # bytes a block may use on the architectures this row is meant for
+    max_m: int  # the row is a default up to this M
+    config: MatmulConfig
+    measured: str = "not measured yet"  # device, date, problem: TFLOP/s
+
+
+ANY = 1 << 62
+KIB = 1024
+# For each class the first row whose max_m suffices is the default; all rows of the class are candidates.
+TABLE: tuple[Row, ...] = (
+    # Hopper and data-centre Blackwell, tensor descriptors
+    Row("mma", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 128, 4, 4)),
+    Row("mma", 200 * KIB, 1024, MatmulConfig("tma", 128, 128, 64, 4, 4)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, store_halves=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, persistent=True, store_halves=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 256, 128, 64, 8, 3, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 8, 4)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 4, 4, persistent=True)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 64, 64, 4, 5)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 64, 4, 5)),
+    # Consumer Blackwell, tensor descriptors
+    Row("mma", 0, 64, MatmulConfig("tma", 64, 64, 64, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 32, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
+    # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
+    Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 64, 4, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3)),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8)),
+    # Element by element: a step's addresses and elements are in registers
+    Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
+    Row("narrow", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 8, 3)),
+    Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
+    # tf32: fragments of 4-byte operands take twice the registers
+    Row("tf32", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("tf32", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
+    Row("tf32", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
+    Row("tf32", 0, ANY, MatmulConfig("pointers", 128, 128, 16, 8, 4)),
+    # Without tensor cores: the operands of a whole block_k step live in registers, so tiles are small
+    Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
+    Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
+    Row("fma", 0, ANY, MatmulConfig("pointers", 32, 64, 16, 4, 2)),
+)
+# A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
+SPLIT_MAX_M = 64
+
+
+def kind_of(problem: MatmulProblem) -> str:
+    """What limits the tile: "fma", "tf32", "narrow" or "mma".
+
+    * fma: Triton (3.2 to 3.9) multiplies without tensor cores: before Ampere, and float32 in full precision. The
+      operands of a whole step live in registers.
+    * tf32: float32 operands on tensor cores.
+    * narrow: without 16-byte alignment elements are copied one by one, 2-byte ones through registers.
+    * mma: everything else.
+    """
+    full = problem.compute_dtype == "float32" and problem.precision == "ieee"
+    spec = gpu_spec(problem.arch)
+    if full or (spec is not None and spec.arch in (GPUArch.VOLTA, GPUArch.TURING)):
+        return "fma"
+    if problem.compute_dtype == "float32":
+        return "tf32"
+    return "mma" if problem.aligned else "narrow"
+
+
+def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
+    """Shared memory of the ring of operand tiles, or of the result's tile on its way out where that is larger."""
+    size = ELEMENT_SIZE[problem.dtype]
+    step = (config.block_m + config.block_n) * config.block_k
+    ring = step * size * config.num_stages
+    if problem.compute_dtype != problem.dtype:  # operands pass through shared memory again after the cast
+        ring += step * ELEMENT_SIZE[problem.compute_dtype]
+    tile = config.block_m * config.block_n * ELEMENT_SIZE[problem.out_dtype]
+    if config.form == "pointers":
+        return max(ring, tile)
+    return ring + (tile // 2 if config.store_halves else tile)  # a descriptor stores from shared memory
+
+
+def _limits(arch: str) -> GPUSpec:
+    """Limits of `arch`; those of sm_80 where it is not a GPU (Triton's interpreter)."""
+    return gpu_spec(arch) or gpu_spec("sm_80")  # type: ignore[return-value]
+
+
+def fits(config: MatmulConfig, problem: MatmulProblem) -> bool:
+    """Whether one block of `problem.arch` has the shared memory that `config` needs (1 KiB is left for barriers)."""
+    return shared_bytes(config, problem) + KIB <= _limits(problem.arch).shared_per_block
+
+
+def given_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
+    """The caller's tile with as many pipeline stages as fit, None when not even one does."""
+    assert problem.block is not None
+    block_m, block_n, block_k = problem.block
+    num_warps = 4 if block_m * block_n < 128 * 128 else 8
+    for num_stages in (4, 3, 2, 1):
+        config = MatmulConfig(form, block_m, block_n, block_k, num_warps, num_stages)
+        if fits(config, problem):
+            return config
+    return None
+
+
+def _class_of(problem: MatmulProblem, form: str) -> list[Row]:
+    shared, kind = _limits(problem.arch).shared_per_block, kind_of(problem)
+    rows = [r for r in TABLE if r.config.form == form and r.kind == kind and r.min_shared <= shared]
+    if form == "tma" and any(r.min_shared for r in rows):
+        rows = [r for r in rows if r.min_shared]
+    return rows
+
+
+def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | None:
+    """`config` with fewer stages, then a shallower step, until it fits (float32 operands take twice the room)."""
+    for divisor, stages in product((1, 2, 4), range(config.num_stages, 1, -1)):
+        smaller = MatmulConfig(**{**vars(config), "block_k": max(16, config.block_k // divisor), "num_stages": stages})
+        if fits(smaller, problem):
+            return smaller
+    return None
+
+
+@lru_cache(maxsize=4096)
+def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
+    """The tile without measuring: the caller's, or the table's; None when the caller's does not fit."""
+    if problem.block is not None:
+        return given_config(problem, form)
+    for row in _class_of(problem, form):
+        if problem.m <= row.max_m and (config := _reduced(row.config, problem)):
+            return config
+    raise AssertionError(f"no tile for {problem}")  # the table has a row that fits every architecture
+
+
+@lru_cache(maxsize=4096)
+def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
+    """What the autotuner measures: the class's tiles that fit and suit the number of rows."""
+    found = (_reduced(row.config, problem) for row in _class_of(problem, form))
+    few = problem.m <= SPLIT_MAX_M
+    return tuple(
+        dict.fromkeys(c for c in found if c and (c.split_k == 1 or few) and (c.block_m <= 128 or problem.m > 128))
+    )

@@ -1,0 +1,138 @@
+"""How a kernel reads and writes a tile of one head,: the step all attention kernels share.
+
+A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
+There are three forms of access, and this file is the one place that knows them apart:
+
+* BLOCK_POINTER: `tl.make_block_ptr`, readable and checked at the edges by the compiler; Triton up to 3.8;
+* POINTER: plain addresses and masks, for Triton from 3.9 on, which has no block pointers;
+* DESCRIPTOR: a host-made TMA descriptor of the whole tensor (sm_90 and later); the hardware computes addresses and
+  fills what lies outside with zeros, so neither registers nor instructions are spent on them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.dots import round_to
+from diyfa.problem import as_bhsd
+
+POINTER = tl.constexpr(0)
+BLOCK_POINTER = tl.constexpr(1)
+DESCRIPTOR = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def _has_block_pointers() -> bool:
+    """Triton 3.9 still has the name but raises when it is used."""
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return version < (3, 9) and hasattr(tl, "make_block_ptr")
+
+
+# The form for every GPU without TMA, and for tensors that TMA cannot describe.
+PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.value
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int):
+    """TMA descriptor of a (batch, head, sequence, feature) view of `x` with a box of [1, 1, block_rows, block_d]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    view = as_bhsd(x, layout)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block_rows, block_d])
+
+
+@triton.jit
+def head_base(ref, b, h, stride_b, stride_h, FORM: tl.constexpr):
+    """Address of head h of sample b; a descriptor covers all heads and passes through."""
+    if FORM != DESCRIPTOR:
+        ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return ref
+
+
+@triton.jit
+def load_tile(
+    ref,
+    b,
+    h,
+    row0,
+    n_rows,
+    stride_row,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
+
+    What lies beyond n_rows (only with CHECK_ROWS, or DESCRIPTOR where n_rows is the tensor's own) or HEAD_DIM is zero.
+    """
+    if FORM == DESCRIPTOR:
+        tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+    elif FORM == BLOCK_POINTER:
+        block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
+        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+            tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
+        elif CHECK_ROWS:
+            tile = tl.load(block, boundary_check=(0,), padding_option="zero")
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(block, boundary_check=(1,), padding_option="zero")
+        else:
+            tile = tl.load(block)
+    else:
+        rows = row0 + tl.arange(0, BLOCK_ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
+        else:
+            tile = tl.load(addresses)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    base,
+    tile,
+    row0,
+    n_rows,
+    stride_row,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Write [BLOCK_ROWS, BLOCK_D] to the rows of a head, as far as n_rows and HEAD_DIM, in the destination's dtype.
+
+    Results are always written through addresses: one write at the end of a program gains nothing from TMA.
+    """
+    if FORM == BLOCK_POINTER:
+        target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
+        tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))
+    else:
+        rows = row0 + tl.arange(0, BLOCK_ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        addresses = base + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        mask = (rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM)
+        tl.store(addresses, round_to(tile, base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS: tl.constexpr):
+    """Lengths of sample b -> (queries, keys); lengths that the caller could not check are clamped to the memory."""
+    if HAS_SEQ_LENS:
+        keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
+        return tl.minimum(keys, seqlen_q), keys
+    return seqlen_q, seqlen_k

@@ -1,0 +1,80 @@
+"""Host time of one call on a problem so small that the device never limits: what Python and the launch cost.
+
+python benchmarks/host_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from diyfa import flash_attention
+from diyfa.bench.record import default_path, device_name, write_json
+from diyfa.bench.timing import quantiles_of, synchronize
+from diyfa.device import default_backend
+
+RESULTS = Path(__file__).parent / "results"
+SIZE = (1, 8, 128, 64)  # (B, H, S, D)
+
+
+def host_microseconds(fn: Callable[[], Any], device: torch.device, calls: int, rounds: int) -> float:
+    """Median over `rounds` of the host time of one of `calls` calls issued back to back, without waiting for any."""
+    for _ in range(20):
+        fn()
+    times = []
+    for _ in range(rounds):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    synchronize(device)
+    return quantiles_of(times, [0.5])[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=100, help="calls queued in one round")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device or default_backend())
+    backend = "cpu" if device.type == "cpu" else None
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(SIZE, device=device, dtype=dtype) for _ in range(3))
+    gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def train(attend: Callable[..., Any]) -> None:
+        torch.autograd.grad(attend(gq, gk, gv), (gq, gk, gv), dout)
+
+    def diyfa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flash_attention(q, k, v, causal=True, backend=backend)
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    rows = []
+    print(f"{device_name(device)}, (B, H, S, D) = {SIZE}, causal")
+    for name, attend in (("PyTorch SDPA", sdpa), ("diyfa", diyfa)):
+        for what, call in (
+            ("forward", lambda attend=attend: attend(q, k, v)),
+            ("forward and backward", lambda attend=attend: train(attend)),
+        ):
+            microseconds = host_microseconds(call, device, arguments.calls, arguments.rounds)
+            rows.append({"implementation": name, "pass": what, "host_us": microseconds})
+            print(f"{name:14} {what:22} {microseconds:8.1f} µs")
+    path = arguments.output or default_path("host-overhead", device, RESULTS)
+    write_json(path, "host_overhead", device, rows)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

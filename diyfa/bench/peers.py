@@ -1,0 +1,51 @@
+"""What diyfa is measured against, timed in the same run: PyTorch's own attention, each implementation by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+SDPA_PEERS: dict[str, SDPBackend] = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,  # FlashAttention-2 on CUDA
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA math": SDPBackend.MATH,
+}
+# The math implementation stores scores and weights; beyond this it is out of memory or of patience.
+MATH_LIMIT_BYTES = 8 * 1024**3
+
+
+class PeerUnavailable(RuntimeError):
+    """A peer cannot run a case here; the message says why."""
+
+
+def _sdpa(which: SDPBackend) -> Attention:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(which):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    return run
+
+
+def attention_peers(device: torch.device) -> dict[str, Attention]:
+    """Name -> `f(q, k, v, causal)` for (B, H, S, D) tensors: the implementations that exist for `device`."""
+    names = ["SDPA flash", "SDPA math"] if device.type == "cpu" else list(SDPA_PEERS)
+    if device.type not in ("cpu", "cuda"):  # the choice of an implementation is CUDA's and the CPU's
+        return {"SDPA": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)}
+    return {name: _sdpa(SDPA_PEERS[name]) for name in names}
+
+
+def check_peer(name: str, peer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    """Run `peer` once; raises PeerUnavailable with the reason when it refuses these inputs or would not fit."""
+    if name == "SDPA math":
+        scores = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(4, q.element_size())
+        if scores > MATH_LIMIT_BYTES:
+            raise PeerUnavailable(f"stores the whole score matrix: {scores / 1024**3:.0f} GiB")
+    try:
+        peer(q, k, v, causal)
+    except RuntimeError as error:
+        raise PeerUnavailable(str(error).splitlines()[0]) from error

@@ -1,0 +1,112 @@
+"""The commands and their options. Each command's work is in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import diyfa
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+    help="Exact, fast attention for PyTorch on NVIDIA GPUs and Ascend NPUs.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+BackendName = Annotated[str | None, typer.Option("--backend", help="Backend to run on; default: what is here.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(diyfa.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def info(json: Json = False) -> None:
+    """Devices, versions, what each enables, what is missing and how to get it."""
+    from diyfa.cli.info import run
+
+    run(json)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=2, help="Training steps; default: by device.")] = None,
+    backend: BackendName = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and text.")] = 0,
+    prompt: Annotated[str, typer.Option(help="What the trained model continues.")] = "def ",
+    length: Annotated[int, typer.Option(min=0, help="Bytes of text to generate.")] = 300,
+    plot: Annotated[Path | None, typer.Option(help="Write both loss curves to this PNG (diyfa\\[plot]).")] = None,
+    json: Json = False,
+) -> None:
+    """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text with it."""
+    from diyfa.cli.demo import run
+
+    raise typer.Exit(run(backend, steps, seed, prompt, length, plot, json))
+
+
+@app.command()
+def validate(
+    backend: BackendName = None,
+    json: Json = False,
+) -> None:
+    """Compare this device's kernels with the reference under the error budget; exit status 1 when one exceeds it."""
+    from diyfa.cli.validate import run
+
+    raise typer.Exit(run(backend, json))
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Option(help="attention, matmul or all.")] = "all",
+    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be given again.")] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, max=512)] = 64,
+    causal: Annotated[bool, typer.Option("--causal/--full")] = False,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be given again.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; default: by device.")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0)] = None,
+    rep: Annotated[int | None, typer.Option(min=1)] = None,
+    backend: BackendName = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
+    json: Json = False,
+) -> None:
+    """Time diyfa beside PyTorch's own implementations on this device."""
+    from diyfa.cli.bench import Request, run
+
+    request = Request(op, seq_len, batch, heads, head_dim, causal, size, dtype, warmup, rep, backend)
+    raise typer.Exit(run(request, output, json))
+
+
+@app.command()
+def compile(
+    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, …")] = None,
+    only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
+    list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate."""
+    from diyfa.cli.compile import list_known, run
+
+    if list_targets:
+        list_known(json)
+        return
+    if target is None:
+        raise typer.BadParameter("name a target, or --list to see them", param_hint="TARGET")
+    raise typer.Exit(run(target, only, json))

@@ -1,0 +1,100 @@
+"""`diyfa compile`: the kernels of one chip, ahead of time, with what the compiler says of registers and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from diyfa.arch import GPU_SPECS, NPU_SPECS, gpu_spec, npu_spec
+from diyfa.cli.output import err, out, print_json, progress_bar
+from diyfa.problem import CompileReport
+from diyfa.registry import backend_names, load_backend
+
+TARGETS: dict[str, dict[str, Any]] = {"cuda": GPU_SPECS, "npu": NPU_SPECS}
+SPEC_OF = {"cuda": gpu_spec, "npu": npu_spec}
+
+
+def list_known(json: bool) -> None:
+    """Print every target by backend."""
+    if json:
+        print_json({backend: list(specs) for backend, specs in TARGETS.items()})
+        return
+    table = Table("backend", "target", "family")
+    for backend, specs in TARGETS.items():
+        for name, spec in specs.items():
+            table.add_row(backend, name, f"{spec.arch.name} ({spec.arch.value})")
+    out.print(table)
+
+
+def backend_for(target: str) -> str:
+    """Name of the backend that compiles for `target`. Raises typer.BadParameter for a target nobody knows."""
+    for name, spec_of in SPEC_OF.items():
+        if spec_of(target) is not None:
+            return name
+    raise typer.BadParameter(f"no such target: {target!r}; `diyfa compile --list` lists them", param_hint="TARGET")
+
+
+def _reports(target: str, only: str | None) -> Iterator[CompileReport]:
+    name = backend_for(target)
+    if name not in backend_names():
+        raise typer.BadParameter(f"backend {name!r} is not registered", param_hint="TARGET")
+    try:
+        backend = load_backend(name)
+    except ImportError as error:
+        err.print(f"The {name} backend cannot be loaded: {error}", style="red", markup=False)
+        raise typer.Exit(2) from error
+    compile_ = getattr(backend, "compile", None)
+    if compile_ is None:
+        err.print(f"The {name} backend does not compile ahead of time.", style="red")
+        raise typer.Exit(2)
+    yield from compile_(target, only)
+
+
+def _memory(report: CompileReport) -> str:
+    return "  ".join(f"{name} {size / 1024:g} KiB" for name, size in report.memory.items())
+
+
+def _table(target: str, reports: list[CompileReport]) -> Table:
+    table = Table(title=f"{target}: {len(reports)} compilations")
+    for heading in ("kernel", "case"):
+        table.add_column(heading)
+    for heading in ("registers", "spills", "memory", "s"):
+        table.add_column(heading, justify="right")
+    table.add_column("result")
+    for r in reports:
+        result = "ok" if r.ok else "FAILED"
+        table.add_row(
+            r.kernel,
+            r.case,
+            "" if r.registers is None else str(r.registers),
+            "" if r.spill_bytes is None else str(r.spill_bytes),
+            _memory(r),
+            f"{r.seconds:.1f}",
+            "; ".join([result, *r.notes]),
+            style=None if r.ok else "bold red",
+        )
+    return table
+
+
+def run(target: str, only: str | None, json: bool) -> int:
+    """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came."""
+    reports: list[CompileReport] = []
+    with progress_bar(not json) as progress:
+        task = progress.add_task(f"compiling for {target}", total=None, note="")
+        for report in _reports(target, only):
+            reports.append(report)
+            progress.update(task, advance=1, note=f"{report.kernel} {report.case}")
+    failed = [r for r in reports if not r.ok]
+    if json:
+        print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})
+    else:
+        out.print(_table(target, reports))
+        out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)
+    if not reports:
+        err.print(f"Nothing was compiled: no kernel or case matches {only!r}." if only else "Nothing was compiled.")
+        return 2
+    return 1 if failed else 0

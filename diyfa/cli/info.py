@@ -1,0 +1,241 @@
+"""`diyfa info`: what is here, what it enables, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from diyfa.bench.record import cpu_name, versions
+from diyfa.cli.output import out, print_json
+from diyfa.cli.startup import present_device
+from diyfa.device import CANN_REMEDY, describe, detect, npu_status
+from diyfa.problem import AttentionProblem, Backend, MatmulProblem
+from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend
+
+CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+
+# What stands for each backend when its refusals are asked for without the device.
+TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
+
+# Feature as the user knows it -> how it changes the typical problem.
+FEATURES: dict[str, dict[str, Any]] = {
+    "float16": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "causal": {"window_right": 0},
+    "window": {"window_left": 256, "window_right": 0},
+    "grouped-query": {"heads_kv": 2},
+    "D = 256": {"head_dim": 256, "head_dim_v": 256},
+    "D = 512": {"head_dim": 512, "head_dim_v": 512},
+    "V of another D": {"head_dim": 192, "head_dim_v": 128},
+    "seq_lens": {"seq_lens": True},
+    "softcap": {"softcap": 30.0},
+    "ALiBi": {"alibi": True},
+    "attn_bias": {"bias": True},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout": True},
+    "deterministic": {"deterministic": True},
+}
+
+
+def cann_version() -> str | None:
+    """Version of CANN as its environment variables point to it, or None."""
+    for variable in CANN_VARIABLES:
+        home = os.environ.get(variable)
+        if not home:
+            continue
+        for info in sorted(Path(home).glob("*/ascend_toolkit_install.info")):
+            for line in info.read_text().splitlines():
+                if line.startswith("version="):
+                    return line.removeprefix("version=")
+        return f"unknown version in {home}"
+    return None
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Something that enables something, whether it is here, and how to get it."""
+
+    what: str
+    enables: str
+    how: str
+    present: Callable[[dict[str, str]], bool]
+
+
+REQUIREMENTS = (
+    Requirement("rich, typer", "this command line", "pip install 'diyfa[cli]'", lambda v: True),
+    Requirement(
+        "triton",
+        "kernels on NVIDIA GPUs, and `diyfa compile sm_…`",
+        "pip install triton (in an environment without triton-ascend)",
+        lambda v: "triton" in v and "triton-ascend" not in v,
+    ),
+    Requirement(
+        "an NVIDIA GPU",
+        "the cuda backend",
+        "a GPU of compute capability 7.5 or later, its driver, and a CUDA build of PyTorch",
+        lambda v: torch.cuda.is_available(),
+    ),
+    Requirement(
+        "torch_npu",
+        "PyTorch on Ascend NPUs",
+        "pip install 'diyfa[npu]' in an environment of its own",
+        lambda v: "torch_npu" in v,
+    ),
+    Requirement(
+        "triton-ascend",
+        "kernels on Ascend NPUs",
+        "pip install 'diyfa[npu]' in an environment of its own",
+        lambda v: "triton-ascend" in v,
+    ),
+    Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: cann_version() is not None),
+    Requirement(
+        "ascendnpu-ir",
+        "`diyfa compile Ascend…` without CANN",
+        "pip install 'diyfa[npu-compile]'",
+        lambda v: "ascendnpu-ir" in v,
+    ),
+    Requirement(
+        "matplotlib", "`diyfa demo --plot`", "pip install 'diyfa[plot]'", lambda v: bool(find_spec("matplotlib"))
+    ),
+)
+
+
+def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | MatmulProblem:
+    if op == "matmul":
+        return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024)
+    problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
+    return problem._replace(needs_grad=op == "attention_bwd", **changes)
+
+
+def _refusal(backend: Backend, op: str, problem: Any) -> str | None:
+    """None when some kernel of `backend` runs `problem`, else every kernel's reason."""
+    if reason := backend.unsupported(problem):
+        return reason
+    kernels = [k for k in backend.kernels if k.op == op]
+    reasons = [k.unsupported(problem) for k in kernels]
+    if any(reason is None for reason in reasons):
+        return None
+    return "; ".join(dict.fromkeys(r for r in reasons if r)) or f"no {op} kernel"
+
+
+def _arch(name: str, backend: Backend, device: torch.device) -> str:
+    if device.type == backend.device_type and backend.accepts(device) is None:
+        return backend.arch(device)
+    return TYPICAL_ARCH.get(name, name)
+
+
+def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    try:
+        backend = load_backend(name)
+    except (ImportError, TypeError) as error:
+        return {"name": name, "loads": False, "reason": str(error)}
+    arch = _arch(name, backend, device)
+    refusals = []
+    for op in ("attention_fwd", "attention_bwd"):
+        for feature, changes in FEATURES.items():
+            reason = _refusal(backend, op, _typical(backend, arch, op, **changes))
+            if reason:
+                refusals.append({"op": op, "feature": feature, "reason": reason})
+    if reason := _refusal(backend, "matmul", _typical(backend, arch, "matmul")):
+        refusals.append({"op": "matmul", "feature": "float16", "reason": reason})
+    return {
+        "name": name,
+        "loads": True,
+        "arch": arch,
+        "usable_here": name in EXPLICIT_ONLY or (device.type == backend.device_type and not backend.accepts(device)),
+        "only_when_named": name in EXPLICIT_ONLY,
+        "kernels": [{"op": k.op, "name": k.name, "summary": k.summary} for k in backend.kernels],
+        "refusals": refusals,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `diyfa info` shows, as plain data."""
+    device = present_device()
+    found = versions()
+    return {
+        "versions": found,
+        "cpu": cpu_name(),
+        "cann": cann_version(),
+        "default_backend": device.type,
+        "devices": [{"kind": type(d).__name__.removesuffix("Capabilities"), **_plain(asdict(d))} for d in detect()],
+        "npu": asdict(npu_status()),
+        "requirements": [
+            {"what": r.what, "present": r.present(found), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
+        ],
+        "backends": [_backend(name, device) for name in backend_names()],
+    }
+
+
+def _print_devices() -> None:
+    devices = detect()
+    for index, device in enumerate(devices):
+        table = Table(title=f"device {index}", show_header=False, title_justify="left")
+        for label, value in describe(device):
+            table.add_row(label, value)
+        out.print(table)
+    if not devices:
+        out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
+
+
+def _print_backend(info: dict[str, Any]) -> None:
+    if not info["loads"]:
+        out.print(f"[bold]{info['name']}[/bold]: not available: ", end="")
+        out.print(info["reason"], markup=False, highlight=False)
+        return
+    state = "usable here" if info["usable_here"] else "no device here"
+    if info["only_when_named"]:
+        state += ", only when named"
+    table = Table(title=f"backend {info['name']} ({state})", title_justify="left")
+    for heading in ("operation", "kernel", "summary"):
+        table.add_column(heading)
+    for kernel in info["kernels"]:
+        table.add_row(kernel["op"], kernel["name"], kernel["summary"])
+    out.print(table)
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for refusal in info["refusals"]:
+        by_reason.setdefault((refusal["op"], refusal["reason"]), []).append(refusal["feature"])
+    for (op, reason), features in by_reason.items():
+        out.print(f"  {info['name']}/{op} refuses {', '.join(features)}: {reason}", markup=False, highlight=False)
+
+
+def run(json: bool) -> None:
+    """Print the report."""
+    report = collect()
+    if json:
+        print_json(report)
+        return
+    out.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
+    out.print(f"CPU: {report['cpu']}; CANN: {report['cann'] or 'not found'}", highlight=False)
+    _print_devices()
+    npu = report["npu"]
+    if npu["installed"] and not npu["available"]:
+        out.print(f"NPU: {npu['problem']}", style="yellow", markup=False, highlight=False)
+        out.print(f"  to mend it: {npu['remedy']}", style="yellow", markup=False, highlight=False)
+    table = Table(title="what enables what", title_justify="left", show_lines=True)
+    for heading in ("", "what", "enables", "how to get it"):
+        table.add_column(heading)
+    for r in report["requirements"]:
+        mark = "[green]✓" if r["present"] else "[red]✗"
+        table.add_row(mark, r["what"], r["enables"], "" if r["present"] else escape(r["how"]))
+    out.print(table)
+    for backend in report["backends"]:
+        _print_backend(backend)

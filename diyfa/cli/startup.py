@@ -1,0 +1,38 @@
+"""What must be decided before PyTorch is imported, and which device a command then uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def prepare_environment() -> None:
+    """Set what PyTorch reads when it is imported; call before that.
+
+    Where torch_npu is installed without CANN, `import torch` itself fails while it loads torch_npu by itself. So the
+    command line keeps PyTorch from doing that and loads torch_npu afterwards, where a failure can be explained.
+    """
+    if "torch" in sys.modules:
+        return
+    if importlib.util.find_spec("torch_npu") is not None:
+        os.environ.setdefault(AUTOLOAD_VARIABLE, "0")
+    # Beside other processes, OpenMP threads that spin at barriers make small CPU operators many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop notes would tear progress bars
+
+
+def present_device() -> torch.device:
+    """The accelerator that is here, else the CPU."""
+    import torch
+
+    from diyfa.device import default_backend, npu_status
+
+    npu_status()  # imports torch_npu where it works
+    return torch.device(default_backend())

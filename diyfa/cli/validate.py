@@ -1,0 +1,148 @@
+"""`diyfa validate`: this device's kernels against the float64 reference, under the error budget of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from diyfa import explain, flash_attention, flash_attention_v2, triton_matmul
+from diyfa.bench.record import environment
+from diyfa.cli.demo import device_for
+from diyfa.cli.output import out, print_json, progress_bar
+from diyfa.testing import (
+    BUDGET_FACTOR,
+    AttentionCase,
+    Results,
+    error_budget,
+    expected_results,
+    low_precision_results,
+    make_inputs,
+    measure_error,
+    run_case,
+    term_magnitudes,
+)
+
+CASES = (
+    AttentionCase("float16, D = 64", heads=2, seqlen_q=256, head_dim=64),
+    AttentionCase("float16, D = 64, causal", heads=2, seqlen_q=256, head_dim=64, causal=True),
+    AttentionCase("bfloat16, D = 128, causal", heads=2, seqlen_q=256, head_dim=128, dtype="bfloat16", causal=True),
+    AttentionCase("float32, D = 64, causal", heads=2, seqlen_q=192, head_dim=64, dtype="float32", causal=True),
+    AttentionCase("bfloat16, D = 256", heads=1, seqlen_q=128, head_dim=256, dtype="bfloat16"),
+    AttentionCase("odd sizes: S = 77, D = 40", heads=3, seqlen_q=77, head_dim=40, causal=True),
+    AttentionCase("layout (B, S, H, D)", batch=2, heads=2, seqlen_q=128, head_dim=64, layout="bshd", causal=True),
+    AttentionCase("more keys than queries, causal", heads=2, seqlen_q=64, seqlen_k=200, head_dim=64, causal=True),
+    AttentionCase("grouped-query, 6 heads on 2", heads=6, heads_kv=2, seqlen_q=128, head_dim=64, causal=True),
+    AttentionCase("seq_lens", batch=3, heads=2, seqlen_q=128, head_dim=64, seq_lens=(128, 65, 1), causal=True),
+    AttentionCase("window (32, 0)", heads=2, seqlen_q=192, head_dim=64, window=(32, 0)),
+    AttentionCase("softcap", heads=2, seqlen_q=128, head_dim=64, softcap=20.0, causal=True),
+    AttentionCase("ALiBi", heads=4, seqlen_q=128, head_dim=64, alibi="h", causal=True),
+    AttentionCase("attn_bias with gradient", heads=2, seqlen_q=128, head_dim=64, bias="1hqk"),
+    AttentionCase("sinks with gradient", heads=4, seqlen_q=128, head_dim=64, sinks=True, causal=True),
+    AttentionCase("V of another D (192/128)", heads=2, seqlen_q=128, head_dim=192, head_dim_v=128, causal=True),
+)
+# (M, N, K), dtype
+MATMULS = (
+    ((256, 256, 256), torch.float16),
+    ((256, 256, 256), torch.bfloat16),
+    ((129, 65, 300), torch.float16),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the table. `share` is the largest error as a share of what is allowed, and `result` whose it is."""
+
+    case: str
+    status: str  # "pass", "FAIL", "refused"
+    share: float | None = None
+    result: str = ""
+    kernel: str = ""
+    reason: str = ""
+
+
+def _worst(actual: Results, case: AttentionCase, device: str) -> tuple[float, str]:
+    """Largest share of the budget used by any result; inf where a result is missing or has the wrong type or shape."""
+    expected, baseline = expected_results(case, device), low_precision_results(case, device)
+    magnitudes = term_magnitudes(case)
+    shares = {}
+    for name, got, want, low in zip(Results._fields, actual, expected, baseline, strict=True):
+        if want is None or low is None:
+            continue
+        if got is None or got.dtype != low.dtype or got.shape != want.shape:
+            return float("inf"), name
+        error, budget = measure_error(got, want), error_budget(want, low, magnitudes[name])
+        shares[name] = max(error.max_abs / budget.max_abs, error.rms / budget.rms)
+    name = max(shares, key=shares.__getitem__)
+    return shares[name], name
+
+
+def _attention(case: AttentionCase, device: torch.device, backend: str) -> Verdict:
+    inputs = make_inputs(case, device)
+    attend: Callable[..., Any] = flash_attention_v2 if case.layout == "bshd" else flash_attention
+    try:
+        chosen = explain(inputs.q, inputs.k, inputs.v, layout=case.layout, backend=backend, **inputs.options)
+    except ValueError as refusal:
+        return Verdict(case.name, "refused", reason=str(refusal))
+    results = run_case(partial(attend, backend=backend), inputs)
+    share, name = _worst(results, case, "cuda" if device.type == "cuda" else "cpu")
+    return Verdict(case.name, "pass" if share <= 1 else "FAIL", share, name, chosen.kernel)
+
+
+def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backend: str) -> Verdict:
+    m, n, k = sizes
+    case = f"matmul {m}×{n}×{k}, {str(dtype).removeprefix('torch.')}"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+    try:
+        c = triton_matmul(a.to(device), b.to(device), use_autotune=False, backend=backend).cpu()
+    except ValueError as refusal:
+        return Verdict(case, "refused", reason=str(refusal))
+    expected = a.double() @ b.double()
+    error, budget = measure_error(c, expected), error_budget(expected, a @ b, magnitude=1.0)
+    share = max(error.max_abs / budget.max_abs, error.rms / budget.rms)
+    return Verdict(case, "pass" if share <= 1 else "FAIL", share, "c")
+
+
+def _table(verdicts: list[Verdict], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("case", "kernel", "result", "worst", "error / allowed"):
+        table.add_column(heading)
+    styles = {"pass": None, "FAIL": "bold red", "refused": "yellow"}
+    for v in verdicts:
+        share = v.reason if v.share is None else f"{v.share:.2f}"
+        table.add_row(v.case, v.kernel, v.status, v.result, share, style=styles[v.status])
+    return table
+
+
+def run(backend: str | None, json: bool) -> int:
+    """Run every case; 0 when none fails and one at least passes, else 1. A refusal with its reason is no failure."""
+    device, name = device_for(backend)
+    verdicts = []
+    with progress_bar(not json) as progress:
+        task = progress.add_task(f"validating {name}", total=len(CASES) + len(MATMULS), note="")
+        for case in CASES:
+            progress.update(task, note=case.name)
+            verdicts.append(_attention(case, device, name))
+            progress.advance(task)
+        for sizes, dtype in MATMULS:
+            progress.update(task, note="matmul")
+            verdicts.append(_matmul(sizes, dtype, device, name))
+            progress.advance(task)
+    counts = {status: sum(v.status == status for v in verdicts) for status in ("pass", "FAIL", "refused")}
+    ok = counts["FAIL"] == 0 and counts["pass"] > 0
+    if json:
+        print_json({"backend": name, **environment(device), "ok": ok, "cases": [asdict(v) for v in verdicts]})
+        return 0 if ok else 1
+    out.print(_table(verdicts, f"backend {name} on {environment(device)['device']}"))
+    out.print(
+        f"Every result is compared with float64; allowed is {BUDGET_FACTOR:g}× the error of PyTorch's own operation in "
+        "the same dtype.",
+        highlight=False,
+    )
+    out.print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['refused']} refused", highlight=False)
+    return 0 if ok else 1

@@ -1,0 +1,159 @@
+"""`reference_attention`: the oracle. Plain PyTorch on any device, every feature, differentiable, O(Sq · Sk) memory.
+
+It states the contract that the kernels are tested against, so it favours clarity: the whole score matrix is formed,
+masked, normalised and multiplied, as in Vaswani et al. 2017, section 3.2.1. Two things need care. Memory beyond a
+sequence's end may hold NaN, which survives multiplication by zero, so those rows are replaced before they are used;
+and a non-finite value must reach exactly the rows that see it, which `_weighted_sum` takes care of.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa.philox import dropout_mask
+from diyfa.problem import LAYOUTS, as_bhsd
+
+_INF = float("inf")
+
+
+def visible_keys(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window: tuple[int, int] = (-1, -1),
+    seq_lens: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Who sees whom.
+
+    Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries; its query i stands at position
+    i + sk - sq among the keys and sees those from `left` before to `right` after it (-1: no bound).
+
+    Returns:
+        visible (B, 1, Sq, Sk) bool, valid_q (B, 1, Sq, 1) bool, distance (B, 1, Sq, Sk) int64: j minus the position.
+    """
+    if seq_lens is None:
+        len_k = torch.full((batch, 1, 1, 1), seqlen_k, device=device)
+        len_q = torch.full((batch, 1, 1, 1), seqlen_q, device=device)
+    else:
+        len_k = seq_lens.to(device=device, dtype=torch.int64)[:, None, None, None]
+        len_q = len_k.clamp(max=seqlen_q)
+    i = torch.arange(seqlen_q, device=device)[:, None]
+    j = torch.arange(seqlen_k, device=device)
+    distance = j - (i + len_k - len_q)
+    valid_q = i < len_q
+    visible = valid_q & (j < len_k)
+    left, right = window
+    if left >= 0:
+        visible = visible & (distance >= -left)
+    if right >= 0:
+        visible = visible & (distance <= right)
+    return visible, valid_q, distance
+
+
+def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """weights @ v in which an invisible pair contributes nothing, even if v is NaN or infinite there."""
+    finite = v.isfinite()
+    if bool(finite.all()):
+        return weights @ v
+    out = weights @ torch.where(finite, v, 0)
+    seen_by = visible.to(out.dtype)
+    for value, where in ((_INF, v == _INF), (-_INF, v == -_INF), (float("nan"), v.isnan())):
+        reached = seen_by @ where.to(out.dtype) > 0
+        out = out + torch.where(reached, torch.full_like(out, value), 0)
+    return out
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    dropout_offset: int = 0,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
+
+    Args:
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `diyfa.flash_attention_v2` ("bshd").
+        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
+        dropout_seed, dropout_offset: where the mask of `diyfa.philox.dropout_mask` starts.
+        layout: "bhsd" or "bshd".
+        return_lse: also return the log-sum-exp of the scores.
+        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
+
+    Returns:
+        The output in q's layout; with `return_lse` also the natural log-sum-exp (B, H, Sq), float32 (float64 when
+        computed in float64). A row that sees no key has output 0 and lse +inf, or the sink where there is one.
+
+    Raises:
+        ValueError: unknown layout; shapes that do not fit raise what PyTorch raises.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    is_3d = q.dim() == 3
+    if is_3d:
+        batch = 1 if seq_lens is None else max(1, seq_lens.numel())
+        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
+    dtype = dtype or q.dtype
+    stat_dtype = torch.promote_types(dtype, torch.float32)  # of the softmax statistics
+    q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    left, right = window
+    visible, valid_q, distance = visible_keys(
+        batch, seqlen_q, seqlen_k, (left, 0 if causal else right), seq_lens, q.device
+    )
+    if seq_lens is not None:
+        valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
+        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
+    k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
+        scores = (scores - slopes * distance.abs()).to(dtype)
+    if attn_bias is not None:
+        scores = scores + attn_bias.to(dtype)
+    scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
+
+    # Softmax by hand: rows without a key must give 0 and not NaN, and the sink joins the denominator only.
+    sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
+    row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), -_INF)
+    if sink is not None:
+        row_max = torch.maximum(row_max, sink.detach())
+    row_max = row_max.masked_fill(row_max == -_INF, 0.0)
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - row_max)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    weights = weights / total
+    lse = (row_max + total.log()).masked_fill(empty | ~valid_q, _INF).squeeze(-1)
+    if dropout_p:
+        keep = dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, dropout_seed, dropout_offset, q.device)
+        weights = torch.where(keep, weights / (1 - dropout_p), 0)
+        visible = visible & keep
+    out = _weighted_sum(weights.to(dtype), v, visible)
+    out = torch.where(valid_q, out, 0)
+
+    out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
+    if is_3d:
+        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,179 @@
+"""Which kernel and which tile this device gets: the DIY FlashAttention selectors as views on the registry.
+
+Nothing is decided here. A typical problem is described, the registry chooses, and the kernel's own `config` tells the
+tile, so these answers are what a call would really run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from diyfa import registry
+from diyfa.attention import flash_attention
+from diyfa.matmul import triton_matmul
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
+from diyfa.validation import dtype_name
+
+# Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
+TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
+TYPICAL_MATMUL = {"m": 4096, "n": 4096, "k": 4096}
+
+
+def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
+    from diyfa.device import default_backend
+
+    name = backend or registry.forced_backend() or default_backend()
+    chosen = registry.load_backend(name)
+    device = torch.device(chosen.device_type)
+    if reason := chosen.accepts(device):
+        raise ValueError(f"backend {name!r} cannot run here: {reason}")
+    return chosen, device
+
+
+def _as_dict(kernel: Kernel, problem: Any) -> dict[str, Any]:
+    config = kernel.config(problem)
+    if config is None:
+        return {}
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    if hasattr(config, "_asdict"):
+        return dict(config._asdict())
+    raise TypeError(f"the configuration of {kernel.name} is neither a dataclass nor a named tuple: {config!r}")
+
+
+class BackendSelector:
+    """Chooses a backend's kernel for given sizes.
+
+    Args:
+        backend: name of the backend; default: the one of this machine's accelerator, else "cpu".
+
+    Raises ValueError when the named backend cannot run here.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend, self._device = _resolve(backend)
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that the selected functions run on."""
+        return self._backend.name
+
+    def _attention(
+        self,
+        batch: int,
+        heads: int,
+        seq_len: int,
+        head_dim: int,
+        causal: bool,
+        dtype: torch.dtype,
+        heads_kv: int | None,
+        needs_grad: bool,
+    ) -> tuple[Kernel, AttentionProblem]:
+        problem = AttentionProblem(
+            self._backend.device_type,
+            self._backend.arch(self._device),
+            dtype_name(dtype),
+            "bhsd",
+            batch,
+            heads,
+            heads_kv or heads,
+            seq_len,
+            seq_len,
+            head_dim,
+            head_dim,
+            window_right=0 if causal else -1,
+            needs_grad=needs_grad,
+        )
+        return registry.choose("attention_fwd", problem, self._backend), problem
+
+    def _matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Kernel, MatmulProblem]:
+        # float32 is computed in float16 unless a precision is asked for: `triton_matmul`
+        compute = dtype_name(torch.float16 if dtype == torch.float32 else dtype)
+        arch = self._backend.arch(self._device)
+        problem = MatmulProblem(self._backend.device_type, arch, dtype_name(dtype), compute, compute, m, n, k)
+        return registry.choose("matmul", problem, self._backend), problem
+
+    def select_attention(
+        self,
+        batch: int,
+        heads: int,
+        seq_len: int,
+        head_dim: int,
+        causal: bool = False,
+        dtype: torch.dtype = torch.float16,
+        heads_kv: int | None = None,
+        needs_grad: bool = False,
+    ) -> Callable[..., Any]:
+        """`flash_attention` bound to the kernel for these sizes: call it with (B, H, S, D) q, k, v.
+
+        The mask is part of the choice, so `causal` given here is the function's default. Raises ValueError with every
+        kernel's reason when none runs this.
+        """
+        kernel, _ = self._attention(batch, heads, seq_len, head_dim, causal, dtype, heads_kv, needs_grad)
+        return partial(flash_attention, causal=causal, variant=kernel.name, backend=self._backend.name)
+
+    def select_matmul(self, m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
+        """`triton_matmul` on this backend, for (M, K) @ (K, N). Raises ValueError when no kernel runs this."""
+        self._matmul(m, n, k, dtype)
+        return partial(triton_matmul, backend=self._backend.name)
+
+
+class AdaptiveKernelSelector(BackendSelector):
+    """Kernels and tiles for this device; without sizes, those for a typical problem (`TYPICAL_ATTENTION`, …)."""
+
+    def get_matmul_config(
+        self,
+        m: int = TYPICAL_MATMUL["m"],
+        n: int = TYPICAL_MATMUL["n"],
+        k: int = TYPICAL_MATMUL["k"],
+        dtype: torch.dtype = torch.float16,
+    ) -> dict[str, Any]:
+        """The kernel's name and the tile it uses without tuning: {"kernel": …, "block_m": …, …}."""
+        kernel, problem = self._matmul(m, n, k, dtype)
+        return {"kernel": kernel.name, **_as_dict(kernel, problem)}
+
+    def get_attention_config(
+        self,
+        batch: int = TYPICAL_ATTENTION["batch"],
+        heads: int = TYPICAL_ATTENTION["heads"],
+        seq_len: int = TYPICAL_ATTENTION["seq_len"],
+        head_dim: int = TYPICAL_ATTENTION["head_dim"],
+        causal: bool = True,
+        dtype: torch.dtype = torch.float16,
+    ) -> dict[str, Any]:
+        """The kernel's name and the tile it uses without tuning: {"kernel": …, "block_m": …, …}."""
+        kernel, problem = self._attention(batch, heads, seq_len, head_dim, causal, dtype, None, False)
+        return {"kernel": kernel.name, **_as_dict(kernel, problem)}
+
+    def select_matmul_kernel(self) -> Callable[..., Any]:
+        """`triton_matmul` on this device's backend; each call chooses by its own sizes."""
+        return self.select_matmul(TYPICAL_MATMUL["m"], TYPICAL_MATMUL["n"], TYPICAL_MATMUL["k"])
+
+    def select_attention_kernel(self) -> Callable[..., Any]:
+        """`flash_attention` on this device's backend; each call chooses by its own sizes."""
+        return partial(flash_attention, backend=self._backend.name)
+
+
+def get_matmul_config(**sizes: Any) -> dict[str, Any]:
+    """`AdaptiveKernelSelector().get_matmul_config(**sizes)`."""
+    return AdaptiveKernelSelector().get_matmul_config(**sizes)
+
+
+def get_attention_config(**sizes: Any) -> dict[str, Any]:
+    """`AdaptiveKernelSelector().get_attention_config(**sizes)`."""
+    return AdaptiveKernelSelector().get_attention_config(**sizes)
+
+
+def get_optimal_matmul() -> Callable[..., Any]:
+    """`AdaptiveKernelSelector().select_matmul_kernel()`."""
+    return AdaptiveKernelSelector().select_matmul_kernel()
+
+
+def get_optimal_attention() -> Callable[..., Any]:
+    """`AdaptiveKernelSelector().select_attention_kernel()`."""
+    return AdaptiveKernelSelector().select_attention_kernel()

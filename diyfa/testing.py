@@ -1,0 +1,486 @@
+"""Test support: input factory, error budget, poisoned allocations, and the public `validate_*` functions.
+
+The accuracy contract of every backend: the error against the float64 reference is at most `BUDGET_FACTOR` times that
+of PyTorch's own attention in the same low precision on the same inputs, for the output, the log-sum-exp and every
+gradient. Needs nothing beyond torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa.reference import reference_attention
+
+BUDGET_FACTOR = 2.0
+# The budget's floor, for cases in which PyTorch's error is zero by luck or construction: half a unit in the last place
+# of the largest value (rounding the result cannot cost less), and this many float32 units of the terms summed.
+FLOOR_ULPS = 4.0
+YARDSTICK_DRAWS = 5
+
+
+# ---- Cases and inputs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One attention call in words; `make_inputs` turns it into tensors.
+
+    `layout` is "bhsd", "bshd" or "3d" (B·H, S, D). `view` is how the tensors lie in memory: "contiguous";
+    "transposed" (heads and sequence exchanged in memory); "packed" (slices of one QKV projection); "sliced" (cut from
+    larger buffers at odd offsets, so that nothing is aligned). `bias` is the shape of attn_bias with "b", "h", "q",
+    "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk"). `alibi` is "h" or "bh". Memory beyond
+    `seq_lens` holds NaN. `large` cases are left out where kernels run in an interpreter.
+    """
+
+    name: str
+    batch: int = 1
+    heads: int = 2
+    heads_kv: int = 0  # 0: heads
+    seqlen_q: int = 64
+    seqlen_k: int = -1  # -1: seqlen_q
+    head_dim: int = 32
+    head_dim_v: int = 0  # 0: head_dim
+    dtype: str = "float16"
+    layout: str = "bhsd"
+    view: str = "contiguous"
+    causal: bool = False
+    sm_scale: float | None = None
+    seq_lens: tuple[int, ...] | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""
+    bias: str = ""
+    sinks: bool = False
+    dropout_p: float = 0.0
+    all_variants: bool = False  # worth running on every kernel, not only the preferred one
+    large: bool = False
+    seed: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """(B, H, Hk, Sq, Sk, D, Dv) with the defaults filled in."""
+        seqlen_k = self.seqlen_q if self.seqlen_k < 0 else self.seqlen_k
+        return (
+            self.batch, self.heads, self.heads_kv or self.heads, self.seqlen_q, seqlen_k, self.head_dim,
+            self.head_dim_v or self.head_dim,
+        )  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """Tensors of one case. `options` are the keyword arguments of the call, the optional tensors among them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    options: dict[str, Any]
+
+
+class Results(NamedTuple):
+    """What a call computes, on the CPU; None where the case has no such input."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+
+
+def _qkv_buffers(case: AttentionCase, random: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """q, k, v in (B, H, S, D) order of dimensions, and in memory as `case.view` says."""
+    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = case.sizes
+    shapes = [
+        (batch, heads, seqlen_q, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim_v),
+    ]
+    heads_outer = case.layout != "bshd"
+    if case.view == "packed":
+        if len(set(shapes)) != 1:
+            raise ValueError(f"case {case.name}: a packed view needs q, k and v of one shape")
+        return list(random(batch, seqlen_q, 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0))
+    if case.view == "transposed":
+        heads_outer = not heads_outer
+    tensors = []
+    for b, h, s, d in shapes:
+        pad = 3 if case.view == "sliced" else 0
+        outer = (h, s + pad) if heads_outer else (s + pad, h)
+        x = random(b, *outer, d + pad)
+        x = x if heads_outer else x.transpose(1, 2)
+        tensors.append(x[:, :, pad:, pad:])
+    return tensors
+
+
+def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
+    """The tensors of `case`: the same values on every device, standard normal, leaves that require gradients.
+
+    Values are drawn on the CPU and only copied and viewed on `device`, so a device that cannot compute will do.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+    batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = _qkv_buffers(case, random)
+    dout = random(batch, heads, seqlen_q, head_dim_v)
+    stat_dtype = torch.promote_types(dtype, torch.float32)
+    dlse = random(batch, heads, seqlen_q, dtype=stat_dtype)
+    if case.seq_lens is not None:
+        for sample, length in enumerate(case.seq_lens):
+            for x in (q, k, v, dout, dlse):
+                x[sample, :, length:] = float("nan")
+
+    def place(x: torch.Tensor, grad: bool = False) -> torch.Tensor:
+        if x.device != torch.device(device):
+            base = x if x._base is None else x._base  # copy the buffer, then cut the same view from it
+            x = base.to(device).as_strided(x.size(), x.stride(), x.storage_offset())
+        return x.detach().requires_grad_(grad)
+
+    def arrange(x: torch.Tensor) -> torch.Tensor:
+        if case.layout == "3d":
+            return x.flatten(0, 1)
+        return x.transpose(1, 2) if case.layout == "bshd" else x
+
+    q, k, v = (place(arrange(x), True) for x in (q, k, v))
+    dout = place(arrange(dout))
+    dlse = place(dlse.flatten(0, 1) if case.layout == "3d" else dlse)
+    options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
+    if case.seq_lens is not None:
+        options["seq_lens"] = place(torch.tensor(case.seq_lens, dtype=torch.int32))
+    if case.window != (-1, -1):
+        options["window"] = case.window
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
+    if case.alibi:
+        shape = (heads,) if case.alibi == "h" else (batch, heads)
+        options["alibi_slopes"] = place(random(*shape, dtype=torch.float32).abs() * 0.3)
+    if case.bias:
+        full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
+        options["attn_bias"] = place(random(*(full[letter] for letter in case.bias)), True)
+    if case.sinks:
+        options["sinks"] = place(random(heads, dtype=torch.float32), True)
+    return Inputs(q, k, v, dout, dlse, options)
+
+
+def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
+    """`attend(q, k, v, return_lse=True, **options)` and its gradients from out and lse together, copied to the CPU."""
+    out, lse = attend(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+    optional = [inputs.options[name] for name in ("attn_bias", "sinks") if name in inputs.options]
+    gradients = torch.autograd.grad(
+        (out, lse), (inputs.q, inputs.k, inputs.v, *optional), (inputs.dout.to(out.dtype), inputs.dlse.to(lse.dtype))
+    )
+    dq, dk, dv, *rest = (x.cpu() for x in gradients)
+    dbias = rest.pop(0) if "attn_bias" in inputs.options else None
+    dsinks = rest.pop(0) if "sinks" in inputs.options else None
+    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, dbias, dsinks)
+
+
+def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:
+    """The reference on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
+    inputs = make_inputs(case, device)
+    layout = "bshd" if case.layout == "bshd" else "bhsd"
+    if dtype is not None:
+
+        def upcast(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                return x.detach().to(dtype).requires_grad_(x.requires_grad)
+            return x
+
+        options = {name: upcast(x) for name, x in inputs.options.items()}
+        q, k, v, dout, dlse = (upcast(x) for x in inputs[:5])
+        inputs = Inputs(q, k, v, dout, dlse, options)
+    return run_case(lambda *args, **kwargs: reference_attention(*args, layout=layout, **kwargs), inputs)
+
+
+@lru_cache(maxsize=64)
+def expected_results(case: AttentionCase, device: str = "cpu") -> Results:
+    """The oracle: the reference in float64 on the case's (rounded) inputs."""
+    return _run_reference(case, torch.float64, device)
+
+
+@lru_cache(maxsize=64)
+def low_precision_results(case: AttentionCase, device: str = "cpu") -> Results:
+    """What plain PyTorch attention gives in the case's dtype: the yardstick of the error budget."""
+    return _run_reference(case, None, device)
+
+
+# ---- Error budget -----------------------------------------------------------------------------------------------
+
+
+class Error(NamedTuple):
+    """Distance of a tensor from the float64 one: largest and root-mean-square difference."""
+
+    max_abs: float
+    rms: float
+
+
+def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
+    """Error of `actual`. Infinities must stand at the same places; a NaN, or a misplaced infinity, counts as inf."""
+    if actual.shape != expected.shape:
+        raise ValueError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
+    if expected.numel() == 0:
+        return Error(0.0, 0.0)
+    actual, expected = actual.double(), expected.double()
+    same_infinity = actual.isinf() & (actual == expected)
+    difference = torch.where(same_infinity, 0.0, (actual - expected).abs())
+    if not bool(difference.isfinite().all()):
+        return Error(float("inf"), float("inf"))
+    return Error(float(difference.max()), float(difference.square().mean().sqrt()))
+
+
+def _rms(x: torch.Tensor) -> float:
+    x = x.detach().double()
+    finite = x[x.isfinite()]
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+
+
+@lru_cache(maxsize=64)
+def term_magnitudes(case: AttentionCase) -> dict[str, float]:
+    """Typical size of the terms that are summed into each result; results may be smaller through cancellation."""
+    inputs = make_inputs(case)
+    q, k, v, dout, dlse = (_rms(x) for x in inputs[:5])
+    *_, head_dim, head_dim_v = case.sizes
+    scale = head_dim**-0.5 if case.sm_scale is None else abs(case.sm_scale)
+    score = scale * q * k * head_dim**0.5
+    dscore = dout * v * head_dim_v**0.5 + dlse
+    return {
+        "out": v,
+        "lse": 1.0 + score,
+        "dq": scale * k * dscore,
+        "dk": scale * q * dscore,
+        "dv": dout,
+        "dbias": dscore,
+        "dsinks": dscore,
+    }
+
+
+def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, magnitude: float) -> Error:
+    """The error allowed to a kernel: `BUDGET_FACTOR` times the yardstick, and the floor described above.
+
+    Args:
+        expected: float64 result.
+        yardstick: PyTorch's error in the low precision.
+        dtype: of the result; it sets the floor's rounding unit.
+        magnitude: size of the terms summed into the result (`term_magnitudes`).
+    """
+    finite = expected[expected.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    eps32 = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    floor = 0.5 * torch.finfo(dtype).eps * largest + FLOOR_ULPS * eps32 * magnitude
+    return Error(BUDGET_FACTOR * yardstick.max_abs + floor, BUDGET_FACTOR * yardstick.rms + floor)
+
+
+@lru_cache(maxsize=64)
+def yardsticks(case: AttentionCase, device: str = "cpu") -> dict[str, Error]:
+    """PyTorch's low-precision error of each result of `case`.
+
+    A small case has few roundings, and PyTorch may be exact in them by luck; so its error is the largest of
+    `YARDSTICK_DRAWS` draws of inputs, the case's own among them. Large cases need no second draw.
+
+    Raises:
+        ValueError: PyTorch's result is not finite where the float64 one is, so that it cannot serve as a yardstick.
+    """
+    found: dict[str, Error] = {}
+    for draw in range(1 if case.large else YARDSTICK_DRAWS):
+        drawn = replace(case, seed=case.seed + draw * 1_000_003)
+        for name, want, low in zip(
+            Results._fields, expected_results(drawn, device), low_precision_results(drawn, device), strict=True
+        ):
+            if want is None or low is None:
+                continue
+            error = measure_error(low, want)
+            if error.max_abs == float("inf"):
+                raise ValueError(f"{case.name}: PyTorch's own {name} in {case.dtype} is not finite")
+            worst = found.get(name, Error(0.0, 0.0))
+            found[name] = Error(max(error.max_abs, worst.max_abs), max(error.rms, worst.rms))
+    return found
+
+
+def assert_within_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> None:
+    """Every result of `case` is within its error budget; AssertionError lists those that are not.
+
+    `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU).
+    """
+    expected, low_precision = expected_results(case, device), low_precision_results(case, device)
+    errors, magnitudes = yardsticks(case, device), term_magnitudes(case)
+    failures = []
+    for name, got, want, low in zip(Results._fields, actual, expected, low_precision, strict=True):
+        if want is None or low is None:
+            if got is not None:
+                failures.append(f"{name}: computed although the case has no such input")
+            continue
+        if got is None:
+            failures.append(f"{name}: missing")
+            continue
+        if got.dtype != low.dtype or got.shape != want.shape:
+            failures.append(f"{name}: {got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(want.shape)}")
+            continue
+        error, budget = measure_error(got, want), error_budget(want, errors[name], low.dtype, magnitudes[name])
+        if not (error.max_abs <= budget.max_abs and error.rms <= budget.rms):
+            failures.append(
+                f"{name}: max error {error.max_abs:.3e} (budget {budget.max_abs:.3e}), "
+                f"rms {error.rms:.3e} (budget {budget.rms:.3e}), {int(got.isnan().sum())} NaN of {got.numel()}"
+            )
+    if failures:
+        raise AssertionError(f"{case.name}:\n  " + "\n  ".join(failures))
+
+
+# ---- Poisoned allocations ---------------------------------------------------------------------------------------
+
+
+def _poison(x: torch.Tensor) -> torch.Tensor:
+    """Fill a fresh tensor with NaN (integers: their largest value) by a copy, which every device can do."""
+    value = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max if x.dtype != torch.bool else True
+    if x.numel():
+        with torch.no_grad():
+            x.copy_(torch.full(tuple(x.shape), value, dtype=x.dtype))
+    return x
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Inside, every uninitialised allocation from Python (`empty`, `empty_like`, `empty_strided`, `new_empty`,
+    `new_empty_strided`) comes filled with NaN, so that a kernel which reads or returns what nobody wrote is found.
+
+    Process-wide, so it reaches backward passes on autograd's threads; not for use while code is compiled.
+    """
+    places: list[tuple[Any, str]] = [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: _poison(allocate(*args, **kwargs))
+
+    for owner, name, allocate in originals:
+        setattr(owner, name, poisoned(allocate))
+    try:
+        yield
+    finally:
+        for owner, name, allocate in originals:
+            setattr(owner, name, allocate)
+
+
+# ---- Public validation ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    passed: bool
+    max_diff: float
+    what: str
+    tolerance: str = field(default="")
+
+    def __str__(self) -> str:
+        return f"{'PASS' if self.passed else 'FAIL'} {self.what}: max diff {self.max_diff:.3e} ({self.tolerance})"
+
+
+def _compare(what: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> _Verdict:
+    """allclose of a result against the float64 one; tolerances are at least one rounding unit of the result's dtype,
+    below which no implementation in that dtype can be held."""
+    if actual.shape != expected.shape:
+        raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    eps = torch.finfo(actual.dtype).eps
+    rtol, atol = max(rtol, eps), max(atol, eps)
+    actual = actual.detach().to(expected.device).double()
+    passed = torch.allclose(actual, expected, rtol=rtol, atol=atol)
+    max_diff = float((actual - expected).abs().max()) if expected.numel() else 0.0
+    return _Verdict(passed, max_diff, what, f"rtol {rtol:.1e}, atol {atol:.1e}")
+
+
+def _reference_device(device: torch.device | str) -> torch.device:
+    """Where float64 is computed: on a CUDA device itself, else on the CPU (NPUs have no float64 products)."""
+    device = torch.device(device)
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def validate_matmul(
+    triton_fn: Callable[..., torch.Tensor],
+    m: int,
+    n: int,
+    k: int,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cuda",
+    verbose: bool = False,
+) -> tuple[bool, float]:
+    """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
+
+    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
+    backend: `lambda a, b: triton_matmul(a, b, backend="cpu")`.
+
+    Returns:
+        (whether it agrees, the largest absolute difference).
+
+    Raises:
+        ValueError: the function's result has another shape than (m, n).
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn((m, k), generator=generator).to(dtype)
+    b = torch.randn((k, n), generator=generator).to(dtype)
+    where = _reference_device(device)
+    actual = triton_fn(a.to(device), b.to(device))
+    # float32 inputs are computed in float16 unless asked otherwise: then the rounded inputs are what is multiplied.
+    a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
+    verdict = _compare(
+        f"matmul {m}x{n}x{k} {dtype} on {device}", actual, a.to(where).double() @ b.to(where).double(), rtol, atol
+    )
+    if verbose:
+        print(verdict)
+    return verdict.passed, verdict.max_diff
+
+
+def validate_attention(
+    flash_fn: Callable[..., torch.Tensor],
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    causal: bool = False,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cuda",
+    verbose: bool = False,
+) -> tuple[bool, float]:
+    """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
+
+    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
+    backend, or call this inside `diyfa.use_backend("cpu")`.
+
+    Returns:
+        (whether it agrees, the largest absolute difference).
+
+    Raises:
+        ValueError: the function's result has another shape than (batch, heads, seq_len, head_dim).
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((batch, heads, seq_len, head_dim), generator=generator).to(dtype) for _ in range(3))
+    where = _reference_device(device)
+    actual = flash_fn(q.to(device), k.to(device), v.to(device), causal=causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.to(where).double(), k.to(where).double(), v.to(where).double(), is_causal=causal
+    )
+    what = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
+    verdict = _compare(what, actual, expected, rtol, atol)
+    if verbose:
+        print(verdict)
+    return verdict.passed, verdict.max_diff

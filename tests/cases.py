@@ -1,0 +1,120 @@
+"""The table of attention cases. Each runs on every backend and is compared with the float64 reference.
+
+Cases are small enough for an interpreter unless marked `large`. Sizes are picked to straddle the tiles: one row, odd
+lengths around powers of two, and lengths that leave a partial tile.
+"""
+
+from __future__ import annotations
+
+from diyfa.testing import AttentionCase as Case
+
+BASIC = [
+    Case("s1", seqlen_q=1, all_variants=True),
+    Case("s1_causal", seqlen_q=1, causal=True),
+    Case("s2_d1", seqlen_q=2, head_dim=1),
+    Case("s16", batch=2, heads=1, seqlen_q=16),
+    Case("s37", seqlen_q=37),
+    Case("s37_causal", seqlen_q=37, causal=True, all_variants=True),
+    Case("s64", seqlen_q=64, all_variants=True),
+    Case("s128_d64_causal", seqlen_q=128, head_dim=64, causal=True, all_variants=True),
+    Case("s129", heads=1, seqlen_q=129, head_dim=64, all_variants=True),
+    Case("s129_causal", heads=1, seqlen_q=129, head_dim=64, causal=True),
+    Case("s257_causal", seqlen_q=257, head_dim=64, causal=True, large=True, all_variants=True),
+    Case("s1000", batch=2, heads=3, seqlen_q=1000, head_dim=64, large=True, all_variants=True),
+    Case("s1000_causal_bf16", batch=2, heads=3, seqlen_q=1000, head_dim=128, causal=True, dtype="bfloat16", large=True),
+]
+DTYPES = [
+    Case("bf16", seqlen_q=65, dtype="bfloat16"),
+    Case("bf16_causal_d128", heads=1, seqlen_q=65, head_dim=128, dtype="bfloat16", causal=True, all_variants=True),
+    Case("fp32", seqlen_q=65, dtype="float32"),
+    Case("fp32_causal_d64", heads=1, seqlen_q=70, head_dim=64, dtype="float32", causal=True, all_variants=True),
+]
+HEAD_DIMS = [
+    Case(f"d{d}", heads=1, seqlen_q=40, head_dim=d, causal=d % 32 == 0) for d in (16, 40, 64, 80, 96, 128, 192, 256)
+] + [
+    Case("d512", heads=1, seqlen_q=24, head_dim=512),
+    Case("dv_192_128", heads=1, seqlen_q=40, head_dim=192, head_dim_v=128, causal=True),
+    Case("dv_32_80", heads=1, seqlen_q=40, head_dim=32, head_dim_v=80, layout="bshd"),
+    Case("dv_64_512", heads=1, seqlen_q=24, head_dim=64, head_dim_v=512),
+]
+LENGTHS = [
+    Case("q17_k90", seqlen_q=17, seqlen_k=90),
+    Case("q17_k90_causal", seqlen_q=17, seqlen_k=90, causal=True, all_variants=True),
+    Case("q90_k17", seqlen_q=90, seqlen_k=17),
+    Case("q90_k17_causal", seqlen_q=90, seqlen_k=17, causal=True, all_variants=True),  # 73 rows see no key
+    Case("q1_k133_causal", seqlen_q=1, seqlen_k=133, causal=True),
+    Case("q133_k1", heads=1, seqlen_q=133, seqlen_k=1),
+    Case("q300_k777_causal", heads=4, heads_kv=2, seqlen_q=300, seqlen_k=777, causal=True, large=True),
+    Case("no_keys", seqlen_q=5, seqlen_k=0),
+    Case("no_keys_sinks", seqlen_q=5, seqlen_k=0, sinks=True),
+    Case("no_queries", seqlen_q=0, seqlen_k=7),
+    Case("no_batch", batch=0, seqlen_q=7),
+]
+HEADS = [
+    Case("gqa_4_2", heads=4, heads_kv=2, seqlen_q=40, all_variants=True),
+    Case("gqa_6_2_causal", heads=6, heads_kv=2, seqlen_q=33, causal=True),
+    Case("mqa_causal", batch=2, heads=3, heads_kv=1, seqlen_q=40, causal=True, layout="bshd"),
+    Case("gqa_q5_k70", heads=4, heads_kv=2, seqlen_q=5, seqlen_k=70, causal=True),
+]
+SEQ_LENS = [
+    Case("lens", batch=3, heads=1, seqlen_q=70, seq_lens=(70, 33, 1), all_variants=True),
+    Case("lens_causal", batch=2, heads=1, seqlen_q=70, seq_lens=(64, 33), causal=True, all_variants=True),
+    Case("lens_q20_k70_causal", batch=3, heads=1, seqlen_q=20, seqlen_k=70, seq_lens=(70, 33, 7), causal=True),
+    Case("lens_q70_k20", batch=2, heads=1, seqlen_q=70, seqlen_k=20, seq_lens=(20, 9)),
+    Case("lens_gqa_bshd", batch=2, heads=4, heads_kv=2, seqlen_q=40, seq_lens=(17, 40), layout="bshd", causal=True),
+    Case("lens_3d", batch=2, heads=2, seqlen_q=40, seq_lens=(17, 40), layout="3d"),
+    Case("lens_window", batch=2, heads=1, seqlen_q=70, seq_lens=(70, 41), window=(11, 5)),
+    Case("lens_sinks", batch=2, heads=2, seqlen_q=40, seq_lens=(40, 19), sinks=True, causal=True),
+    Case("lens_bias_alibi", batch=2, heads=2, seqlen_q=40, seq_lens=(40, 19), bias="bhqk", alibi="bh"),
+    Case("lens_500", batch=3, heads=2, seqlen_q=500, seq_lens=(500, 257, 3), causal=True, large=True),
+]
+LAYOUTS = [
+    Case("bshd", seqlen_q=40, layout="bshd", all_variants=True),
+    Case("bshd_causal_d64", batch=2, seqlen_q=70, head_dim=64, layout="bshd", causal=True),
+    Case("3d", batch=1, heads=3, seqlen_q=40, layout="3d", causal=True),
+    Case("3d_gqa", batch=1, heads=4, heads_kv=2, seqlen_q=40, layout="3d"),
+    Case("transposed", batch=2, seqlen_q=40, view="transposed", causal=True),
+    Case("transposed_bshd", batch=2, seqlen_q=40, view="transposed", layout="bshd"),
+    Case("packed", batch=2, seqlen_q=40, view="packed", causal=True),
+    Case("packed_bshd", batch=2, seqlen_q=40, view="packed", layout="bshd"),
+    Case("sliced", seqlen_q=40, view="sliced", causal=True),
+    Case("sliced_bshd", batch=2, seqlen_q=40, view="sliced", layout="bshd"),
+]
+FEATURES = [
+    Case("scale", seqlen_q=40, sm_scale=0.5),
+    Case("scale_negative", seqlen_q=40, sm_scale=-0.3),
+    Case("scale_zero", seqlen_q=40, sm_scale=0.0),
+    Case("window_left", seqlen_q=90, window=(13, -1), all_variants=True),
+    Case("window_causal", seqlen_q=90, window=(13, 0), causal=True),
+    Case("window_both", seqlen_q=130, heads=1, window=(20, 9), all_variants=True),
+    Case("window_right", seqlen_q=90, window=(-1, 3)),
+    Case("window_self", seqlen_q=70, window=(0, 0)),
+    Case("window_q30_k90", seqlen_q=30, seqlen_k=90, window=(20, 5)),
+    Case("window_q90_k30", seqlen_q=90, seqlen_k=30, window=(20, 35)),
+    Case("window_long", seqlen_q=700, window=(64, 64), large=True),
+    Case("softcap", seqlen_q=40, softcap=1.5, all_variants=True),
+    Case("softcap_causal_window", seqlen_q=90, softcap=3.0, causal=True, window=(30, 0)),
+    Case("alibi", seqlen_q=40, alibi="h", all_variants=True),
+    Case("alibi_batch_causal", batch=2, seqlen_q=40, alibi="bh", causal=True),
+    Case("alibi_q20_k70", seqlen_q=20, seqlen_k=70, alibi="h"),
+    Case("bias_full", batch=2, seqlen_q=40, bias="bhqk", all_variants=True),
+    Case("bias_heads_causal", batch=2, seqlen_q=40, bias="1hqk", causal=True),
+    Case("bias_2d", batch=2, seqlen_q=40, bias="qk"),
+    Case("bias_rows", seqlen_q=40, bias="b11k"),
+    Case("bias_columns", seqlen_q=40, bias="bhq1"),
+    Case("bias_scalar", seqlen_q=40, bias="1"),
+    Case("sinks", seqlen_q=40, sinks=True, all_variants=True),
+    Case("sinks_causal_q70_k30", heads=3, seqlen_q=70, seqlen_k=30, sinks=True, causal=True),
+    Case("sinks_window_gqa_bf16", heads=4, heads_kv=2, seqlen_q=70, sinks=True, window=(9, 0), dtype="bfloat16"),
+    Case(
+        "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
+        window=(30, 4), softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
+    ),
+    Case("dropout", seqlen_q=40, dropout_p=0.2),
+]  # fmt: skip
+
+CASES: dict[str, Case] = {}
+for _case in [*BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES]:
+    if _case.name in CASES:
+        raise ValueError(f"two cases are called {_case.name}")
+    CASES[_case.name] = _case

@@ -1,0 +1,40 @@
+"""Fixtures shared by all tests. Imports nothing that loads Triton before the interpreter is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from targets import Target, absent, available_targets
+
+TARGETS = available_targets()
+_ran: Counter[str] = Counter()
+
+
+@pytest.fixture(params=list(TARGETS), scope="session")
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each backend that is tested here."""
+    return TARGETS[request.param]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        names = [name for name in ("cpu", "cuda", "npu") if f"[{name}" in report.nodeid]
+        _ran[names[0] if names else "no backend"] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("diyfa backends")
+    for target in TARGETS.values():
+        how = "in the Triton interpreter" if target.interpreted else "natively"
+        terminalreporter.line(f"{target.backend}: {_ran[target.backend]} tests on {target.device} tensors, {how}")
+    terminalreporter.line(f"backend-independent: {_ran['no backend']} tests")
+    for line in absent():
+        terminalreporter.line(f"absent: {line}")

@@ -1,0 +1,68 @@
+"""Which backends the tests run on here, and how: natively, on the device, or in the Triton interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend and the device its tensors live on. `interpreted`: its kernels run in Triton's interpreter."""
+
+    backend: str
+    device: str
+    interpreted: bool
+
+    @property
+    def oracle_device(self) -> str:
+        """Where references are computed: only a real GPU computes float64 itself."""
+        return "cuda" if self.device == "cuda" else "cpu"
+
+
+def _exists(backend: str) -> bool:
+    return importlib.util.find_spec(f"diyfa.backends.{backend}") is not None
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def available_targets() -> dict[str, Target]:
+    """Targets by backend name: DIYFA_TEST_BACKENDS (comma-separated) or, by default, cpu and cuda.
+
+    An NPU is tested when asked for by name: it needs torch_npu, in an environment of its own.
+    """
+    asked = os.environ.get("DIYFA_TEST_BACKENDS", "")
+    names = [name.strip() for name in asked.split(",") if name.strip()] if asked else ["cpu", "cuda"]
+    found = {}
+    for name in names:
+        if name == "cpu":
+            found[name] = Target("cpu", "cpu", False)
+        elif name == "cuda" and (asked or (_exists("cuda") and _has_triton())):
+            gpu = torch.cuda.is_available()
+            found[name] = Target("cuda", "cuda" if gpu else "cpu", not gpu)
+        elif name == "npu":
+            found[name] = Target("npu", "npu", os.environ.get("TRITON_INTERPRET") == "1")
+        elif name not in ("cpu", "cuda"):
+            raise ValueError(f"DIYFA_TEST_BACKENDS names an unknown backend: {name!r}")
+    return found
+
+
+def absent() -> list[str]:
+    """What this machine lacks, in words, for the summary."""
+    lines = []
+    if not torch.cuda.is_available():
+        reason = "no CUDA device: cuda kernels run in the Triton interpreter on small cases only"
+        if not _has_triton():
+            reason = "no CUDA device and no Triton: cuda kernels are not tested"
+        elif not _exists("cuda"):
+            reason = "no diyfa.backends.cuda: not tested"
+        lines.append(reason)
+    npu = getattr(torch, "npu", None)
+    if npu is None or not npu.is_available():
+        lines.append("no NPU (torch_npu finds none): npu kernels are tested with DIYFA_TEST_BACKENDS=npu")
+    return lines

@@ -1,0 +1,75 @@
+"""Every case of `cases.py` on every backend, forward and backward, against the float64 reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES
+from conftest import TARGETS
+from targets import Target
+
+import diyfa
+from diyfa import registry
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
+
+
+def _read_refusals() -> dict[tuple[str, str, str], str]:
+    refusals = {}
+    for line in (Path(__file__).parent / "refusals.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            key, reason = line.split(": ", 1)
+            backend, variant, case = key.split()
+            refusals[backend, variant, case] = reason
+    return refusals
+
+
+REFUSALS = _read_refusals()
+
+
+def _combinations() -> list[tuple[str, str, str]]:
+    """(backend, variant, case): the preferred kernel for every case, each kernel for the cases that say so."""
+    rows = []
+    for name, target in TARGETS.items():
+        kernels = diyfa.kernels_for(name)
+        for case in CASES.values():
+            if case.large and target.interpreted:
+                continue
+            rows += [(name, variant, case.name) for variant in ("auto", *(kernels if case.all_variants else ()))]
+    return rows
+
+
+def _attend(case: AttentionCase, target: Target, variant: str):
+    function = diyfa.flash_attention_v2 if case.layout == "bshd" else diyfa.flash_attention
+
+    def attend(q, k, v, **options):
+        return function(q, k, v, backend=target.backend, variant=variant, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize("combination", _combinations(), ids="-".join)
+def test_attention(combination: tuple[str, str, str]) -> None:
+    backend, variant, name = combination
+    target, case = TARGETS[backend], CASES[name]
+    inputs = make_inputs(case, target.device)
+    arch = registry.load_backend(backend).arch(torch.device(target.device))
+    refusal = REFUSALS.get((f"{backend}@{arch}", variant, name)) or REFUSALS.get((backend, variant, name))
+    attend = _attend(case, target, variant)
+    if refusal is not None:
+        with pytest.raises(ValueError, match="cannot run") as error:
+            attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+        assert refusal in str(error.value)
+        return
+    with poisoned_allocations():
+        results = run_case(attend, inputs)
+    assert_within_budget(results, case, target.oracle_device)
+
+
+def test_refusals_name_existing_cases() -> None:
+    """The list cannot hide behind names that nothing runs."""
+    for backend, variant, case in REFUSALS:
+        assert backend.split("@")[0] in registry.BUILTIN_BACKENDS
+        assert case in CASES, f"refusals.txt lists the unknown case {case}"
+        assert variant == "auto" or CASES[case].all_variants

@@ -1,0 +1,136 @@
+"""The ahead-of-time compiler and its gate, on toy kernels, and a covering set of the shipped ones.
+
+Kernels are compiled in a process of their own, because in this one Triton's interpreter may be on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+COMPILE = """
+import json, sys
+from dataclasses import asdict
+import aot_kernels
+from diyfa.backends.cuda import aot
+if __name__ == "__main__":
+    arch, source, only, jobs = sys.argv[1:]
+    reports = aot.compile_all(arch, [getattr(aot_kernels, source)], only or None, int(jobs))
+    print(json.dumps([asdict(r) for r in reports]))
+"""
+
+
+def run_python(*arguments, interpret=False, cache, timeout=280):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def compile_toys(cache, arch, source="compile_specs", only="", jobs=1, interpret=False):
+    script = cache / "compile_toys.py"  # a file: worker processes import the main module again
+    script.write_text(COMPILE)
+    done = run_python(str(script), arch, source, only, str(jobs), cache=cache, interpret=interpret)
+    assert done.returncode == 0, done.stderr
+    return {f"{r['kernel']} {r['case']}": r for r in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_compiles(tmp_path, arch):
+    (report,) = compile_toys(tmp_path, arch, only="plain").values()
+    assert report["ok"], report["notes"]
+    assert report["target"] == arch
+    assert report["registers"] > 16
+    assert report["spill_bytes"] == 0
+    assert report["memory"]["shared"] >= 2 * 32 * 32 * 2  # one tile of each operand at least
+
+
+def test_gate_fails_what_spills_and_what_does_not_compile(tmp_path):
+    reports = compile_toys(tmp_path, "sm_80", jobs=2)
+    assert list(reports) == [
+        "product plain", "product unaligned", "product spilling", "product budgeted", "broken shapes"
+    ]  # fmt: skip
+    assert [r["ok"] for r in reports.values()] == [True, True, False, True, False]
+    spilling = reports["product spilling"]
+    assert spilling["spill_bytes"] > 0
+    assert spilling["notes"] == [f"spills {spilling['spill_bytes']} bytes, 0 allowed"]
+    assert reports["product budgeted"]["spill_bytes"] == spilling["spill_bytes"]
+    assert "CompilationError" in reports["broken shapes"]["notes"][0]
+
+
+def test_second_compilation_reports_the_same(tmp_path):
+    """A binary in Triton's cache must not hide spills."""
+    first, second = (compile_toys(tmp_path, "sm_80", only="spilling")["product spilling"] for _ in range(2))
+    assert not second["ok"]
+    assert second["spill_bytes"] == first["spill_bytes"] > 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_tensor_descriptors(tmp_path, arch):
+    (report,) = compile_toys(tmp_path, arch, source="descriptor_specs").values()
+    assert report["ok"], report["notes"]
+
+
+def test_interpreter_is_refused(tmp_path):
+    script = tmp_path / "compile_toys.py"
+    script.write_text(COMPILE)
+    done = run_python(str(script), "sm_80", "compile_specs", "", "1", cache=tmp_path, interpret=True)
+    assert done.returncode != 0
+    assert "TRITON_INTERPRET=1; unset it" in done.stderr
+
+
+def test_spec_that_misses_an_argument_is_refused(tmp_path):
+    script = tmp_path / "compile_toys.py"
+    script.write_text(COMPILE)
+    done = run_python(str(script), "sm_80", "incomplete_specs", "", "1", cache=tmp_path)
+    assert done.returncode != 0
+    assert "['REPEAT', 'b_ptr']" in done.stderr
+
+
+def test_gate_on_serialised_wgmma_and_shared_memory():
+    from diyfa.arch import gpu_spec
+    from diyfa.backends.cuda import aot
+
+    spec = aot.CompileSpec("k", "c", None, {}, {}, 4, 2)
+    clean = (
+        "ptxas info    : Function properties for k\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n"
+    )
+    serialised = clean + (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in the function 'k'\n"
+    )
+
+    def verdict(arch, log, shared=1024):
+        return aot.judge(arch, gpu_spec(arch), spec, log, shared, 0.1)
+
+    assert verdict("sm_90", clean).ok
+    assert verdict("sm_90", clean).registers == 168
+    assert not verdict("sm_90", serialised).ok
+    assert "C7510" in verdict("sm_90", serialised).notes[0]
+    assert verdict("sm_80", serialised).ok
+    assert verdict("sm_90", clean, shared=227 * 1024).ok
+    assert not verdict("sm_90", clean, shared=227 * 1024 + 1).ok
+    assert not verdict("sm_80", "").ok, "without ptxas's log nothing is known"
+
+
+def test_unknown_architecture():
+    from diyfa.backends.cuda import aot
+
+    with pytest.raises(ValueError, match="unknown CUDA architecture 'sm_10'"):
+        list(aot.compile_all("sm_10", []))

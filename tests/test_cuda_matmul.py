@@ -1,0 +1,154 @@
+"""The two forms of the CUDA matrix product, launched directly: forms, splits and tiles that a size alone would not
+choose. They run on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from diyfa.arch import gpu_arch_name
+from diyfa.backends.cuda import matmul, matmul_configs
+from diyfa.backends.cuda.launch import is_interpreting
+from diyfa.backends.cuda.matmul_configs import MatmulConfig
+from diyfa.problem import MatmulProblem
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+runs = pytest.mark.skipif(
+    not is_interpreting() and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+# Small tiles so that the interpreter walks over several; any architecture can run them.
+TMA_TILES = [
+    MatmulConfig("tma", 32, 32, 64, 4, 2),
+    MatmulConfig("tma", 64, 32, 16, 4, 2, group_m=1, persistent=True),
+    MatmulConfig("tma", 32, 64, 32, 4, 2, group_m=2, persistent=True, store_halves=True),
+]
+POINTER_TILES = [
+    MatmulConfig("pointers", 16, 32, 32, 4, 2),
+    MatmulConfig("pointers", 16, 32, 32, 4, 2, split_k=3),
+    MatmulConfig("pointers", 32, 16, 64, 4, 2, group_m=1, split_k=8),  # more splits than steps
+]
+
+
+def device_and_arch():
+    if is_interpreting():
+        return "cpu", "sm_90"
+    return "cuda", gpu_arch_name(*torch.cuda.get_device_capability())
+
+
+def check(tile, dtype, sizes, transposed=(False, False), out_dtype=None):
+    device, arch = device_and_arch()
+    m, n, k = sizes
+    problem = MatmulProblem("cuda", arch, dtype, dtype, out_dtype or dtype, m, n, k, aligned=tile.form == "tma")
+    generator = torch.Generator().manual_seed(m + n + k)
+
+    def matrix(rows, columns, flip):
+        x = torch.randn((columns, rows) if flip else (rows, columns), generator=generator)
+        x = x.to(TORCH_DTYPE[dtype]).to(device)
+        return x.t() if flip else x
+
+    a, b = matrix(m, k, transposed[0]), matrix(k, n, transposed[1])
+    c = torch.full((m, n), float("nan"), dtype=TORCH_DTYPE[problem.out_dtype], device=device)
+    matmul.run(problem, a, b, c, tile)
+    exact = a.double() @ b.double()
+    own_error = ((a @ b).to(c.dtype).double() - exact).abs().max()
+    assert (c.double() - exact).abs().max() <= 2 * own_error
+    return c
+
+
+@runs
+@pytest.mark.parametrize("tile", TMA_TILES, ids=str)
+@pytest.mark.parametrize("transposed", list(product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tma(tile, transposed, dtype):
+    _, arch = device_and_arch()
+    if not matmul_configs._limits(arch).has_tma:
+        pytest.skip(f"{arch} has no TMA")
+    check(tile, dtype, (72, 88, 136), transposed)
+
+
+@runs
+@pytest.mark.parametrize("tile", POINTER_TILES, ids=str)
+@pytest.mark.parametrize("sizes", [(32, 32, 192), (37, 53, 71)], ids=str)
+def test_pointers(tile, sizes):
+    check(tile, "float16", sizes)
+
+
+@runs
+def test_split_sums_are_the_same_each_time():
+    first, second = (check(POINTER_TILES[1], "float16", (33, 40, 500)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def problem(arch, dtype="float16", m=512, n=512, k=512, **changes):
+    return MatmulProblem("cuda", arch, dtype, dtype, dtype, m, n, k, **changes)
+
+
+@pytest.mark.parametrize("kernel", matmul.KERNELS, ids=lambda k: k.name)
+def test_bfloat16_is_refused_on_turing(kernel):
+    reason = kernel.unsupported(problem("sm_75", "bfloat16"))
+    assert "sm_75" in reason
+    if kernel.name == "pointers":
+        assert "bfloat16 needs compute capability 8.0" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": "sm_80"}, "TMA needs Hopper"),
+        ({"dtype": "float32"}, "not float32"),
+        ({"aligned": False}, "not multiples of 16 bytes"),
+        ({"n": 100}, "rows of the result"),
+        ({"block": (512, 16, 16)}, "at most 256"),
+        ({"k": 2**31}, "below 2\\^31"),
+    ],
+    ids=str,
+)
+def test_tma_refusals(changes, reason):
+    described = problem(**{"arch": "sm_90", "aligned": True, **changes})
+    with pytest.raises(AssertionError, match=reason):
+        assert not matmul.unsupported_tma(described), matmul.unsupported_tma(described)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block", list(product((16, 64, 256), repeat=3)), ids=str)
+def test_given_tile_is_honoured_or_refused(arch, block):
+    for kernel in matmul.KERNELS:
+        described = problem(arch, block=block, aligned=True)
+        reason = kernel.unsupported(described)
+        if reason is None:
+            config = kernel.config(described)
+            assert (config.block_m, config.block_n, config.block_k) == block
+            assert matmul_configs.fits(config, described)
+        elif kernel.name == "pointers":
+            assert "shared memory" in reason
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("m", [1, 16, 64, 512, 8192])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("case", matmul._CASES, ids=str)
+def test_tables_have_a_tile_for_everything(arch, m, aligned, case):
+    dtype, compute, out, precision = case
+    described = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
+    for kernel in matmul.KERNELS:
+        if kernel.unsupported(described) is None:
+            default = kernel.config(described)
+            every = matmul_configs.candidates(described, kernel.name)
+            assert default in every
+            assert all(matmul_configs.fits(c, described) and c.form == kernel.name for c in every)
+
+
+def test_wide_matrices_are_addressed_in_64_bits():
+    """Rows beyond 2^31 elements: the last row of a tall view over little memory."""
+    if is_interpreting() or not torch.cuda.is_available():
+        pytest.skip("needs a GPU: 4 GiB of float16")
+    a = torch.empty((2**15, 2**16 + 8), dtype=torch.float16, device="cuda")[:, :64]
+    a.normal_()
+    b = torch.randn(64, 32, device="cuda").half()
+    described = problem(gpu_arch_name(*torch.cuda.get_device_capability()), m=a.shape[0], n=32, k=64)
+    torch.testing.assert_close(matmul.launch_pointers(described, a, b), a @ b)

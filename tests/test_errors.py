@@ -1,0 +1,179 @@
+"""Bad input raises the documented error before anything is launched, and says what was expected and what came."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import diyfa
+from diyfa import registry
+
+F16 = torch.float16
+
+
+def qkv(b=2, h=4, s=8, d=16, hk=None, sk=None, dtype=F16, device="cpu"):
+    kv = (b, hk or h, sk or s, d)
+    return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in ((b, h, s, d), kv, kv))
+
+
+def lens(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+Q, K, V = qkv()
+META = torch.zeros(2, 4, 8, 16, dtype=F16, device="meta")
+# name: (positional arguments, keyword arguments, exception, pattern)
+ATTENTION = {
+    "not_a_tensor": (([1.0], K, V), {}, TypeError, r"q must be a torch\.Tensor, got list"),
+    "2d": ((Q[0, 0], K[0, 0], V[0, 0]), {}, ValueError, r"Expected 3D or 4D tensors"),
+    "5d": ((Q[None], K[None], V[None]), {}, ValueError, r"Expected 3D or 4D tensors"),
+    "mixed_ranks": ((Q, K[0], V[0]), {}, ValueError, r"Expected 3D or 4D tensors of one rank"),
+    "int_dtype": (qkv(dtype=torch.int32), {}, TypeError, r"Unsupported dtype torch\.int32"),
+    "complex_dtype": (qkv(dtype=torch.complex64), {}, TypeError, r"Unsupported dtype"),
+    "k_dtype": ((Q, K.float(), V), {}, TypeError, r"dtypes must match"),
+    "v_dtype": ((Q, K, V.bfloat16()), {}, TypeError, r"dtypes must match"),
+    "k_device": ((Q, META, V), {}, ValueError, r"same device: q is on cpu, k on meta"),
+    "v_device": ((Q, K, META), {}, ValueError, r"same device"),
+    "head_dim_0": (qkv(d=0), {}, ValueError, r"Unsupported head_dim: expected 1 to 512, got 0"),
+    "head_dim_513": (qkv(d=513), {}, ValueError, r"Unsupported head_dim.*513"),
+    "head_dim_v_513": ((Q, K, qkv(d=513)[2]), {}, ValueError, r"Unsupported head_dim.*513 for v"),
+    "head_dim_differs": ((Q, qkv(d=8)[1], V), {}, ValueError, r"same head_dim"),
+    "batch_differs": ((Q, *qkv(b=3)[1:]), {}, ValueError, r"same batch"),
+    "kv_heads_differ": ((Q, K, V[:, :2]), {}, ValueError, r"k and v must have the same heads and length"),
+    "kv_length_differs": ((Q, K, V[:, :, :4]), {}, ValueError, r"k and v must have the same heads and length"),
+    "heads_not_multiple": (qkv(h=4, hk=3), {}, ValueError, r"multiple of the key/value heads, got 4 and 3"),
+    "no_heads": ((Q[:, :0], K[:, :0], V[:, :0]), {}, ValueError, r"positive multiple"),
+    "last_stride": ((Q.transpose(-1, -2).contiguous().transpose(-1, -2), K, V), {}, ValueError, r"q must have stride 1"),
+    "last_stride_v": ((Q, K, torch.zeros(2, 4, 8, 32, dtype=F16)[..., ::2]), {}, ValueError, r"v must have stride 1"),
+    "scale_nan": ((Q, K, V), {"sm_scale": float("nan")}, ValueError, r"sm_scale must be finite"),
+    "scale_inf": ((Q, K, V), {"sm_scale": float("inf")}, ValueError, r"sm_scale must be finite"),
+    "scale_type": ((Q, K, V), {"sm_scale": "1"}, TypeError, r"sm_scale must be a number, got str"),
+    "softcap_negative": ((Q, K, V), {"softcap": -1.0}, ValueError, r"softcap must be 0"),
+    "softcap_inf": ((Q, K, V), {"softcap": float("inf")}, ValueError, r"softcap"),
+    "softcap_nan": ((Q, K, V), {"softcap": float("nan")}, ValueError, r"softcap"),
+    "softcap_type": ((Q, K, V), {"softcap": None}, TypeError, r"softcap must be a number, got NoneType"),
+    "dropout_negative": ((Q, K, V), {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
+    "dropout_one": ((Q, K, V), {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
+    "dropout_type": ((Q, K, V), {"dropout_p": "0"}, TypeError, r"dropout_p must be a number"),
+    "window_negative": ((Q, K, V), {"window": (-2, 0)}, ValueError, r"window sizes must be -1.*\(-2, 0\)"),
+    "window_single": ((Q, K, V), {"window": 3}, TypeError, r"window must be a pair"),
+    "window_triple": ((Q, K, V), {"window": (1, 2, 3)}, TypeError, r"window must be a pair"),
+    "lens_type": ((Q, K, V), {"seq_lens": [8, 8]}, TypeError, r"seq_lens must be a torch\.Tensor"),
+    "lens_dtype": ((Q, K, V), {"seq_lens": lens(8, 8, dtype=torch.int64)}, TypeError, r"seq_lens must be int32"),
+    "lens_shape": ((Q, K, V), {"seq_lens": lens(8)}, ValueError, r"seq_lens must have shape \(2,\), got \(1,\)"),
+    "lens_2d": ((Q, K, V), {"seq_lens": lens(8, 8)[None]}, ValueError, r"seq_lens must have shape"),
+    "lens_zero": ((Q, K, V), {"seq_lens": lens(0, 8)}, ValueError, r"0 < length <= 8, got values from 0 to 8"),
+    "lens_beyond": ((Q, K, V), {"seq_lens": lens(8, 9)}, ValueError, r"0 < length <= 8"),
+    "lens_device": ((Q, K, V), {"seq_lens": lens(8, 8).to("meta")}, ValueError, r"same device"),
+    "lens_3d": ((Q[0, :3], K[0, :3], V[0, :3]), {"seq_lens": lens(8, 8)}, ValueError, r"multiple of the batch 2"),
+    "alibi_dtype": ((Q, K, V), {"alibi_slopes": torch.zeros(4, dtype=F16)}, TypeError, r"alibi_slopes must be float32"),
+    "alibi_shape": ((Q, K, V), {"alibi_slopes": torch.zeros(3)}, ValueError, r"alibi_slopes must have shape \(4,\)"),
+    "alibi_batch": ((Q, K, V), {"alibi_slopes": torch.zeros(1, 4)}, ValueError, r"alibi_slopes must have shape"),
+    "alibi_device": ((Q, K, V), {"alibi_slopes": torch.zeros(4, device="meta")}, ValueError, r"same device"),
+    "sinks_dtype": ((Q, K, V), {"sinks": torch.zeros(4, dtype=F16)}, TypeError, r"sinks must be float32"),
+    "sinks_shape": ((Q, K, V), {"sinks": torch.zeros(2, 4)}, ValueError, r"sinks must have shape \(4,\)"),
+    "sinks_device": ((Q, K, V), {"sinks": torch.zeros(4, device="meta")}, ValueError, r"same device"),
+    "bias_dtype": ((Q, K, V), {"attn_bias": torch.zeros(8, 8, dtype=torch.bool)}, TypeError, r"attn_bias must be a floa"),
+    "bias_shape": ((Q, K, V), {"attn_bias": torch.zeros(8, 7)}, ValueError, r"broadcastable to \(2, 4, 8, 8\)"),
+    "bias_rank": ((Q, K, V), {"attn_bias": torch.zeros(1, 2, 4, 8, 8)}, ValueError, r"broadcastable"),
+    "bias_device": ((Q, K, V), {"attn_bias": torch.zeros(8, 8, device="meta")}, ValueError, r"same device"),
+    "variant": ((Q, K, V), {"variant": "v9"}, ValueError, r"no attention_fwd kernel called 'v9'; it has: v2, v1"),
+    "backend": ((Q, K, V), {"backend": "tpu"}, ValueError, r"no backend called 'tpu'; there are: cuda, npu, cpu"),
+    "dropout_refused": ((Q, K, V), {"dropout_p": 0.5}, ValueError, r"cannot run.*does not implement dropout"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_errors(name: str) -> None:
+    args, kwargs, exception, pattern = ATTENTION[name]
+    with pytest.raises(exception, match=pattern):
+        diyfa.flash_attention(*args, **{"backend": "cpu", **kwargs})
+
+
+def test_flash_attention_v2_takes_4d_only() -> None:
+    with pytest.raises(ValueError, match="Expected 3D or 4D"):
+        diyfa.flash_attention_v2(Q[0], K[0], V[0], backend="cpu")
+
+
+def test_cpu_tensors_are_refused_with_the_ways_out() -> None:
+    with pytest.raises(ValueError, match="CUDA tensors required") as error:
+        diyfa.flash_attention(Q, K, V)
+    for way in ('.to("cuda")', '.to("npu")', 'backend="cpu"'):
+        assert way in str(error.value)
+    with pytest.raises(ValueError, match="CUDA tensors required"):
+        diyfa.triton_matmul(torch.zeros(4, 4), torch.zeros(4, 4))
+
+
+def test_device_without_a_backend() -> None:
+    with pytest.raises(ValueError, match="got tensors on meta; no backend is made for them"):
+        registry.resolve_backend(META.device)
+    with pytest.raises(
+        ValueError, match="backend 'cpu' cannot run this call: it takes CPU tensors, got tensors on meta"
+    ):
+        registry.resolve_backend(META.device, "cpu")
+
+
+def test_meta_tensors_give_shapes() -> None:
+    """Shape inference needs no backend: meta tensors reach the operators' fake kernels only."""
+    out, lse = diyfa.flash_attention_v2(META, META[:, :, :4], META[:, :, :4, :8], return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 4, 8, 8), F16, (2, 8, 4), torch.float32)
+
+
+def test_unsupported_gradient_is_refused_in_the_forward_pass() -> None:
+    q = Q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="dropout"):
+        diyfa.flash_attention(q, K, V, dropout_p=0.5, backend="cpu")
+
+
+A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)
+MATMUL = {
+    "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
+    "1d": ((A[0], B), {}, ValueError, r"Expected 2D tensors, got a \(32,\)"),
+    "3d": ((A[None], B), {}, ValueError, r"Expected 2D tensors"),
+    "inner": ((A, B.t()), {}, ValueError, r"Incompatible dimensions.*\(64, 32\).*\(48, 32\)"),
+    "dtype": ((A.double(), B.double()), {}, TypeError, r"Unsupported dtype torch\.float64"),
+    "dtypes": ((A, B.bfloat16()), {}, TypeError, r"dtypes must match"),
+    "devices": ((A, B.to("meta")), {}, ValueError, r"same device"),
+    "two_blocks": ((A, B), {"block_m": 16, "block_n": 16}, ValueError, r"must be given together"),
+    "block_zero": ((A, B), {"block_m": 0, "block_n": 16, "block_k": 16}, ValueError, r"block_m must be positive"),
+    "block_negative": ((A, B), {"block_m": 16, "block_n": -16, "block_k": 16}, ValueError, r"block_n must be positive"),
+    "block_type": ((A, B), {"block_m": 16.0, "block_n": 16, "block_k": 16}, TypeError, r"block_m must be an int"),
+    "block_bool": ((A, B), {"block_m": True, "block_n": 16, "block_k": 16}, TypeError, r"block_m must be an int"),
+    "block_beyond": ((A, B), {"block_m": 16, "block_n": 16, "block_k": 64}, ValueError, r"block_k=64 exceeds.*32"),
+    "block_odd": ((A, B), {"block_m": 48, "block_n": 16, "block_k": 16}, ValueError, r"power of two"),
+    "block_small": ((A, B), {"block_m": 8, "block_n": 16, "block_k": 16}, ValueError, r"at least 16"),
+    "precision": ((A.float(), B.float()), {"precision": "fp8"}, ValueError, r"precision must be None"),
+    "precision_dtype": ((A, B), {"precision": "ieee"}, ValueError, r"applies to float32"),
+    "out_dtype": ((A, B), {"out_dtype": torch.int8}, TypeError, r"Unsupported dtype torch\.int8"),
+    "tf32_refused": ((A.float(), B.float()), {"precision": "tf32"}, ValueError, r"IEEE precision only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATMUL)
+def test_matmul_errors(name: str) -> None:
+    args, kwargs, exception, pattern = MATMUL[name]
+    with pytest.raises(exception, match=pattern):
+        diyfa.triton_matmul(*args, **{"backend": "cpu", **kwargs})
+
+
+@pytest.mark.parametrize(("backend", "package"), [("cuda", "triton"), ("npu", "triton-ascend")])
+def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._loaded, backend, raising=False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+    with pytest.raises(ModuleNotFoundError, match=rf"triton is required.*pip install {package}$"):
+        registry.load_backend(backend)
+
+
+def test_explain_raises_what_the_call_raises() -> None:
+    with pytest.raises(ValueError, match="layout must be one of bhsd, bshd"):
+        diyfa.explain(Q, K, V, layout="sbhd", backend="cpu")
+    with pytest.raises(TypeError, match="dtypes must match"):
+        diyfa.explain(Q, K.float(), V, backend="cpu")
+
+
+def test_reference_rejects_an_unknown_layout() -> None:
+    with pytest.raises(ValueError, match="layout must be one of"):
+        diyfa.reference_attention(Q, K, V, layout="sbhd")

@@ -1,0 +1,251 @@
+"""The operators inside PyTorch: opcheck, torch.compile, autocast, autograd, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import diyfa
+
+CPU = {"backend": "cpu"}
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+# What follows seq_lens, alibi_slopes, attn_bias, sinks in the schema of attention_fwd.
+def scalars(layout="bhsd", window=(-1, -1), softcap=0.0):
+    return (0.25, *window, softcap, 0.0, layout, False, True, "cpu")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_opcheck_attention(layout: str) -> None:
+    shapes = ((2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 8))
+    if layout == "bshd":
+        shapes = tuple((b, s, h, d) for b, h, s, d in shapes)
+    q, k, v = tensors(*shapes, dtype=torch.float16, grad=False)
+    bias, sinks = torch.randn(4, 6, 9, dtype=torch.float16), torch.randn(4)
+    lens = torch.tensor([9, 5], dtype=torch.int32)
+    features = (lens, torch.rand(4), bias, sinks)
+    rest = scalars(layout, (3, 0), 2.0)
+    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (q, k, v, *features, *rest, "auto"))
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, *features, *rest, "auto")
+    for dlse in (None, torch.randn_like(lse)):
+        args = (torch.randn_like(out), dlse, q, k, v, out, lse, *features, *rest)
+        torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "expanded"])
+def test_opcheck_strides(view: str) -> None:
+    """Fake kernels promise the strides that the real ones deliver."""
+    q, k, v = (torch.randn(2, 6, 4, 24) for _ in range(3))
+    views = {
+        "transposed": lambda x: x.transpose(1, 2),
+        "sliced": lambda x: x[..., 3:19],
+        "expanded": lambda x: x[:1].expand(2, 6, 4, 24),
+    }
+    q, k, v = (views[view](x) for x in (q, k, v))
+    args = (q, k, v, None, None, None, None, *scalars(), "auto")
+    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, args)
+    out, lse = torch.ops.diyfa.attention_fwd(*args)
+    args = (torch.randn_like(out), None, q, k, v, out, lse, *args[3:-1])
+    torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
+
+
+def test_opcheck_matmul() -> None:
+    a, b = tensors((20, 30), (30, 40), grad=False)
+    for compute, out in ((torch.float16, torch.float16), (torch.float32, torch.float32)):
+        torch.library.opcheck(torch.ops.diyfa.matmul.default, (a, b, None, True, "ieee", compute, out, "cpu"))
+    torch.library.opcheck(torch.ops.diyfa.matmul.default, (b.t(), a.t(), [16, 16, 16], True, "ieee", torch.float16,
+                                                           torch.bfloat16, "cpu"))  # fmt: skip
+
+
+def step(q, k, v, bias, sinks, causal):
+    out, lse = diyfa.flash_attention(
+        q, k, v, causal, window=(50, -1), attn_bias=bias, sinks=sinks, return_lse=True, **CPU
+    )
+    return (out.sin().sum() + lse.cos().sum()) * 2
+
+
+def gradients(function, leaves, *args):
+    return torch.autograd.grad(function(*leaves, *args), leaves)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph_forward_and_backward(dynamic: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen in (8, 13, 40):
+        leaves = tensors((2, 4, seqlen, 16), (2, 2, seqlen + 3, 16), (2, 2, seqlen + 3, 16), (seqlen, seqlen + 3), (4,))
+        for causal in (False, True):
+            expected = gradients(step, leaves, causal)
+            for got, want in zip(gradients(compiled, leaves, causal), expected, strict=True):
+                torch.testing.assert_close(got, want)
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def attend(q, k, v):
+        return diyfa.flash_attention_v2(q, k, v, causal=True, **CPU)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for seqlen in (16, 21, 50, 77):
+        q, k, v = tensors((2, seqlen, 4, 16), (2, seqlen, 2, 16), (2, seqlen, 2, 16), grad=False)
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    assert counter.frame_count == 1
+
+
+def test_compile_with_seq_lens_does_not_wait_for_values() -> None:
+    torch.compiler.reset()
+
+    def attend(q, lens):
+        return diyfa.flash_attention(q, q, q, seq_lens=lens, **CPU)
+
+    q, lens = tensors((2, 2, 12, 8), grad=False)[0], torch.tensor([12, 5], dtype=torch.int32)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, lens), attend(q, lens))
+
+
+def test_compile_matmul() -> None:
+    torch.compiler.reset()
+
+    def product(a, b):
+        return diyfa.triton_matmul(a, b, precision="ieee", **CPU).square().sum()
+
+    a, b = tensors((20, 30), (30, 10))
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(compiled, (a, b)), gradients(product, (a, b)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_autocast() -> None:
+    q, k, v = tensors((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 9, 16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = diyfa.flash_attention(q, k, v, **CPU)
+        assert out.dtype == torch.bfloat16
+        assert diyfa.flash_attention(q.double(), k.double(), v.double(), **CPU).dtype == torch.float64
+    with torch.autocast("cpu", enabled=False):
+        assert diyfa.flash_attention(q, k, v, **CPU).dtype == torch.float32
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and bool(q.grad.isfinite().all())
+    expected = diyfa.flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **CPU)
+    assert torch.equal(out, expected)
+
+
+GRADCHECK = {
+    "plain": {},
+    "causal_q_longer": {"causal": True},
+    "window_softcap": {"window": (2, 1), "softcap": 1.5},
+    "v1": {"variant": "v1", "causal": True},
+    "lens": {"seq_lens": torch.tensor([6, 3], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECK)
+def test_gradcheck(name: str) -> None:
+    """Numerical derivatives of out and lse together, in float64."""
+    q, k, v = tensors((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2), dtype=torch.float64)
+    if name == "causal_q_longer":
+        q = tensors((2, 4, 8, 3), dtype=torch.float64)[0]
+
+    def attend(q, k, v):
+        out, lse = diyfa.flash_attention(q, k, v, return_lse=True, **GRADCHECK[name], **CPU)
+        return out, torch.where(lse.isinf(), 0.0, lse)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+def test_gradcheck_bias() -> None:
+    q, k, v, bias = tensors((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2), (2, 1, 5, 6), dtype=torch.float64)
+
+    def attend(q, k, v, bias):
+        return diyfa.flash_attention(q, k, v, attn_bias=bias, return_lse=True, **CPU)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, bias))
+
+
+def test_gradient_of_lse_alone() -> None:
+    q, k, v = tensors((1, 2, 7, 8), (1, 2, 9, 8), (1, 2, 9, 8), dtype=torch.float64)
+    _, lse = diyfa.flash_attention(q, k, v, return_lse=True, **CPU)
+    dq, dk, dv = torch.autograd.grad(lse.sin().sum(), (q, k, v))
+    expected = torch.autograd.grad((q @ k.mT * 8**-0.5).logsumexp(-1).sin().sum(), (q, k))
+    torch.testing.assert_close((dq, dk), expected)
+    assert int(dv.count_nonzero()) == 0
+
+
+def test_one_tensor_used_three_times() -> None:
+    x = tensors((1, 2, 7, 8), dtype=torch.float64)[0]
+    (grad,) = torch.autograd.grad(diyfa.flash_attention(x, x, x, **CPU).sin().sum(), x)
+    (expected,) = torch.autograd.grad(diyfa.reference_attention(x, x, x).sin().sum(), x)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_only_what_requires_a_gradient_gets_one() -> None:
+    q, k, v = tensors((1, 2, 7, 8), (1, 2, 7, 8), (1, 2, 7, 8), grad=False)
+    sinks = torch.zeros(2, requires_grad=True)
+    out = diyfa.flash_attention(q, k, v, sinks=sinks, **CPU)
+    out.sum().backward()
+    assert sinks.grad is not None and q.grad is None
+    assert not diyfa.flash_attention(q, k, v, **CPU).requires_grad
+    with torch.no_grad():
+        assert not diyfa.flash_attention(q.requires_grad_(), k, v, **CPU).requires_grad
+
+
+def test_second_derivative_is_refused() -> None:
+    """There is no double backward; it must say so instead of dropping terms."""
+    q = tensors((1, 1, 4, 8))[0]
+    (dq,) = torch.autograd.grad(diyfa.flash_attention(q, q, q, **CPU).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_saved_tensors_are_versioned() -> None:
+    """Changing an input in place between forward and backward is an error, not a wrong gradient."""
+    q, k, v = tensors((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8))
+    out = diyfa.flash_attention(q, k, v, **CPU)
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_inputs_are_left_alone() -> None:
+    q, k, v = tensors((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    sinks, bias = torch.zeros(4, requires_grad=True), torch.zeros(9, 9, requires_grad=True)
+    before = [x.detach().clone() for x in (q, k, v, sinks, bias)]
+    diyfa.flash_attention(q, k, v, sinks=sinks, attn_bias=bias, softcap=2.0, causal=True, **CPU).sum().backward()
+    for x, old in zip((q, k, v, sinks, bias), before, strict=True):
+        assert torch.equal(x, old)
+
+
+def test_threads() -> None:
+    """Calls on several threads at once give what they give alone, bit for bit."""
+    leaves = [tensors((1, 2, 30 + i, 8), (1, 2, 40, 8), (1, 2, 40, 8), seed=i) for i in range(4)]
+
+    def work(q, k, v):
+        return torch.autograd.grad(diyfa.flash_attention(q, k, v, causal=True, **CPU).sin().sum(), (q, k, v))
+
+    expected = [work(*x) for x in leaves]
+    results: dict[int, list] = {i: [] for i in range(4)}
+    barrier = threading.Barrier(4)
+
+    def run(i: int) -> None:
+        barrier.wait()
+        for _ in range(5):
+            results[i].append(work(*leaves[i]))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        assert len(results[i]) == 5
+        for got in results[i]:
+            assert all(torch.equal(a, b) for a, b in zip(got, expected[i], strict=True))

@@ -1,0 +1,208 @@
+"""The oracle itself: against PyTorch's own attention in float64, and the dropout mask against published numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES
+
+from diyfa.philox import drop_threshold, dropout_mask, philox4x32
+from diyfa.reference import reference_attention, visible_keys
+from diyfa.testing import measure_error
+
+ONES = 0xFFFFFFFF
+# Random123's kat_vectors for philox4x32-10: counter, key, result.
+KNOWN_ANSWERS = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, result) -> None:
+    words = philox4x32(tuple(torch.tensor(c) for c in counter), key)
+    assert tuple(int(w) for w in words) == result
+
+
+def test_dropout_mask_statistics() -> None:
+    keep = dropout_mask(2, 3, 200, 301, 0.3, seed=1234)
+    assert keep.shape == (2, 3, 200, 301)
+    n = keep.numel()
+    sigma = (0.3 * 0.7 / n) ** 0.5
+    assert abs(float(keep.double().mean()) - 0.7) < 4 * sigma
+    # Neighbours in every direction are independent: the product of two kept indicators has mean 0.49.
+    for dim in range(4):
+        size = keep.shape[dim]
+        both = (keep.narrow(dim, 0, size - 1) & keep.narrow(dim, 1, size - 1)).double()
+        assert abs(float(both.mean()) - 0.49) < 5 * (0.49 * 0.51 / both.numel()) ** 0.5
+    assert bool(dropout_mask(1, 1, 9, 9, 0.0, seed=3).all())
+    assert drop_threshold(0.5) == 2**31
+
+
+def test_dropout_mask_depends_on_position_only() -> None:
+    """Whatever the sizes of the call, a position keeps its bit; seed and offset change it."""
+    big = dropout_mask(3, 4, 50, 70, 0.5, seed=2**40 + 7, offset=3)
+    small = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3)
+    assert torch.equal(big[:2, :2, :20, :33], small)
+    for seed, offset in ((7, 3), (2**40 + 7, 4)):
+        other = dropout_mask(3, 4, 50, 70, 0.5, seed=seed, offset=offset)
+        assert 0.45 < float((other == big).double().mean()) < 0.55
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset", "batch"), [(-1, 0, 1), (2**64, 0, 1), (0, 2**32, 1), (0, -1, 1), (0, 0, 2**17)]
+)
+def test_dropout_mask_range(seed: int, offset: int, batch: int) -> None:
+    with pytest.raises(ValueError, match="dropout needs"):
+        dropout_mask(batch, 1, 1, 1, 0.5, seed, offset)
+
+
+def doubles(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+def sdpa_agrees(q, k, v, mask, **options) -> None:
+    """out and gradients equal those of F.scaled_dot_product_attention with an explicit mask."""
+    layout = options.pop("layout", "bhsd")
+    out = reference_attention(q, k, v, layout=layout, **options)
+    tq, tk, tv = (x.transpose(1, 2) if layout == "bshd" else x for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(tq, tk, tv, attn_mask=mask, enable_gqa=True)
+    expected = expected.transpose(1, 2) if layout == "bshd" else expected
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    for got, want in zip(
+        torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_plain_and_causal_agree_with_sdpa(layout: str) -> None:
+    shapes = ((2, 4, 13, 8), (2, 2, 13, 8), (2, 2, 13, 5))
+    if layout == "bshd":
+        shapes = tuple((b, s, h, d) for b, h, s, d in shapes)
+    q, k, v = doubles(*shapes)
+    sdpa_agrees(q, k, v, None, layout=layout)
+    sdpa_agrees(q, k, v, torch.ones(13, 13, dtype=torch.bool).tril(), causal=True, layout=layout)
+
+
+def test_bottom_right_alignment_window_bias_alibi_agree_with_sdpa() -> None:
+    q, k, v = doubles((2, 2, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8))
+    sdpa_agrees(q, k, v, torch.ones(6, 10, dtype=torch.bool).tril(4), causal=True)
+    band = torch.ones(6, 10, dtype=torch.bool).tril(4 + 1).triu(4 - 3)
+    sdpa_agrees(q, k, v, band, window=(3, 1))
+    bias = torch.randn(2, 1, 6, 10, dtype=torch.float64)
+    sdpa_agrees(q, k, v, bias, attn_bias=bias)
+    slopes = torch.tensor([0.5, 0.25])
+    distance = (torch.arange(6)[:, None] + 4 - torch.arange(10)).abs()
+    sdpa_agrees(q, k, v, -slopes.double()[:, None, None] * distance, alibi_slopes=slopes)
+
+
+def test_seq_lens_equal_separate_calls() -> None:
+    """A padded batch gives what each sample alone gives, whatever the padding holds."""
+    q, k, v = (x.detach() for x in doubles((2, 2, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8)))
+    lens = torch.tensor([10, 4], dtype=torch.int32)
+    for x in (q, k, v):
+        x[1, :, 4:] = float("nan")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = reference_attention(q, k, v, window=(2, 0), seq_lens=lens, return_lse=True)
+    for b, (sq, sk) in enumerate(((6, 10), (4, 4))):
+        alone, alone_lse = reference_attention(
+            q[b : b + 1, :, :sq], k[b : b + 1, :, :sk], v[b : b + 1, :, :sk], window=(2, 0), return_lse=True
+        )
+        torch.testing.assert_close(out[b : b + 1, :, :sq], alone)
+        torch.testing.assert_close(lse[b : b + 1, :, :sq], alone_lse)
+    assert bool((out[1, :, 4:] == 0).all()) and bool((lse[1, :, 4:] == float("inf")).all())
+    dout = torch.full_like(out, float("nan"))
+    dout[0], dout[1, :, :4] = 1.0, 1.0
+    for x, grad in zip((q, k, v), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        assert bool(grad.isfinite().all())
+        assert bool((grad[1, :, 4:] == 0).all()), x.shape
+
+
+def test_sinks_are_an_extra_column() -> None:
+    q, k, v = doubles((2, 2, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8))
+    sinks = torch.tensor([0.3, -1.0], requires_grad=True)
+    out, lse = reference_attention(q, k, v, sinks=sinks, return_lse=True)
+    scores = torch.cat([q @ k.mT * 8**-0.5, sinks.double()[None, :, None, None].expand(2, 2, 6, 1)], dim=-1)
+    torch.testing.assert_close(out, scores.softmax(-1)[..., :-1] @ v)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    expected = (scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1))
+    got = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    torch.testing.assert_close(got, torch.autograd.grad(expected, sinks, (dout, dlse)))
+
+
+def test_softcap_and_dropout() -> None:
+    q, k, v = doubles((1, 2, 6, 8), (1, 2, 10, 8), (1, 2, 10, 8))
+    scores = 2.0 * torch.tanh(q @ k.mT * 0.7 / 2.0)
+    torch.testing.assert_close(reference_attention(q, k, v, sm_scale=0.7, softcap=2.0), scores.softmax(-1) @ v)
+    keep = dropout_mask(1, 2, 6, 10, 0.4, seed=5, offset=1)
+    expected = ((q @ k.mT * 8**-0.5).softmax(-1) * keep / 0.6) @ v
+    got, lse = reference_attention(q, k, v, dropout_p=0.4, dropout_seed=5, dropout_offset=1, return_lse=True)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(lse, (q @ k.mT * 8**-0.5).logsumexp(-1))
+
+
+def test_rows_without_keys() -> None:
+    q, k, v = doubles((1, 1, 5, 8), (1, 1, 2, 8), (1, 1, 2, 8))
+    out, lse = reference_attention(q, k, v, causal=True, return_lse=True)
+    assert bool((out[:, :, :3] == 0).all()) and bool((lse[:, :, :3] == float("inf")).all())
+    out, lse = reference_attention(q, k, v, causal=True, return_lse=True, sinks=torch.tensor([0.5]))
+    assert bool((out[:, :, :3] == 0).all()) and bool((lse[:, :, :3] == 0.5).all())
+    visible, valid_q, _ = visible_keys(1, 5, 2, (-1, 0))
+    assert visible.sum().item() == 3 and bool(valid_q.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_low_precision_is_as_accurate_as_sdpa(dtype: torch.dtype, causal: bool) -> None:
+    """The error budget's yardstick is the reference in low precision; it must not be worse than PyTorch's own
+    attention in that precision (which by default computes in float32 and must be told not to), or the budget would be
+    looser than the contract says."""
+    q, k, v = (x.detach().to(dtype) for x in doubles((2, 4, 200, 64), (2, 4, 200, 64), (2, 4, 200, 64)))
+    dout = torch.randn(2, 4, 200, 64, dtype=torch.float64).to(dtype)
+
+    def results(attend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    def math(q, k, v):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    exact = results(math, torch.float64)
+    ours = results(lambda *x: reference_attention(*x, causal=causal), dtype)
+    upcasts = not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        torch_own = results(math, dtype)
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not upcasts)
+    for name, want, mine, theirs in zip(("out", "dq", "dk", "dv"), exact, ours, torch_own, strict=True):
+        assert measure_error(mine, want).rms <= 1.1 * measure_error(theirs, want).rms, name
+
+
+def test_computed_dtype() -> None:
+    q = torch.randn(1, 1, 4, 8, dtype=torch.float16)
+    out, lse = reference_attention(q, q, q, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    out, lse = reference_attention(q, q, q, return_lse=True, dtype=torch.float64)
+    assert (out.dtype, lse.dtype) == (torch.float64, torch.float64)
+
+
+def test_cases_cover_every_feature() -> None:
+    """The table names each optional argument at least once with a backward pass."""
+    for attribute in ("causal", "sm_scale", "seq_lens", "softcap", "alibi", "bias", "sinks", "heads_kv", "head_dim_v"):
+        assert any(getattr(case, attribute) for case in CASES.values()), attribute
+    assert {c.dtype for c in CASES.values()} == {"float16", "bfloat16", "float32"}
+    assert {c.view for c in CASES.values()} == {"contiguous", "transposed", "packed", "sliced"}
+    assert {c.layout for c in CASES.values()} == {"bhsd", "bshd", "3d"}

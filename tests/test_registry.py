@@ -1,0 +1,193 @@
+"""Selection: which backend and kernel run, why, and that nothing falls back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from subprocesses import run_python
+
+import diyfa
+from diyfa import registry
+from diyfa.problem import AttentionProblem, Backend, MatmulProblem
+
+
+def problem(**changes) -> AttentionProblem:
+    base = AttentionProblem("cpu", "cpu", "float16", "bhsd", 1, 2, 2, 64, 64, 32, 32)
+    return base._replace(**changes)
+
+
+@pytest.fixture
+def cpu() -> Backend:
+    return registry.load_backend("cpu")
+
+
+def test_preferred_and_named_kernels(cpu: Backend) -> None:
+    assert registry.choose("attention_fwd", problem(), cpu).name == "v2"
+    assert registry.choose("attention_fwd", problem(), cpu, "v1").name == "v1"
+    assert diyfa.kernels_for("cpu") == ["v2", "v1"]
+    assert diyfa.kernels_for("cpu", "attention_bwd") == ["v2"]
+    assert diyfa.kernels_for(torch.device("cpu"), "matmul") == ["tiled"]
+    assert ("cpu", registry.choose("attention_fwd", problem(), cpu, "v1")) in registry.all_kernels(["cpu"])
+
+
+def test_explicit_choice_never_falls_back(cpu: Backend) -> None:
+    for variant in ("auto", "v1", "v2"):
+        with pytest.raises(ValueError, match="does not implement dropout"):
+            registry.choose("attention_fwd", problem(dropout=True), cpu, variant)
+    with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not float8_e5m2"):
+        registry.choose("attention_fwd", problem(dtype="float8_e5m2"), cpu)
+
+
+def test_a_refusal_is_not_cached_as_a_choice(cpu: Backend) -> None:
+    refused = problem(dropout=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="dropout"):
+            registry.choose("attention_fwd", refused, cpu)
+
+
+def test_features_of_a_problem() -> None:
+    assert problem().features == frozenset()
+    assert problem(window_right=0).features == {"causal"}
+    assert problem(window_left=5, window_right=0).features == {"causal", "window"}
+    assert problem(heads_kv=1, head_dim_v=64, sinks=True, bias=True).features == {
+        "gqa",
+        "head_dim_v",
+        "sinks",
+        "attn_bias",
+    }
+
+
+def test_matmul_choice(cpu: Backend) -> None:
+    product = MatmulProblem("cpu", "cpu", "float32", "float32", "float32", 8, 8, 8, "tf32")
+    with pytest.raises(ValueError, match="IEEE precision only"):
+        registry.choose("matmul", product, cpu)
+    assert registry.choose("matmul", product._replace(precision="ieee"), cpu).name == "tiled"
+
+
+def test_use_backend_nests_and_restores() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    assert registry.forced_backend() == ""
+    with diyfa.use_backend("cpu"):
+        with diyfa.use_backend("cpu"):
+            assert registry.forced_backend() == "cpu"
+        assert diyfa.flash_attention(q, q, q).shape == q.shape
+    assert registry.forced_backend() == ""
+    with pytest.raises(RuntimeError, match="inside"), diyfa.use_backend("cpu"):
+        raise RuntimeError("inside")
+    assert registry.forced_backend() == ""
+    with pytest.raises(ValueError, match="no backend called 'gpu'"), diyfa.use_backend("gpu"):
+        pass
+
+
+def test_backward_runs_on_the_backend_of_its_forward() -> None:
+    """The choice is part of the call: leaving `use_backend` before the backward pass changes nothing."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with diyfa.use_backend("cpu"):
+        out = diyfa.flash_attention(q, q, q)
+    out.sum().backward()
+    assert q.grad is not None and bool(q.grad.isfinite().all())
+
+
+def test_environment_variable() -> None:
+    code = "import torch, diyfa\nq = torch.zeros(1, 1, 4, 8)\nprint(tuple(diyfa.flash_attention(q, q, q).shape))"
+    assert run_python(code, DIYFA_BACKEND="cpu").strip() == "(1, 1, 4, 8)"
+
+
+def test_explain() -> None:
+    q = torch.zeros(2, 4, 16, 32, dtype=torch.float16)
+    said = diyfa.explain(q, q[:, :2], q[:, :2], causal=True, backend="cpu")
+    assert (said.op, said.backend, said.kernel) == ("attention_fwd", "cpu", "v2")
+    assert "backend='cpu' was asked for" in said.why
+    assert said.problem.causal and said.problem.heads_kv == 2
+    assert said.config is not None and said.config.block_m > 0
+    assert {(a.backend, a.kernel) for a in said.alternatives} >= {("cpu", "v1")}
+    assert "cpu/v2" in str(said) and "not cpu/v1: could run; v2 is preferred" in str(said)
+    named = diyfa.explain(q, q, q, variant="v1", backend="cpu")
+    assert named.kernel == "v1" and "variant='v1'" in named.why
+
+
+def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        def load(self) -> object:
+            return object()
+
+    monkeypatch.setattr(registry, "_plugins", lambda: {"broken": Point()})
+    with pytest.raises(TypeError, match=r"'broken' does not follow diyfa\.problem\.Backend"):
+        registry.load_backend("broken")
+
+
+TOY = """
+import torch
+from diyfa.problem import Kernel
+
+calls = []
+
+
+def forward(problem, tensors):
+    calls.append("fwd")
+    q = tensors.q
+    return tensors.v.mean(2, keepdim=True).expand(*q.shape[:3], -1).clone(), q.new_zeros(q.shape[:3])
+
+
+def only_small(problem):
+    return f"toys have at most 8 keys, got {problem.seqlen_k}" if problem.seqlen_k > 8 else None
+
+
+class Toy:
+    name = "toy"
+    device_type = "cpu"
+    kernels = (Kernel("mean", "attention_fwd", "uniform weights", forward, only_small),)
+
+    def accepts(self, device):
+        return None if device.type == "cpu" else "toys are for CPUs"
+
+    def arch(self, device):
+        return "toy"
+
+    def unsupported(self, problem):
+        return "toys do not scale" if problem.softcap else None
+
+
+backend = Toy()
+"""
+USE_TOY = """
+import torch, diyfa
+from diyfa import registry
+assert registry.backend_names() == ["cuda", "npu", "cpu", "toy"], registry.backend_names()
+assert diyfa.kernels_for("toy") == ["mean"]
+q = torch.randn(1, 2, 4, 8)
+out = diyfa.flash_attention(q, q, q, backend="toy")
+assert torch.allclose(out, q.mean(2, keepdim=True).expand_as(q))
+import toy_attention
+assert toy_attention.calls == ["fwd"]
+with diyfa.use_backend("toy"):
+    diyfa.flash_attention_v2
+    diyfa.flash_attention(q, q, q)
+assert toy_attention.calls == ["fwd", "fwd"]
+long = torch.randn(1, 2, 9, 8)
+for kwargs, tensors, words in (
+    ({}, long, "mean: toys have at most 8 keys, got 9"),
+    ({"softcap": 1.0}, q, "toys do not scale"),
+    ({}, q.clone().requires_grad_(), "cannot run this attention_bwd: it has no kernel"),
+):
+    try:
+        diyfa.flash_attention(tensors, tensors, tensors, backend="toy", **kwargs)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise SystemExit("ran although it must refuse: " + words)
+said = diyfa.explain(q, q, q, backend="cpu")
+assert any(a.backend == "toy" and a.kernel == "mean" for a in said.alternatives), said
+print("ok")
+"""
+
+
+def test_third_party_backend_through_an_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "toy_attention.py").write_text(TOY)
+    info = tmp_path / "toy_attention-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-attention\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[diyfa.backends]\ntoy = toy_attention:backend\n")
+    assert run_python(USE_TOY, tmp_path).strip() == "ok"

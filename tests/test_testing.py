@@ -1,0 +1,162 @@
+"""The instruments: poisoning poisons, the budget refuses what it must, validate_* tell right from wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES
+
+import diyfa
+from diyfa.testing import (
+    AttentionCase,
+    assert_within_budget,
+    error_budget,
+    expected_results,
+    low_precision_results,
+    make_inputs,
+    measure_error,
+    poisoned_allocations,
+    yardsticks,
+)
+
+CASE = CASES["everything"]
+
+
+def test_poisoning_reaches_every_allocation() -> None:
+    x = torch.zeros(3, 4, dtype=torch.float16)
+    allocations = (
+        lambda: torch.empty(5),
+        lambda: torch.empty((2, 3), dtype=torch.bfloat16),
+        lambda: torch.empty_like(x.t()),
+        lambda: torch.empty_strided((2, 3), (1, 2)),
+        lambda: x.new_empty((2, 2), dtype=torch.float64),
+        lambda: x.new_empty_strided((2, 3), (3, 1)),
+    )
+    with poisoned_allocations():
+        for allocate in allocations:
+            assert bool(allocate().isnan().all())
+        assert int(torch.empty(3, dtype=torch.int32).min()) == 2**31 - 1
+        assert bool(torch.zeros(3).eq(0).all())
+    assert torch.empty is not None and torch.empty.__name__ == "empty"
+
+
+def test_poisoning_ends_with_the_block() -> None:
+    before = torch.empty, torch.Tensor.new_empty
+    with pytest.raises(RuntimeError, match="inside"), poisoned_allocations():
+        raise RuntimeError("inside")
+    assert (torch.empty, torch.Tensor.new_empty) == before
+
+
+def test_error_counts_nan_and_misplaced_infinities() -> None:
+    inf, nan = float("inf"), float("nan")
+    want = torch.tensor([1.0, inf, -inf, 0.0], dtype=torch.float64)
+    assert measure_error(want.clone(), want) == (0.0, 0.0)
+    for wrong in ([nan, inf, -inf, 0.0], [1.0, 1.0, -inf, 0.0], [1.0, inf, inf, 0.0], [1.0, inf, -inf, inf]):
+        assert measure_error(torch.tensor(wrong), want).max_abs == inf
+    assert measure_error(want.clone(), torch.full_like(want, nan)).max_abs == inf
+    assert measure_error(torch.tensor([1.5, inf, -inf, 0.0]), want) == (0.5, 0.25)
+    with pytest.raises(ValueError, match="shapes differ"):
+        measure_error(want[:3], want)
+
+
+def test_budget_is_twice_the_baseline_and_a_tiny_floor() -> None:
+    want = torch.linspace(-1, 1, 1001, dtype=torch.float64)
+    low = want.to(torch.float16)
+    error = measure_error(low, want)
+    budget = error_budget(want, error, low.dtype, 1.0)
+    assert 2 * error.max_abs < budget.max_abs < 2 * error.max_abs + 2**-10
+    assert 2 * error.rms < budget.rms < 2 * error.rms + 2**-10
+
+
+def test_yardstick_is_the_worst_of_its_draws() -> None:
+    errors = yardsticks(CASE)
+    own = measure_error(low_precision_results(CASE).out, expected_results(CASE).out)
+    assert errors["out"].max_abs >= own.max_abs > 0
+    assert set(errors) == set(expected_results(CASE)._fields)
+    overflowing = AttentionCase("overflow", sm_scale=1e6, seqlen_q=8)
+    with pytest.raises(ValueError, match="PyTorch's own out in float16 is not finite"):
+        yardsticks(overflowing)
+
+
+def test_budget_refuses_wrong_results() -> None:
+    good = low_precision_results(CASE)
+    assert_within_budget(good, CASE)
+    for name in good._fields:
+        value = getattr(good, name)
+        finite = value.isfinite()
+        scale = value[finite].double().square().mean().sqrt()
+        shifted = (value.double() + 0.05 * scale).to(value.dtype)
+        poisoned = value.clone()
+        poisoned[(0,) * value.dim()] = float("nan")
+        for wrong in (shifted, poisoned, value.double(), value[..., :-1], None):
+            with pytest.raises(AssertionError, match=f"{name}:"):
+                assert_within_budget(good._replace(**{name: wrong}), CASE)
+
+
+def test_expected_results_are_finite_and_double() -> None:
+    expected = expected_results(CASE)
+    for name, x in zip(expected._fields, expected, strict=True):
+        assert x.dtype == torch.float64
+        assert bool(x.isfinite().all()) or name == "lse"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inputs_are_what_the_case_says(name: str) -> None:
+    case = CASES[name]
+    inputs, again = make_inputs(case), make_inputs(case)
+    b, h, hk, sq, sk, d, dv = case.sizes
+    q_shape = {"bhsd": (b, h, sq, d), "bshd": (b, sq, h, d), "3d": (b * h, sq, d)}[case.layout]
+    assert inputs.q.shape == q_shape
+    assert inputs.v.numel() == b * hk * sk * dv and inputs.dlse.numel() == b * h * sq
+    assert inputs.q.is_leaf and inputs.q.requires_grad and inputs.q.stride(-1) == 1
+    if case.view != "contiguous":
+        assert not inputs.q.is_contiguous()
+    assert torch.equal(inputs.q.detach().nan_to_num(7), again.q.detach().nan_to_num(7))
+    if case.seq_lens is not None and min(case.seq_lens) < max(sq, sk):
+        assert bool(inputs.q.isnan().any()) or bool(inputs.k.isnan().any())
+
+
+def cpu_attention(*args, **kwargs):
+    return diyfa.flash_attention(*args, backend="cpu", **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_validate_attention(dtype: torch.dtype, causal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    passed, difference = diyfa.validate_attention(
+        cpu_attention, 2, 3, 50, 32, causal=causal, dtype=dtype, device="cpu", verbose=True
+    )
+    assert passed is True and 0 < difference < 0.02
+    assert capsys.readouterr().out.startswith("PASS attention (2, 3, 50, 32)")
+    wrong, difference = diyfa.validate_attention(
+        lambda q, k, v, causal: cpu_attention(q, k, v, causal=not causal),
+        2,
+        3,
+        50,
+        32,
+        causal,
+        dtype=dtype,
+        device="cpu",
+    )
+    assert wrong is False and difference > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_validate_matmul(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+    with diyfa.use_backend("cpu"):
+        passed, difference = diyfa.validate_matmul(
+            diyfa.triton_matmul, 70, 50, 130, dtype=dtype, device="cpu", verbose=True
+        )
+        assert passed is True and 0 < difference < 0.3
+        assert capsys.readouterr().out.startswith("PASS matmul 70x50x130")
+        wrong, _ = diyfa.validate_matmul(
+            lambda a, b: diyfa.triton_matmul(a, b) * 1.02, 70, 50, 130, dtype=dtype, device="cpu"
+        )
+        assert wrong is False
+        nan, _ = diyfa.validate_matmul(lambda a, b: torch.full((70, 50), float("nan")), 70, 50, 130, device="cpu")
+        assert nan is False
+
+
+def test_validate_refuses_another_shape() -> None:
+    with pytest.raises(ValueError, match="returned shape"):
+        diyfa.validate_matmul(lambda a, b: b, 4, 5, 6, device="cpu")
