@@ -17,7 +17,7 @@ from diyfa import registry
 from diyfa.attention import flash_attention
 from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
-from diyfa.validation import dtype_name
+from diyfa.validation import MAX_HEAD_DIM, dtype_name
 
 # Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
@@ -74,6 +74,10 @@ class BackendSelector:
         heads_kv: int | None,
         needs_grad: bool,
     ) -> tuple[Kernel, AttentionProblem]:
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM}, got {head_dim}")
+        if heads % (heads_kv or heads):
+            raise ValueError(f"heads must be a multiple of heads_kv, got {heads} and {heads_kv}")
         problem = AttentionProblem(
             self._backend.device_type,
             self._backend.arch(self._device),
@@ -111,8 +115,8 @@ class BackendSelector:
     ) -> Callable[..., Any]:
         """`flash_attention` bound to the kernel for these sizes: call it with (B, H, S, D) q, k, v.
 
-        The mask is part of the choice, so `causal` given here is the function's default. Raises ValueError with every
-        kernel's reason when none runs this.
+        The mask is part of the choice: `causal` given here is the function's default. Raises ValueError for impossible
+        sizes, and with every kernel's reason when none runs this.
         """
         kernel, _ = self._attention(batch, heads, seq_len, head_dim, causal, dtype, heads_kv, needs_grad)
         return partial(flash_attention, causal=causal, variant=kernel.name, backend=self._backend.name)

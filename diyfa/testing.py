@@ -309,27 +309,54 @@ def yardsticks(case: AttentionCase, device: str = "cpu") -> dict[str, Error]:
     return found
 
 
-def assert_within_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> None:
-    """Every result of `case` is within its error budget; AssertionError lists those that are not.
+class Check(NamedTuple):
+    """One result beside its budget; `problem` says why it cannot be compared (missing, wrong dtype or shape)."""
+
+    error: Error
+    budget: Error
+    problem: str = ""
+
+    @property
+    def share(self) -> float:
+        """Error as a share of what is allowed: at most 1 when the result is within its budget."""
+        pairs = zip(self.error, self.budget, strict=True)
+        return float("inf") if self.problem else max(0.0 if e == 0 else e / b if b else float("inf") for e, b in pairs)
+
+
+def check_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> dict[str, Check]:
+    """Every result of `case` by name, beside its error budget.
 
     `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU).
     """
     expected, low_precision = expected_results(case, device), low_precision_results(case, device)
     errors, magnitudes = yardsticks(case, device), term_magnitudes(case)
-    failures = []
+    infinite = Error(float("inf"), float("inf"))
+    checks = {}
     for name, got, want, low in zip(Results._fields, actual, expected, low_precision, strict=True):
         if want is None or low is None:
             if got is not None:
-                failures.append(f"{name}: computed although the case has no such input")
+                checks[name] = Check(infinite, Error(0.0, 0.0), "computed although the case has no such input")
             continue
+        budget = error_budget(want, errors[name], low.dtype, magnitudes[name])
         if got is None:
-            failures.append(f"{name}: missing")
-            continue
-        if got.dtype != low.dtype or got.shape != want.shape:
-            failures.append(f"{name}: {got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(want.shape)}")
-            continue
-        error, budget = measure_error(got, want), error_budget(want, errors[name], low.dtype, magnitudes[name])
-        if not (error.max_abs <= budget.max_abs and error.rms <= budget.rms):
+            checks[name] = Check(infinite, budget, "missing")
+        elif got.dtype != low.dtype or got.shape != want.shape:
+            problem = f"{got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(want.shape)}"
+            checks[name] = Check(infinite, budget, problem)
+        else:
+            checks[name] = Check(measure_error(got, want), budget)
+    return checks
+
+
+def assert_within_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> None:
+    """Every result of `case` is within its error budget (`check_budget`); AssertionError lists those that are not."""
+    failures = []
+    for name, check in check_budget(actual, case, device).items():
+        error, budget = check.error, check.budget
+        if check.problem:
+            failures.append(f"{name}: {check.problem}")
+        elif not (error.max_abs <= budget.max_abs and error.rms <= budget.rms):
+            got = getattr(actual, name)
             failures.append(
                 f"{name}: max error {error.max_abs:.3e} (budget {budget.max_abs:.3e}), "
                 f"rms {error.rms:.3e} (budget {budget.rms:.3e}), {int(got.isnan().sum())} NaN of {got.numel()}"

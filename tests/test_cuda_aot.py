@@ -134,3 +134,25 @@ def test_unknown_architecture():
 
     with pytest.raises(ValueError, match="unknown CUDA architecture 'sm_10'"):
         list(aot.compile_all("sm_10", []))
+
+
+@pytest.mark.parametrize(
+    ("arch", "only"),
+    [
+        ("sm_75", "pointers float16 64x64x16"),
+        ("sm_80", "pointers bfloat16 128x128x32"),
+        ("sm_90", "tma float16 128x256x64 w8 s4"),
+    ],
+)
+def test_shipped_matmul_passes_the_gate(tmp_path, arch, only):
+    """A covering few; the whole set is what the module's command line compiles."""
+    done = run_python("-m", "diyfa.backends.cuda.aot", arch, "--only", only, cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
+    assert f"matmul/{only.split()[0]}" in done.stdout
+
+
+def test_command_line_fails_when_nothing_matches(tmp_path):
+    done = run_python("-m", "diyfa.backends.cuda.aot", "sm_80", "--only", "no such kernel", cache=tmp_path)
+    assert done.returncode == 1
+    assert "0 kernels compiled" in done.stdout

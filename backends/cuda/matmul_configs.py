@@ -68,39 +68,38 @@ TABLE: tuple[Row, ...] = (
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
     # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
     Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4)),
-    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 4, 4, group_m=1, split_k=4)),
+    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4)),
     Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 64, 4, 3)),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3)),
     Row("mma", 200 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3)),
     Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8)),
     # Element by element: a step's addresses and elements are in registers
     Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
     Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
-    Row("narrow", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 8, 3)),
+    Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 128, 32, 8, 3)),
     Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
-    # tf32: fragments of 4-byte operands take twice the registers
-    Row("tf32", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
-    Row("tf32", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
-    Row("tf32", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
-    Row("tf32", 0, ANY, MatmulConfig("pointers", 128, 128, 16, 8, 4)),
+    # Fragments of 4-byte inputs take twice the registers
+    Row("wide", 0, 16, MatmulConfig("pointers", 16, 32, 32, 4, 3, group_m=1, split_k=4)),
+    Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
+    Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
+    Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
     # Without tensor cores: the operands of a whole block_k step live in registers, so tiles are small
     Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
     Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
-    Row("fma", 0, ANY, MatmulConfig("pointers", 32, 64, 16, 4, 2)),
 )
 # A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
 SPLIT_MAX_M = 64
 
 
 def kind_of(problem: MatmulProblem) -> str:
-    """What limits the tile: "fma", "tf32", "narrow" or "mma".
+    """What limits the tile: "fma", "wide", "narrow" or "mma".
 
     * fma: Triton (3.2 to 3.9) multiplies without tensor cores: before Ampere, and float32 in full precision. The
       operands of a whole step live in registers.
-    * tf32: float32 operands on tensor cores.
+    * wide: float32 inputs on tensor cores, as tf32 or cast to 2 bytes.
     * narrow: without 16-byte alignment elements are copied one by one, 2-byte ones through registers.
     * mma: everything else.
     """
@@ -108,8 +107,8 @@ def kind_of(problem: MatmulProblem) -> str:
     spec = gpu_spec(problem.arch)
     if full or (spec is not None and spec.arch in (GPUArch.VOLTA, GPUArch.TURING)):
         return "fma"
-    if problem.compute_dtype == "float32":
-        return "tf32"
+    if problem.dtype == "float32":
+        return "wide"
     return "mma" if problem.aligned else "narrow"
 
 

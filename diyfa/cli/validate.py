@@ -17,14 +17,12 @@ from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.testing import (
     BUDGET_FACTOR,
     AttentionCase,
-    Results,
+    Check,
+    check_budget,
     error_budget,
-    expected_results,
-    low_precision_results,
     make_inputs,
     measure_error,
     run_case,
-    term_magnitudes,
 )
 
 CASES = (
@@ -65,22 +63,6 @@ class Verdict:
     reason: str = ""
 
 
-def _worst(actual: Results, case: AttentionCase, device: str) -> tuple[float, str]:
-    """Largest share of the budget used by any result; inf where a result is missing or has the wrong type or shape."""
-    expected, baseline = expected_results(case, device), low_precision_results(case, device)
-    magnitudes = term_magnitudes(case)
-    shares = {}
-    for name, got, want, low in zip(Results._fields, actual, expected, baseline, strict=True):
-        if want is None or low is None:
-            continue
-        if got is None or got.dtype != low.dtype or got.shape != want.shape:
-            return float("inf"), name
-        error, budget = measure_error(got, want), error_budget(want, low, magnitudes[name])
-        shares[name] = max(error.max_abs / budget.max_abs, error.rms / budget.rms)
-    name = max(shares, key=shares.__getitem__)
-    return shares[name], name
-
-
 def _attention(case: AttentionCase, device: torch.device, backend: str) -> Verdict:
     inputs = make_inputs(case, device)
     attend: Callable[..., Any] = flash_attention_v2 if case.layout == "bshd" else flash_attention
@@ -89,8 +71,10 @@ def _attention(case: AttentionCase, device: torch.device, backend: str) -> Verdi
     except ValueError as refusal:
         return Verdict(case.name, "refused", reason=str(refusal))
     results = run_case(partial(attend, backend=backend), inputs)
-    share, name = _worst(results, case, "cuda" if device.type == "cuda" else "cpu")
-    return Verdict(case.name, "pass" if share <= 1 else "FAIL", share, name, chosen.kernel)
+    checks = check_budget(results, case, "cuda" if device.type == "cuda" else "cpu")
+    name, check = max(checks.items(), key=lambda item: item[1].share)
+    status = "pass" if check.share <= 1 else "FAIL"
+    return Verdict(case.name, status, check.share, name, chosen.kernel, check.problem)
 
 
 def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backend: str) -> Verdict:
@@ -103,8 +87,8 @@ def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     except ValueError as refusal:
         return Verdict(case, "refused", reason=str(refusal))
     expected = a.double() @ b.double()
-    error, budget = measure_error(c, expected), error_budget(expected, a @ b, magnitude=1.0)
-    share = max(error.max_abs / budget.max_abs, error.rms / budget.rms)
+    budget = error_budget(expected, measure_error(a @ b, expected), dtype, magnitude=1.0)
+    share = Check(measure_error(c, expected), budget).share
     return Verdict(case, "pass" if share <= 1 else "FAIL", share, "c")
 
 
