@@ -11,18 +11,21 @@ two walks cost two more products out of seven, and are bitwise reproducible.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
-from diyfa.backends.cuda.configs import AttentionConfig, form_of
+from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.launch import on_device
+from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
 from diyfa.backends.cuda.tiles import (
     LOG2E,
     PORTABLE_FORM,
-    descriptor,
+    box,
+    cdiv,
     head_base,
     load_tile,
     padded_head_dim,
@@ -112,7 +115,7 @@ def _dkdv_blocks(
     """Query blocks [start, end) of one head, transposed: scores are [BLOCK_N, BLOCK_M], so P and dS are
     left operands.
 
-    MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0, so the last block needs no loop of its own.
+    MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0: the last block needs no loop of its own.
     """
     for start_m in tl.range(start, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
@@ -404,32 +407,100 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
     }
 
 
-def _preprocess(
+_launches = Launches()
+
+
+def _boxes(
     problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
+    config: AttentionConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> torch.Tensor:
-    """delta (B, H, Sq) fp32."""
-    delta = torch.empty(problem.batch, problem.heads_q, problem.seqlen_q, dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q,)
-    _bwd_preprocess_kernel[grid](
-        out,
-        dout,
-        dlse,
-        tensors.seq_lens,
-        delta,
-        *bhsd_strides(out, problem.layout)[:3],
-        *bhsd_strides(dout, problem.layout)[:3],
-        *(dlse.stride() if dlse is not None else (0, 0, 0)),
-        problem.heads_q,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        **preprocess_constants(problem, dlse is not None),
-        num_warps=PREPROCESS_WARPS,
-    )
-    return delta
+) -> tuple[Box | None, ...]:
+    """How q, k, v and dout are read."""
+    if config.form != "tma":
+        return (None,) * 4
+    d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    m, n, layout = config.block_m, config.block_n, problem.layout
+    return box(q, layout, m, d), box(k, layout, n, d), box(v, layout, n, dv), box(dout, layout, m, dv)
+
+
+class _Backward:
+    """The three launches of one backward pass; what they share is worked out once."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> None:
+        if dout.data_ptr() % 16 or any(s * dout.element_size() % 16 for s in dout.stride()[:-1]):
+            problem = problem._replace(aligned=False)  # an unaligned gradient keeps TMA out
+        self.problem, self.tensors = problem, tensors
+        self.out, self.lse, self.dout, self.dlse = out, lse, dout, dlse
+        self.delta = torch.empty_like(lse)
+        q, k, v = tensors.q, tensors.k, tensors.v
+        self.key = (problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), dout.stride(), q.device)
+        self.fixed = problem.aligned and not problem.seq_lens
+
+    def preprocess(self) -> None:
+        """delta (B, H, Sq) fp32."""
+        problem, layout, dlse = self.problem, self.problem.layout, self.dlse
+
+        def make() -> Launch:
+            scalars = (
+                *bhsd_strides(self.out, layout)[:3],
+                *bhsd_strides(self.dout, layout)[:3],
+                *(dlse.stride() if dlse is not None else (0, 0, 0)),
+                problem.heads_q,
+                problem.seqlen_q,
+                problem.seqlen_k,
+            )
+            grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
+            values = preprocess_constants(problem, dlse is not None)
+            warps = {"num_warps": PREPROCESS_WARPS}
+            return Launch(
+                _bwd_preprocess_kernel, grid, (None,) * 5, scalars, values, warps, self.fixed and dlse is None
+            )
+
+        key = ("preprocess", *self.key, self.out.stride(), None if dlse is None else dlse.stride())
+        _launches.get(key, make)(self.out, self.dout, dlse, self.tensors.seq_lens, self.delta)
+
+    def _gradient(
+        self, kind: str, fn: Any, config: AttentionConfig, blocks: int, results: tuple[torch.Tensor, ...]
+    ) -> None:
+        problem, tensors = self.problem, self.tensors
+        q, k, v = tensors.q, tensors.k, tensors.v
+
+        def make() -> Launch:
+            scale, _ = softmax_scale(abs(tensors.sm_scale))
+            scalars = (
+                *(s for x in (q, k, v, self.dout, *results) for s in bhsd_strides(x, problem.layout)[:3]),
+                problem.heads_q,
+                problem.heads_q // problem.heads_kv,
+                problem.seqlen_q,
+                problem.seqlen_k,
+                scale if tensors.sm_scale >= 0 else -scale,
+            )
+            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (3 + len(results)))
+            return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), self.fixed)
+
+        launch = _launches.get((kind, config, *self.key), make)
+        launch(q, k, v, self.dout, self.lse, self.delta, tensors.seq_lens, *results)
+
+    def dkdv(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        problem = self.problem
+        blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
+        self._gradient("dkdv", _bwd_dkdv_kernel, config, blocks, (dk, dv))
+
+    def dq(self, config: AttentionConfig, dq: torch.Tensor) -> None:
+        problem = self.problem
+        blocks = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
+        self._gradient("dq", _bwd_dq_kernel, config, blocks, (dq,))
 
 
 def attention_backward(
@@ -443,61 +514,16 @@ def attention_backward(
     """Launch the three kernels -> dq, dk, dv in the inputs' dtype and dimension order."""
     q, k, v = tensors.q, tensors.k, tensors.v
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    layout = problem.layout
-    block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    inputs = [s for x in (q, k, v, dout) for s in bhsd_strides(x, layout)[:3]]
-    scale, _ = softmax_scale(abs(tensors.sm_scale))
-    scale = scale if tensors.sm_scale >= 0 else -scale
-    if dout.data_ptr() % 16 or any(s * dout.element_size() % 16 for s in dout.stride()[:-1]):
-        problem = problem._replace(aligned=False)  # an unaligned gradient keeps TMA out
-    sizes = (problem.heads_q, problem.heads_q // problem.heads_kv, problem.seqlen_q, problem.seqlen_k, scale)
-
-    def schedule(config: AttentionConfig) -> dict[str, int]:
-        return {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-    def references(config: AttentionConfig) -> tuple:
-        if config.form != "tma":
-            return q, k, v, dout
-        return (
-            descriptor(q, layout, config.block_m, block_d),
-            descriptor(k, layout, config.block_n, block_d),
-            descriptor(v, layout, config.block_n, block_dv),
-            descriptor(dout, layout, config.block_m, block_dv),
-        )
-
-    def run_dkdv(config: AttentionConfig) -> None:
-        grid = (triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv,)
-        strides = (*inputs, *bhsd_strides(dk, layout)[:3], *bhsd_strides(dv, layout)[:3])
-        _bwd_dkdv_kernel[grid](
-            *references(config),
-            lse,
-            delta,
-            tensors.seq_lens,
-            dk,
-            dv,
-            *strides,
-            *sizes,
-            **constants(problem, config),
-            **schedule(config),
-        )
-
-    def run_dq(config: AttentionConfig) -> None:
-        grid = (triton.cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q,)
-        strides = (*inputs, *bhsd_strides(dq, layout)[:3])
-        _bwd_dq_kernel[grid](
-            *references(config),
-            lse,
-            delta,
-            tensors.seq_lens,
-            dq,
-            *strides,
-            *sizes,
-            **constants(problem, config),
-            **schedule(config),
-        )
-
+    backward = _Backward(problem, tensors, out, lse, dout, dlse)
     with on_device(q):
-        delta = _preprocess(problem, tensors, out, dout, dlse)
-        run_dkdv(tuned_config("dkdv", problem, run_dkdv))
-        run_dq(tuned_config("dq", problem, run_dq))
+        backward.preprocess()
+
+        def run_dkdv(config: AttentionConfig) -> None:
+            backward.dkdv(config, dk, dv)
+
+        def run_dq(config: AttentionConfig) -> None:
+            backward.dq(config, dq)
+
+        run_dkdv(tuned_config("dkdv", backward.problem, run_dkdv))
+        run_dq(tuned_config("dq", backward.problem, run_dq))
     return AttentionGradients(dq, dk, dv)

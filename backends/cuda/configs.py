@@ -30,6 +30,11 @@ class AttentionConfig:
     spill_budget: int = 0  # bytes of register spills that the compile gate lets this tile have
 
 
+def schedule(config: AttentionConfig) -> dict[str, int]:
+    """The compiler options of a config."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
 def form_of(config: AttentionConfig) -> int:
     """The kernels' FORM constant of a config."""
     return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM

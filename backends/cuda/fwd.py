@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
-from diyfa.backends.cuda.configs import AttentionConfig, form_of
+from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.launch import on_device
+from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
 from diyfa.backends.cuda.tiles import (
     LN2,
     LOG2E,
-    descriptor,
+    box,
+    cdiv,
     head_base,
     load_tile,
     padded_head_dim,
@@ -201,40 +202,47 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
     }
 
 
-def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward kernel -> (out, lse)."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    out = empty_output(q, problem.head_dim_v)
-    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
-    scale, negate = softmax_scale(tensors.sm_scale)
-    layout = problem.layout
-    strides = [s for x in (q, k, v, out) for s in bhsd_strides(x, layout)[:3]]
-    block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+_launches = Launches()
 
-    def run(config: AttentionConfig) -> None:
-        refs: tuple = (q, k, v)
+
+def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: AttentionConfig) -> Launch:
+    q, k, v = tensors.q, tensors.k, tensors.v
+    key = (problem, config, tensors.sm_scale, q.stride(), k.stride(), v.stride(), q.device)
+
+    def make() -> Launch:
+        scale, negate = softmax_scale(tensors.sm_scale)
+        values = constants(problem, config, negate)
+        boxes: tuple[Box | None, ...] = (None,) * 6
         if config.form == "tma":
-            refs = (
-                descriptor(q, layout, config.block_m, block_d),
-                descriptor(k, layout, config.block_n, block_d),
-                descriptor(v, layout, config.block_n, block_dv),
+            rows = (config.block_m, config.block_n, config.block_n)
+            widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
+            boxes = (
+                *(box(x, problem.layout, *tile) for x, *tile in zip((q, k, v), rows, widths, strict=True)),
+                *boxes[3:],
             )
-        grid = (triton.cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q,)
-        _fwd_kernel[grid](
-            *refs,
-            tensors.seq_lens,
-            out,
-            lse,
-            *strides,
+        scalars = (
+            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
             problem.heads_q,
             problem.heads_q // problem.heads_kv,
             problem.seqlen_q,
             problem.seqlen_k,
             scale,
-            **constants(problem, config, negate),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
+        grid = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
+        fixed = problem.aligned and not problem.seq_lens
+        return Launch(_fwd_kernel, grid, boxes, scalars, values, schedule(config), fixed)
+
+    return _launches.get(key, make)
+
+
+def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward kernel -> (out, lse)."""
+    q = tensors.q
+    out = empty_output(q, problem.head_dim_v)
+    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
+
+    def run(config: AttentionConfig) -> None:
+        _launch(problem, tensors, out, config)(q, tensors.k, tensors.v, tensors.seq_lens, out, lse)
 
     with on_device(q):
         run(tuned_config("fwd", problem, run))

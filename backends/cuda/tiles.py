@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.dots import round_to
-from diyfa.problem import as_bhsd
+from diyfa.backends.cuda.launch import Box
+from diyfa.problem import LAYOUTS, bhsd_strides
 
 POINTER = tl.constexpr(0)
 BLOCK_POINTER = tl.constexpr(1)
@@ -38,15 +39,18 @@ PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.v
 
 def padded_head_dim(head_dim: int) -> int:
     """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int):
-    """TMA descriptor of a (batch, head, sequence, feature) view of `x` with a box of [1, 1, block_rows, block_d]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+def cdiv(n: int, block: int) -> int:
+    """How many blocks cover n."""
+    return -(-n // block)
 
-    view = as_bhsd(x, layout)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block_rows, block_d])
+
+def box(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Box:
+    """How TMA reads tiles of [block_rows, block_d] from the heads of `x`."""
+    shape = [x.shape[i] for i in LAYOUTS[layout]]
+    return Box(shape, list(bhsd_strides(x, layout)), [1, 1, block_rows, block_d])
 
 
 @triton.jit

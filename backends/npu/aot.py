@@ -13,15 +13,18 @@ intermediate form tells
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import math
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -397,49 +400,99 @@ def _signature(function: Any, dtype: str) -> dict[str, str]:
     return {name: of(name) for name in function.arg_names}
 
 
-def shipped_jobs(target: str) -> Iterator[Job]:
-    """Every row of the tile tables for `target`, in every dtype, and every feature once for each kernel."""
-    kernels = ("fwd", "dkdv", "dq")
-    for dtype in configs.DTYPE_BYTES:
-        for head_dim in (64, 128, 256):
-            for causal in (False, True):
-                problem = example(target, dtype=dtype, head_dim=head_dim, window_right=0 if causal else -1)
-                yield from (attention_job(problem, kernel) for kernel in kernels)
-            yield preprocess_job(problem, has_dlse=True)
-    for changes in FEATURE_CASES:
-        problem = example(target, **changes)
-        yield from (attention_job(problem, kernel) for kernel in kernels)
-    yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
-    yield dsinks_job()
-    for dtype, compute in (
-        ("float16", "float16"),
-        ("bfloat16", "bfloat16"),
-        ("float32", "float32"),
-        ("float32", "float16"),
-    ):
-        problem = MatmulProblem("npu", target, dtype, compute, compute, 4096, 4096, 4096)
-        yield matmul_job(problem)
-    half = MatmulProblem("npu", target, "float16", "float16", "float16", 4096, 4096, 4096)
-    yield from (matmul_job(half, *layout) for layout in ((True, False), (False, True), (True, True)))
-
-
-# One call for each feature, and the head dims that are no multiple of a tile's width.
+# A problem of each mode of the tile table; "featured" uses all features at once, which needs the most memory.
+MODE_CASES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "tail": {"seq_lens": True},
+    "causal": {"window_right": 0},
+    "featured": {
+        "window_left": 256,
+        "window_right": 128,
+        "softcap": 30.0,
+        "alibi": True,
+        "sinks": True,
+        "seq_lens": True,
+    },
+}
+# Each feature by itself or as it is mostly used, and head dims that do not fill a tile.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
-    {"seq_lens": True},
+    {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
     {"window_left": 256, "window_right": 0},
     {"window_left": 256, "window_right": 128},
+    {"window_left": 256},
+    {"softcap": 30.0},
     {"softcap": 30.0, "window_right": 0},
+    {"alibi": True},
     {"alibi": True, "window_right": 0},
+    {"sinks": True},
     {"sinks": True, "window_right": 0},
-    {"head_dim": 80},
-    {"head_dim": 40, "window_right": 0},
+)
+HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},
+    {"head_dim": 16},
+    {"head_dim": 40, "window_right": 0},
+    {"head_dim": 80},
+    {"head_dim": 96, "window_right": 0},
+    {"head_dim": 160, "seq_lens": True},
     {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
+    {"head_dim": 250, "window_right": 0},
 )
 
 
-def compile_all(target: str, only: str | None = None) -> Iterator[CompileReport]:
+def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """Every row of the tile tables for `target`, every feature and every kind of head dim.
+
+    `full`: every feature in every dtype with every head-dim class, instead of float16 with 128.
+    """
+    head_dims = (64, 128, 256)
+    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype (their rows are the same) and the
+    # features all at once.
+    lean = configs.family(target) is NPUArch.A5 and not full
+    dtypes = [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")]
+    changes: list[dict[str, Any]] = [
+        {"dtype": dtype, "head_dim": head_dim, **mode}
+        for dtype in dtypes
+        for head_dim in head_dims
+        for mode in MODE_CASES.values()
+    ]
+    for dtype in dtypes if full else ("float16",):
+        changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
+        changes += [
+            {"dtype": dtype, "head_dim": head_dim, **case}
+            for head_dim in (head_dims if full else (128,))
+            for case in (() if lean else FEATURE_CASES)
+        ]
+    for change in changes:
+        yield from (attention_job(example(target, **change), kernel) for kernel in ("fwd", "dkdv", "dq"))
+    yield from helper_jobs(target)
+    yield from matmul_jobs(target)
+
+
+def helper_jobs(target: str) -> Iterator[Job]:
+    """The kernels without matrix products."""
+    for dtype in configs.DTYPE_BYTES:
+        for head_dim in (64, 256):
+            yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
+    yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield dsinks_job()
+
+
+def matmul_jobs(target: str) -> Iterator[Job]:
+    """The matrix product in every combination of dtypes and of row-major and column-major operands."""
+    for dtype, compute, out in (
+        ("float16", "float16", "float16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32"),
+        ("float32", "float16", "float16"),
+        ("float32", "float16", "float32"),
+    ):
+        problem = MatmulProblem("npu", target, dtype, compute, out, 4096, 4096, 4096)
+        for layout in ((False, False), (True, False), (False, True), (True, True)):
+            yield matmul_job(problem, *layout)
+
+
+def compile_all(target: str, only: str | None = None, full: bool = False) -> Iterator[CompileReport]:
     """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it.
 
     Raises ValueError for an unknown chip, CompilerMissing when a compiler is not installed.
@@ -447,5 +500,23 @@ def compile_all(target: str, only: str | None = None) -> Iterator[CompileReport]
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     check_front_half()
-    jobs = (job for job in shipped_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
+    jobs = (job for job in shipped_jobs(target, full) if only is None or only in f"{job.kernel} {job.case}")
     yield from compile_jobs(jobs, target)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one JSON object for each kernel; the status is 1 when one fails the gate."""
+    parser = argparse.ArgumentParser(prog="python -m diyfa.backends.npu.aot", description=main.__doc__)
+    parser.add_argument("target", help="chip, such as Ascend910B3 or Ascend950PR_9589")
+    parser.add_argument("--only", help='keep kernels whose "kernel case" contains this')
+    parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
+    asked = parser.parse_args(arguments)
+    failed = False
+    for report in compile_all(asked.target, asked.only, asked.full):
+        failed |= not report.ok
+        print(json.dumps(asdict(report)), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

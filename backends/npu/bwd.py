@@ -253,10 +253,11 @@ def _bwd_dkdv_kernel(
                     p = mask_tile(
                         p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                     )
-            dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
+            # The cube unit may overwrite a left operand, and in fp32 p is one itself: every use of p comes before it.
             ds = p * (dot(v, tl.trans(dout), INTERPRET) - delta[None, :])
             if SOFTCAP:
                 ds = ds * (1.0 - tanh * tanh)
+            dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
             dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
         # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
         # beyond the sequence.

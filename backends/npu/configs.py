@@ -123,7 +123,7 @@ _A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
 
 # On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
 _A5_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
-    ("fwd", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
+    ("fwd", 2, 64): ((128, 64), (128, 128), (128, 128), (128, 64)),
     ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
     ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (64, 64)),
     ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),

@@ -1,0 +1,155 @@
+"""The compile gate: every shipped NPU kernel through both halves of the real Ascend compiler, for three chips.
+
+With DIYFA_FULL_GATE=1 every feature in every dtype and head-dim class. Each chip is compiled once, in a process of its
+own without the interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from diyfa.backends.npu import configs
+
+FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
+A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
+TIMEOUT_S = 1500
+
+
+def _missing() -> str:
+    """Which of the two compilers is not installed, if any."""
+    for package in ("triton-ascend", "ascendnpu-ir"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return package
+    return "" if importlib.util.find_spec("ascendnpuir") else "ascendnpuir"
+
+
+needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is not installed: see docs/npu.md")
+
+
+@cache
+def reports(target: str) -> list[dict[str, Any]]:
+    """What the compiler said about every shipped kernel for `target`."""
+    command = [sys.executable, "-m", "diyfa.backends.npu.aot", target, *(["--full"] if FULL else [])]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    assert done.returncode in (0, 1) and done.stdout, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _describe(report: dict[str, Any]) -> str:
+    return f"{report['kernel']} {report['case']}: {'; '.join(report['notes'][:2])}"
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("target", [A2, A3, A5])
+def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
+    found = reports(target)
+    assert {r["target"] for r in found} == {target}
+    failed = [_describe(r) for r in found if not r["ok"]]
+    assert not failed, "\n".join(failed)
+    kernels = {r["kernel"] for r in found}
+    assert kernels == {
+        "attention_fwd/v2",
+        "attention_bwd/v2/dkdv",
+        "attention_bwd/v2/dq",
+        "attention_bwd/v2/preprocess",
+        "attention_bwd/v2/dsinks",
+        "matmul/persistent",
+    }
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("target", [A2, A3])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mode", ["full", "causal"])
+def test_forward_is_bound_and_pipelined(target: str, dtype: str, head_dim: int, mode: str) -> None:
+    """Said once more without the table's expectations: both vector cores, four workspace buffers."""
+    start = f"{dtype} D={head_dim} {mode} "
+    found = [r for r in reports(target) if r["kernel"] == "attention_fwd/v2" and r["case"].startswith(start)]
+    assert found, start
+    for report in found:
+        assert "bound, pipeline 4" in report["notes"], _describe(report)
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+def test_950_is_known_to_be_unbound() -> None:
+    """When a newer compiler binds on the 950, this fails and its table is due for a new sweep."""
+    mixed = [r for r in reports(A5) if r["kernel"].startswith("attention_") and "unbound, pipeline 0" in r["notes"]]
+    assert len(mixed) >= 3 * 16
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("target", [A2, A5])
+def test_memory_peaks_are_inside_the_chip(target: str) -> None:
+    from diyfa.arch import npu_spec
+
+    spec = npu_spec(target)
+    assert spec is not None
+    for report in reports(target):
+        if "preprocess" not in report["kernel"] and "dsinks" not in report["kernel"]:
+            assert report["memory"].get("l0c", 0) > 0, _describe(report)
+        for memory, used in report["memory"].items():
+            assert 0 < used <= getattr(spec, memory), f"{memory} {used}: {_describe(report)}"
+
+
+@needs_compilers
+def test_the_gate_catches_an_unbound_kernel() -> None:
+    """dq without a mask and without tile_mix_vector_loop stays on one vector core: the gate must say so."""
+    code = (
+        "from dataclasses import replace\n"
+        "from diyfa.backends.npu import aot, configs\n"
+        f"problem = aot.example({A2!r})\n"
+        "tile = replace(configs.attention_tile(problem, 'dq'), vector_loop=None)\n"
+        f"report = aot.compile_job(aot.attention_job(problem, 'dq', tile), {A2!r})\n"
+        "print(report.ok, report.notes[0])\n"
+        "tile = replace(tile, block_m=512, block_n=512)\n"
+        f"report = aot.compile_job(aot.attention_job(problem, 'fwd', tile), {A2!r})\n"
+        "print(report.ok, 'overflow' in report.notes[0])\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    lines = done.stdout.splitlines()
+    assert lines == ["False gate: not split over both vector cores", "False True"], done.stdout + done.stderr[-2000:]
+
+
+def test_a_missing_compiler_is_named() -> None:
+    """Asked to compile without the compilers, or in the interpreter, the backend says what to do."""
+    code = (
+        "from diyfa.backends.npu import aot\n"
+        "try:\n    next(aot.compile_all('Ascend910B3'))\n"
+        "except aot.CompilerMissing as error:\n    print(error)\n"
+        "try:\n    next(aot.compile_all('Ascend310P3'))\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    expected = "unset it to compile" if _missing() != "triton-ascend" else "install triton-ascend"
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr[-2000:]
+    assert expected in lines[0]
+    assert "unknown Ascend chip 'Ascend310P3'" in lines[1]
+
+
+def test_every_row_of_the_table_is_whole() -> None:
+    """Each family, kernel, width and head-dim class has a tile for each mode, of sizes the cube unit takes."""
+    keys = set(configs.ATTENTION_TILES)
+    assert len(keys) == 2 * 3 * 2 * 3 * 4
+    for key, tile in configs.ATTENTION_TILES.items():
+        assert tile.block_m % 16 == 0 and tile.block_n % 16 == 0, key
+        assert tile.measured, key
