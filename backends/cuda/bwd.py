@@ -411,14 +411,10 @@ _launches = Launches()
 
 
 def _boxes(
-    problem: AttentionProblem,
-    config: AttentionConfig,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
+    problem: AttentionProblem, config: AttentionConfig, tensors: AttentionTensors, dout: torch.Tensor
 ) -> tuple[Box | None, ...]:
     """How q, k, v and dout are read."""
+    q, k, v = tensors.q, tensors.k, tensors.v
     if config.form != "tma":
         return (None,) * 4
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
