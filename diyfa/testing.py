@@ -369,11 +369,13 @@ def assert_within_budget(actual: Results, case: AttentionCase, device: str = "cp
 
 
 def _poison(x: torch.Tensor) -> torch.Tensor:
-    """Fill a fresh tensor with NaN (integers: their largest value) by a copy, which every device can do."""
+    """Fill the storage of a fresh tensor with NaN (integers: their largest value) by one flat copy, which every device
+    can do."""
     value = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max if x.dtype != torch.bool else True
-    if x.numel():
+    length = x.untyped_storage().nbytes() // x.element_size()
+    if length:
         with torch.no_grad():
-            x.copy_(torch.full(tuple(x.shape), value, dtype=x.dtype))
+            x.as_strided((length,), (1,), 0).copy_(torch.full((length,), value, dtype=x.dtype))
     return x
 
 

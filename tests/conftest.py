@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+# Small products on many threads wait for each other more than they compute; NumPy (the interpreter) reads this once.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
 if not torch.cuda.is_available():
     # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from targets import TARGETS, Target, absent
+from targets import TARGETS, Target, absent  # noqa: E402
 
 _ran: Counter[str] = Counter()
 

@@ -12,26 +12,26 @@ from diyfa.problem import AttentionProblem
 
 PEAK = """
 import resource, torch, diyfa
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def run(seqlen):
     q, k, v = (torch.randn(1, 1, seqlen, 16, requires_grad=True) for _ in range(3))
-    diyfa.flash_attention(q, k, v, window=(512, 512), variant={variant!r}, backend="cpu").sum().backward()
+    for variant in ("v1", "v2"):
+        diyfa.flash_attention(q, k, v, window=(512, 512), variant=variant, backend="cpu").sum().backward()
 
 run(1024)
 start = peak()
-run(32768)
+run(16384)
 print(peak() - start)
 """
 
 
-@pytest.mark.parametrize("variant", ["v1", "v2"])
-def test_memory_does_not_grow_with_the_square(variant: str) -> None:
-    """Forward and backward at S = 32768: a score matrix would take 4 GiB, one call stays under a 40th of it."""
-    assert int(run_python(PEAK.format(variant=variant))) < 32768**2 * 4 / 40
+def test_memory_does_not_grow_with_the_square() -> None:
+    """Forward and backward at S = 16384: a score matrix would take 1 GiB, a call stays under a 10th of it."""
+    assert int(run_python(PEAK)) < 16384**2 * 4 / 10
 
 
 def test_blocks_outside_the_window_are_skipped() -> None:
@@ -42,7 +42,7 @@ def test_blocks_outside_the_window_are_skipped() -> None:
     visibility = tiles.Visibility(problem, None)
     widths = [stop - start for start, stop in (visibility.key_range(m, m + 128) for m in range(0, 4096, 128))]
     assert max(widths) <= 128 + 100
-    everything = tiles.Visibility(problem._replace(window_left=-1, window_right=-1), None)
+    everything = tiles.Visibility(problem.replace(window_left=-1, window_right=-1), None)
     assert everything.key_range(0, 128) == (0, 4096)
     assert everything.mask(0, 128, 0, 128) is None  # nothing to mask: no mask is built
     assert visibility.mask(128, 256, 0, 128) is not None
@@ -142,7 +142,7 @@ def test_a_small_model_learns() -> None:
     qkv, head = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, vocabulary)
     parameters = [*embed.parameters(), place, *qkv.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
-    for _ in range(120):
+    for _ in range(100):
         tokens = torch.randint(vocabulary, (16, seqlen))
         q, k, v = qkv(embed(tokens) + place).view(16, seqlen, 3, 2, width // 2).unbind(2)
         out = diyfa.flash_attention_v2(q, k, v, causal=True, backend="cpu").flatten(2)

@@ -35,10 +35,30 @@ def expected_rows(*, before: bool = False, at: bool = False, after: bool = False
     return found
 
 
+# Triton kernels multiply whole tiles, and 0 * NaN is NaN: inside the tile that holds it, a non-finite row of v, or of
+# any operand of the backward products, also reaches rows that do not see it. Strict: to be removed when one is exact.
+TILE_GRANULAR = frozenset({"cuda", "npu"})
+
+
+def expect_leak(request: pytest.FixtureRequest, target: Target) -> None:
+    if target.backend in TILE_GRANULAR:
+        reason = f"{target.backend} keeps NaN apart by tiles, not by rows"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("poisoned", ["q", "k", "v", "dout"])
+def test_other_heads_are_untouched(target: Target, poisoned: str, value: float) -> None:
+    for x in attend(target, poisoned, value):
+        assert not bool(rows(x)[1].any())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
-def test_forward(target: Target, poisoned: str, value: float) -> None:
+def test_forward(request: pytest.FixtureRequest, target: Target, poisoned: str, value: float) -> None:
     """Query AT alone depends on its q; queries from AT on depend on key and value AT."""
+    if poisoned == "v":
+        expect_leak(request, target)
     out, lse, *_ = attend(target, poisoned, value)
     reached = expected_rows(at=True, after=poisoned != "q")
     if value != value or poisoned == "v":  # an infinite score may be -inf, which is an ordinary weight of 0
@@ -48,8 +68,9 @@ def test_forward(target: Target, poisoned: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("poisoned", ["q", "k", "v", "dout"])
-def test_backward(target: Target, poisoned: str) -> None:
+def test_backward(request: pytest.FixtureRequest, target: Target, poisoned: str) -> None:
     """Gradients of rows that neither see nor are seen by the NaN stay finite."""
+    expect_leak(request, target)
     _, _, dq, dk, dv = attend(target, poisoned, float("nan"))
     if poisoned in ("q", "dout"):  # row AT of the scores is NaN: it reaches the keys it sees
         assert torch.equal(rows(dq), expected_rows(at=True))

@@ -411,14 +411,10 @@ _launches = Launches()
 
 
 def _boxes(
-    problem: AttentionProblem,
-    config: AttentionConfig,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
+    problem: AttentionProblem, config: AttentionConfig, tensors: AttentionTensors, dout: torch.Tensor
 ) -> tuple[Box | None, ...]:
     """How q, k, v and dout are read."""
+    q, k, v = tensors.q, tensors.k, tensors.v
     if config.form != "tma":
         return (None,) * 4
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
@@ -439,7 +435,7 @@ class _Backward:
         dlse: torch.Tensor | None,
     ) -> None:
         if dout.data_ptr() % 16 or any(s * dout.element_size() % 16 for s in dout.stride()[:-1]):
-            problem = problem._replace(aligned=False)  # an unaligned gradient keeps TMA out
+            problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse, dout, dlse
         self.delta = torch.empty_like(lse)

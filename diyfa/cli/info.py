@@ -114,7 +114,7 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024)
     problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
-    return problem._replace(needs_grad=op == "attention_bwd", **changes)
+    return problem.replace(needs_grad=op == "attention_bwd", **changes)
 
 
 def _refusal(backend: Backend, op: str, problem: Any) -> str | None:
@@ -230,9 +230,9 @@ def run(json: bool) -> None:
     if npu["installed"] and not npu["available"]:
         out.print(f"NPU: {npu['problem']}", style="yellow", markup=False, highlight=False)
         out.print(f"  to mend it: {npu['remedy']}", style="yellow", markup=False, highlight=False)
-    table = Table(title="what enables what", title_justify="left", show_lines=True)
+    table = Table(title="what enables what", title_justify="left")
     for heading in ("", "what", "enables", "how to get it"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for r in report["requirements"]:
         mark = "[green]✓" if r["present"] else "[red]✗"
         table.add_row(mark, r["what"], r["enables"], "" if r["present"] else escape(r["how"]))

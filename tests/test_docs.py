@@ -1,0 +1,105 @@
+"""The documents say what is so: the feature table, the toy backend, the links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import diyfa
+from diyfa import registry
+from diyfa.reference import reference_attention
+
+ROOT = Path(__file__).parents[1]
+READMES = ["README.md", "README.zh-CN.md"]
+PAGES = [*READMES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def feature_table(readme):
+    """{feature: {backend: whether it is there}} as the README says."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    table = text.split("<!-- features", 1)[1].split("<!-- end of features -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    header, _, *body = rows
+    return {name: dict(zip(header[1:], (mark == "✓" for mark in marks), strict=True)) for name, *marks in body}
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_feature_table_is_what_the_backends_say(readme):
+    pytest.importorskip("rich")
+    from diyfa.cli.info import FEATURES, TYPICAL_ARCH, _refusal, _typical
+
+    table = feature_table(readme)
+    assert list(table) == list(FEATURES)
+    compared = 0
+    for name, arch in TYPICAL_ARCH.items():
+        try:
+            backend = registry.load_backend(name)
+        except ImportError:  # its Triton is not the one installed here
+            continue
+        for feature, changes in FEATURES.items():
+            problems = [(op, _typical(backend, arch, op, **changes)) for op in ("attention_fwd", "attention_bwd")]
+            there = all(_refusal(backend, op, problem) is None for op, problem in problems)
+            assert table[feature][name] == there, f"{readme}: {feature} on {name}"
+            compared += 1
+    assert compared >= len(FEATURES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def python_blocks(page):
+    return re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    namespace = {}
+    exec(python_blocks("docs/adding-a-backend.md")[0], namespace)
+    plugin = SimpleNamespace(load=lambda: namespace["backend"])
+    monkeypatch.setattr(registry, "_plugins", lambda: {"toy": plugin})
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_choices", {})
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("causal", "seqlen_q"), [(False, 30), (True, 30), (True, 50)])
+def test_the_toy_backend_computes_attention(toy, layout, causal, seqlen_q):
+    shapes = [(2, 3, s, 16) for s in (seqlen_q, 40, 40)]
+    q, k, v = (torch.randn(s) for s in shapes)
+    expected, expected_lse = reference_attention(q, k, v, causal=causal, return_lse=True)
+    call = diyfa.flash_attention
+    if layout == "bshd":
+        q, k, v, expected = (x.transpose(1, 2) for x in (q, k, v, expected))
+        call = diyfa.flash_attention_v2
+    out, lse = call(q, k, v, causal=causal, backend="toy", return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert diyfa.explain(q, k, v, layout=layout, causal=causal, backend="toy").kernel == "plain"
+
+
+def test_the_toy_backend_refuses_with_its_own_reason(toy):
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="the toy backend does not implement softcap"):
+        diyfa.flash_attention(q, q, q, softcap=5.0, backend="toy")
+    with pytest.raises(ValueError, match="the toy backend has no backward pass"):
+        diyfa.flash_attention(q.requires_grad_(), q, q, backend="toy")
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_readmes_example_runs(readme):
+    """The example as printed, small and on the CPU."""
+    code = python_blocks(readme)[0]
+    code = code.replace('device = "cuda"', 'device = "cpu"').replace("4096", "64")
+    code = code.replace("[64, 1000]", "[64, 20]")
+    with diyfa.use_backend("cpu"):
+        exec(code, {})
