@@ -6,8 +6,6 @@ import importlib.util
 import os
 import sys
 
-AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-
 
 def prepare_environment() -> None:
     """Set what PyTorch reads when it is imported; call before that.
@@ -18,6 +16,6 @@ def prepare_environment() -> None:
     if "torch" in sys.modules:
         return
     if importlib.util.find_spec("torch_npu") is not None:
-        os.environ.setdefault(AUTOLOAD_VARIABLE, "0")
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # Beside other processes, OpenMP threads that spin at barriers make small CPU operators many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
