@@ -21,6 +21,7 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     Backend,
+    Kernel,
     MatmulProblem,
     empty_output,
 )
@@ -87,6 +88,52 @@ def describe_attention(
     )
 
 
+# What a call's shapes, strides and options decided, so that a repeated call decides nothing.
+_decided: dict[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = {}
+_DECIDED_LIMIT = 4096  # changing lengths make new entries without end
+
+
+def _decide(
+    op: str,
+    tensors: AttentionTensors,
+    scalars: tuple[int, int, float, float, str, bool, bool],
+    backend: str,
+    variant: str,
+) -> tuple[AttentionProblem, Kernel]:
+    """The problem of a call and the kernel that runs it. Raises ValueError when none does."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    key = (
+        op,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.dtype,
+        q.device,
+        tensors.seq_lens is None,
+        tensors.alibi_slopes is None,
+        tensors.attn_bias is None,
+        tensors.sinks is None,
+        scalars,
+        backend or registry.forced_backend(),
+        variant,
+    )
+    decided = _decided.get(key)
+    if decided is None:
+        chosen = registry.resolve_backend(q.device, backend)
+        problem = describe_attention(chosen, tensors, scalars)
+        decided = problem, registry.choose(op, problem, chosen, variant)
+        if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
+            registry.choose("attention_bwd", problem, chosen)
+        if len(_decided) >= _DECIDED_LIMIT:
+            _decided.clear()
+        _decided[key] = decided
+    return decided
+
+
 def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     b, h, s, _ = LAYOUTS[layout]
     return q.new_empty(
@@ -122,13 +169,9 @@ def _attention_fwd(
     backend: str,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = registry.resolve_backend(q.device, backend)
     tensors = AttentionTensors(q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks)
     scalars = (window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad)
-    problem = describe_attention(chosen, tensors, scalars)
-    kernel = registry.choose("attention_fwd", problem, chosen, variant)
-    if needs_grad:  # refuse now rather than in the backward pass
-        registry.choose("attention_bwd", problem, chosen)
+    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
     if q.numel() == 0 or k.numel() == 0:
         return _forward_without_keys(tensors, layout)
     return kernel.launch(problem, tensors)
@@ -156,7 +199,6 @@ def _attention_bwd(
     needs_grad: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    chosen = registry.resolve_backend(q.device, backend)
     tensors = AttentionTensors(q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks)
     scalars = (window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad)
     if q.numel() == 0 or k.numel() == 0:
@@ -168,8 +210,7 @@ def _attention_bwd(
         return dq, dk, dv, dbias, dsinks
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    problem = describe_attention(chosen, tensors, scalars)
-    kernel = registry.choose("attention_bwd", problem, chosen)
+    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, "auto")
     grads: AttentionGradients = kernel.launch(problem, tensors, out, lse, dout, dlse)
     return (
         grads.dq,

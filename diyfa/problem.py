@@ -11,7 +11,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,7 +23,8 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 
 
-class AttentionProblem(NamedTuple):
+@dataclass(frozen=True)
+class AttentionProblem:
     """One attention call without its tensors.
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
@@ -53,6 +54,19 @@ class AttentionProblem(NamedTuple):
     deterministic: bool = False
     needs_grad: bool = False
     aligned: bool = True
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every cache on the way to a launch is keyed by the problem: hash its two dozen fields once.
+        values = tuple(getattr(self, name) for name in self.__match_args__)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def replace(self, **changes: Any) -> AttentionProblem:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
 
     @property
     def causal(self) -> bool:

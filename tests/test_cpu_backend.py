@@ -42,7 +42,7 @@ def test_blocks_outside_the_window_are_skipped() -> None:
     visibility = tiles.Visibility(problem, None)
     widths = [stop - start for start, stop in (visibility.key_range(m, m + 128) for m in range(0, 4096, 128))]
     assert max(widths) <= 128 + 100
-    everything = tiles.Visibility(problem._replace(window_left=-1, window_right=-1), None)
+    everything = tiles.Visibility(problem.replace(window_left=-1, window_right=-1), None)
     assert everything.key_range(0, 128) == (0, 4096)
     assert everything.mask(0, 128, 0, 128) is None  # nothing to mask: no mask is built
     assert visibility.mask(128, 256, 0, 128) is not None

@@ -15,7 +15,7 @@ from diyfa.problem import AttentionProblem, Backend, MatmulProblem
 
 def problem(**changes) -> AttentionProblem:
     base = AttentionProblem("cpu", "cpu", "float16", "bhsd", 1, 2, 2, 64, 64, 32, 32)
-    return base._replace(**changes)
+    return base.replace(**changes)
 
 
 @pytest.fixture

@@ -435,7 +435,7 @@ class _Backward:
         dlse: torch.Tensor | None,
     ) -> None:
         if dout.data_ptr() % 16 or any(s * dout.element_size() % 16 for s in dout.stride()[:-1]):
-            problem = problem._replace(aligned=False)  # an unaligned gradient keeps TMA out
+            problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse, dout, dlse
         self.delta = torch.empty_like(lse)

@@ -194,10 +194,16 @@ def gpu_class(problem: AttentionProblem) -> str:
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
+# Below this many multiply-adds in the scores a kernel takes about as long as the host needs to encode three descriptors
+# (10 us: a forward call on (1, 8, 128, 64) costs the host 42 us with them, 32 us without; H200, 2026-11-21).
+TMA_MIN_WORK = 1 << 28
+
+
 def has_tma(problem: AttentionProblem) -> bool:
-    """Whether the tensors of this call can be read through TMA descriptors."""
+    """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
     spec = gpu_spec(problem.arch)
-    return bool(spec and spec.has_tma and problem.aligned and not problem.seq_lens)
+    work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    return bool(spec and spec.has_tma and problem.aligned and not problem.seq_lens and work >= TMA_MIN_WORK)
 
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:

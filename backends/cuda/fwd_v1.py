@@ -174,7 +174,7 @@ def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> t
 
 def config(problem: AttentionProblem) -> AttentionConfig:
     """The forward table's portable tile: this kernel keeps nothing in flight, so it fits wherever that one does."""
-    tile = default_config("fwd", problem._replace(aligned=False))
+    tile = default_config("fwd", problem.replace(aligned=False))
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     return replace(tile, spill_budget=V1_SPILL_BUDGET)
 

@@ -280,8 +280,8 @@ def compile_jobs(jobs: Iterable[Job], target: str) -> Iterator[CompileReport]:
 def example(target: str, **changes: Any) -> AttentionProblem:
     """A problem whose compiled kernel stands for all sizes: nothing is compiled for a sequence length."""
     base = AttentionProblem("npu", target, "float16", "bhsd", 2, 8, 2, 4096, 4096, 128, 128, needs_grad=True)
-    problem = base._replace(**changes)
-    return problem._replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
+    problem = base.replace(**changes)
+    return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
 def _case(problem: AttentionProblem, tile: configs.AttentionTile) -> str:

@@ -114,7 +114,7 @@ def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionP
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024)
     problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
-    return problem._replace(needs_grad=op == "attention_bwd", **changes)
+    return problem.replace(needs_grad=op == "attention_bwd", **changes)
 
 
 def _refusal(backend: Backend, op: str, problem: Any) -> str | None:

@@ -1,0 +1,73 @@
+"""Every tile of the CUDA tables, forced, at shapes that cut it: what the autotuner may choose must be right.
+
+On a GPU all tiles of its own tables run; in the interpreter one of each form, on small shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from targets import TARGETS
+
+import diyfa
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
+
+if "cuda" not in TARGETS:
+    pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
+
+from diyfa.backends.cuda import backend as cuda
+from diyfa.backends.cuda.attention_launch import use_config
+from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.problem import AttentionProblem
+
+TARGET = TARGETS["cuda"]
+KINDS = ("fwd", "dkdv", "dq")
+
+
+def tiles() -> Iterator[tuple[str, int, str, AttentionConfig]]:
+    """(kind, head_dim, dtype, tile): of both forms, TMA's where a large problem would take it."""
+    arch = cuda.arch(TARGET.device)
+    for head_dim in (32,) if TARGET.interpreted else (64, 128, 256):
+        for dtype in ("float16", "float32"):
+            for aligned in (True, False):
+                problem = AttentionProblem(
+                    "cuda", arch, dtype, "bhsd", 4, 8, 8, 4096, 4096, head_dim, head_dim, aligned=aligned
+                )
+                for kind in KINDS:
+                    for tile in list(candidates(kind, problem))[: 1 if TARGET.interpreted else None]:
+                        yield kind, head_dim, dtype, tile
+
+
+CASES = sorted(set(tiles()), key=repr)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dtype", "tile"),
+    CASES,
+    ids=[f"{k}-{d}-{t}-{c.block_m}x{c.block_n}-w{c.num_warps}s{c.num_stages}-{c.form}" for k, d, t, c in CASES],
+)
+def test_tile(kind: str, head_dim: int, dtype: str, tile: AttentionConfig, causal: bool) -> None:
+    case = AttentionCase(
+        name="tile",
+        batch=1 if TARGET.interpreted else 2,
+        heads=2,
+        heads_kv=1,
+        seqlen_q=50 if TARGET.interpreted else 391,
+        seqlen_k=70 if TARGET.interpreted else 517,
+        head_dim=head_dim,
+        dtype=dtype,
+        layout="bshd",
+        causal=causal,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(use_config(kind, tile))
+        stack.enter_context(poisoned_allocations())
+        for _ in range(2):  # the second call takes the short way to the compiled kernel
+            results = run_case(
+                lambda *args, **kwargs: diyfa.flash_attention_v2(*args, backend="cuda", **kwargs),
+                make_inputs(case, TARGET.device),
+            )
+    assert_within_budget(results, case, TARGET.oracle_device)
