@@ -38,6 +38,9 @@ TORCH_INSTALL ?= torch==$(TORCH_VERSION)
 TRITON_INSTALL ?=
 endif
 
+# Threads that spin at barriers make small CPU operators many times slower as soon as something else runs.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 CUDA_TARGETS ?= sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 
 # What runs on npu tensors; everything else does not depend on the environment.

@@ -17,10 +17,9 @@ import torch
 from diyfa.arch import GPUArch, NPUArch, gpu_arch_name, gpu_spec, npu_spec
 
 GIB = 1024**3
-AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 CANN_REMEDY = (
     "install CANN (toolkit and kernels for your chip) and run `source /usr/local/Ascend/ascend-toolkit/set_env.sh`; "
-    f"to use PyTorch without the NPU, set {AUTOLOAD_VARIABLE}=0 or uninstall torch_npu"
+    "to use PyTorch without the NPU, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch_npu"
 )
 
 

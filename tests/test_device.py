@@ -209,3 +209,17 @@ def test_a_torch_npu_that_does_not_load_breaks_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "libhccl.so" in result.stdout
     assert "set_env.sh" in result.stdout
+
+
+def test_the_npu_that_is_here():
+    """The real torch_npu, on an NPU or on the host shim."""
+    if not hasattr(torch, "npu") or not torch.npu.is_available():
+        pytest.skip("no NPU and no host shim: run this with python tests/npu_env.py")
+    npu = diyfa.detect_npu()
+    assert npu.name == torch.npu.get_device_name(0)
+    assert npu.arch is not NPUArch.UNKNOWN
+    assert npu.vector_cores == 2 * npu.cube_cores > 0
+    assert npu.ub > 0
+    assert npu.total_memory_gb > 1
+    assert npu in diyfa.detect()
+    assert device.npu_status().version

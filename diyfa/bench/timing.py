@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -106,6 +107,8 @@ def benchmark_fn(
 
 def _peak_on_host(fn: Callable[[], Any]) -> float:
     """Peak of the bytes that PyTorch's CPU allocator holds during `fn`, above those before; from the profiler."""
+    # Read when the profiler first starts: without it each start and stop is noted on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
     del result

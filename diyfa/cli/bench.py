@@ -14,7 +14,7 @@ from diyfa import flash_attention, triton_matmul, use_backend
 from diyfa.bench import BenchmarkResult, BenchmarkRunner
 from diyfa.bench.peers import attention_peers
 from diyfa.bench.record import environment, write_json
-from diyfa.cli.demo import device_for
+from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 
 OPS = ("attention", "matmul")

@@ -15,25 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from diyfa.cli.demo_train import EARLY_STEPS, PRESETS, Comparison, compare
+from diyfa.cli.devices import device_for
 from diyfa.cli.output import err, out, print_json, progress_bar
-from diyfa.cli.startup import present_device
-from diyfa.registry import backend_names, load_backend
 
 ROWS = 8
 BARS = "▁▂▃▄▅▆▇█"
-
-
-def device_for(backend: str | None) -> tuple[torch.device, str]:
-    """The device to run on and the backend's name. Raises typer.BadParameter when the one named cannot run here."""
-    device = present_device()
-    if backend is None or backend == device.type:
-        return device, device.type
-    if backend not in backend_names():
-        raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
-    wanted = torch.device(load_backend(backend).device_type)
-    if wanted.type not in ("cpu", device.type):
-        raise typer.BadParameter(f"{backend!r} needs a device of type {wanted.type}; here is {device.type}")
-    return wanted, backend
 
 
 def _curve(losses: list[float], width: int = 56) -> str:

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from diyfa.bench.record import cpu_name, versions
+from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
-from diyfa.cli.startup import present_device
 from diyfa.device import CANN_REMEDY, describe, detect, npu_status
 from diyfa.problem import AttentionProblem, Backend, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend

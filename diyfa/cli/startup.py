@@ -1,16 +1,10 @@
-"""What must be decided before PyTorch is imported, and which device a command then uses."""
+"""What must be decided before PyTorch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def prepare_environment() -> None:
@@ -22,17 +16,6 @@ def prepare_environment() -> None:
     if "torch" in sys.modules:
         return
     if importlib.util.find_spec("torch_npu") is not None:
-        os.environ.setdefault(AUTOLOAD_VARIABLE, "0")
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # Beside other processes, OpenMP threads that spin at barriers make small CPU operators many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop notes would tear progress bars
-
-
-def present_device() -> torch.device:
-    """The accelerator that is here, else the CPU."""
-    import torch
-
-    from diyfa.device import default_backend, npu_status
-
-    npu_status()  # imports torch_npu where it works
-    return torch.device(default_backend())

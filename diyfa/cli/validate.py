@@ -12,7 +12,7 @@ from rich.table import Table
 
 from diyfa import explain, flash_attention, flash_attention_v2, triton_matmul
 from diyfa.bench.record import environment
-from diyfa.cli.demo import device_for
+from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.testing import (
     BUDGET_FACTOR,

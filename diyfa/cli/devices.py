@@ -1,0 +1,28 @@
+"""Which device and which backend a command uses."""
+
+from __future__ import annotations
+
+import torch
+import typer
+
+from diyfa.device import default_backend, npu_status
+from diyfa.registry import backend_names, load_backend
+
+
+def present_device() -> torch.device:
+    """The accelerator that is here, else the CPU."""
+    npu_status()  # imports torch_npu where it works
+    return torch.device(default_backend())
+
+
+def device_for(backend: str | None) -> tuple[torch.device, str]:
+    """The device to run on and the backend's name. Raises typer.BadParameter when the one named cannot run here."""
+    device = present_device()
+    if backend is None or backend == device.type:
+        return device, device.type
+    if backend not in backend_names():
+        raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
+    wanted = torch.device(load_backend(backend).device_type)
+    if wanted.type not in ("cpu", device.type):
+        raise typer.BadParameter(f"{backend!r} needs a device of type {wanted.type}; here is {device.type}")
+    return wanted, backend
