@@ -23,6 +23,8 @@ _POINTER_TYPES = {
     "running_ptr": "*fp32",
     "m_ptr": "*fp32",
 }
+# Allocated by the launchers, so aligned whatever the inputs are.
+_RESULTS = frozenset({"o_ptr", "lse_ptr", "delta_ptr", "running_ptr", "m_ptr", "dk_ptr", "dv_ptr", "dq_ptr"})
 # Tensors that TMA reads, with the block whose rows they are read by.
 _DESCRIBED = {"q_ptr": "BLOCK_M", "do_ptr": "BLOCK_M", "k_ptr": "BLOCK_N", "v_ptr": "BLOCK_N"}
 _WIDTH = {"q_ptr": "BLOCK_D", "k_ptr": "BLOCK_D", "v_ptr": "BLOCK_DV", "do_ptr": "BLOCK_DV"}
@@ -40,6 +42,8 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, half, d)
     yield _problem(arch, half, 128, causal=False)
     yield _problem(arch, half, 80, seq_lens=True)
+    for d in (64, 256):
+        yield _problem(arch, half, d).replace(aligned=False)
     spec = gpu_spec(arch)
     if spec is not None and spec.has_bf16:
         yield _problem(arch, "bfloat16", 128)
@@ -60,13 +64,14 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
             signature[name] = f"tensordesc<{element}[1,1,{rows},{width}]>"
         elif name.endswith("_ptr"):
             signature[name] = _POINTER_TYPES.get(name, f"*{element}")
-            aligned.add(name)
+            if problem.aligned or name in _RESULTS:
+                aligned.add(name)
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
-            if name.startswith("stride_"):
+            if name.startswith("stride_") and problem.aligned:
                 aligned.add(name)
     mask = "causal" if problem.causal else "full"
-    ragged = " seq_lens" if problem.seq_lens else ""
+    ragged = " seq_lens" if problem.seq_lens else "" if problem.aligned else " unaligned"
     case = f"{problem.dtype} D={problem.head_dim} {mask}{ragged} {config.block_m}x{config.block_n} {config.form}"
     return CompileSpec(
         kernel,

@@ -34,7 +34,7 @@ from diyfa.backends.cuda.tiles import (
 )
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
 
-PREPROCESS_BLOCK_M = 64
+PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
 
 

@@ -43,7 +43,10 @@ def form_of(config: AttentionConfig) -> int:
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
 # memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
-# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills).
+# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills). "no_wgmma" is for
+# wgmma GPUs where V is narrower than K or rows are not 16-byte aligned: Triton 3.6 then emits wgmma that read V beyond its
+# shared memory (wrong results or an illegal address; H200, 2026-11-21, compute-sanitizer names the instruction). Tiles
+# of 32 rows make it use mma.sync, which is right.
 #
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
@@ -88,7 +91,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
     "float32": (
         (64, C(64, 32, 8, 1)),
         (64, C(32, 32, 4, 1)),
-        (128, C(32, 16, 4, 1)),
+        (128, C(16, 32, 4, 1)),
         (256, C(16, 32, 8, 1)),
         (256, C(16, 16, 4, 1)),
     ),
@@ -96,7 +99,11 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(64, 32, 8, 1)),
         (64, C(32, 32, 4, 1)),
         (128, C(32, 16, 4, 1)),
-        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "no_wgmma": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
     ),
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
@@ -112,23 +119,23 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
-        (64, C(32, 64, 4, 3, spill_budget=192)),
+        (64, C(32, 64, 4, 3, spill_budget=768)),
         (64, C(32, 32, 4, 2)),
-        (128, C(32, 64, 8, 2, spill_budget=64)),
-        (128, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 2, spill_budget=576)),
+        (128, C(32, 32, 4, 2, spill_budget=128)),
         (256, C(32, 32, 8, 1)),
     ),
     "small": (
         (64, C(32, 64, 8, 2, spill_budget=128)),
         (64, C(32, 32, 4, 2)),
         (128, C(32, 64, 8, 1)),
-        (128, C(32, 32, 4, 1)),
+        (128, C(32, 32, 4, 1, spill_budget=32)),
         (256, C(16, 32, 4, 1)),
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
         (64, C(32, 32, 8, 1)),
-        (128, C(16, 32, 8, 1)),
+        (128, C(16, 32, 8, 1, spill_budget=64)),
         (128, C(16, 16, 4, 1)),
         (256, C(16, 32, 8, 1)),
     ),
@@ -136,6 +143,10 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (64, C(32, 16, 4, 1)),
         (128, C(16, 16, 4, 1, spill_budget=2048)),
         (256, C(16, 16, 4, 1, spill_budget=10240)),
+    ),
+    "no_wgmma": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
     ),
 }
 _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
@@ -178,6 +189,10 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (128, C(16, 16, 4, 1, spill_budget=2048)),
         (256, C(16, 16, 4, 1, spill_budget=8192)),
     ),
+    "no_wgmma": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
+    ),
 }
 _TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
 
@@ -190,7 +205,8 @@ def gpu_class(problem: AttentionProblem) -> str:
     if spec is None or not spec.has_bf16:  # before Ampere
         return "turing"
     if spec.has_wgmma:
-        return "wgmma"
+        narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
+        return "wgmma" if problem.aligned and not narrow_v else "no_wgmma"
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
