@@ -42,6 +42,7 @@ def shim_environment(folder: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
         "PYTHONPATH": ":".join(filter(None, modules)),
         "TRITON_INTERPRET": "1",
+        "DIYFA_HOST_SHIM": "1",
         # Operators that the shim refuses must raise where they are called, not leave garbage behind.
         "ASCEND_LAUNCH_BLOCKING": "1",
         # Every allocation comes from the shim, which fills it with NaN.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 from targets import TARGETS
 
 import diyfa
@@ -28,7 +29,7 @@ KINDS = ("fwd", "dkdv", "dq")
 
 def tiles() -> Iterator[tuple[str, int, str, AttentionConfig]]:
     """(kind, head_dim, dtype, tile): of both forms, TMA's where a large problem would take it."""
-    arch = cuda.arch(TARGET.device)
+    arch = cuda.arch(torch.device(TARGET.device))
     for head_dim in (32,) if TARGET.interpreted else (64, 128, 256):
         for dtype in ("float16", "float32"):
             for aligned in (True, False):

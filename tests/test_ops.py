@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import diyfa
 
@@ -95,10 +96,12 @@ def test_dynamic_shapes_compile_once() -> None:
         return diyfa.flash_attention_v2(q, k, v, causal=True, **CPU)
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
     for seqlen in (19, 21, 50, 77):  # sizes that differ from each other, or the tracer takes them for the same
         q, k, v = tensors((3, seqlen, 4, 16), (3, seqlen, 2, 16), (3, seqlen, 2, 16), grad=False)
         torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    assert counts[0] > 0 and set(counts) == {counts[0]}
 
 
 def test_compile_with_seq_lens_does_not_wait_for_values() -> None:
