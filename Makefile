@@ -55,9 +55,10 @@ help:
 
 # $(1): the environment's folder
 define install_torch
-	test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed: make ... PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install -q $(TORCH_INSTALL) || { \
+	@echo "PyTorch for $(1): pip install $(TORCH_INSTALL)"
+	@$(1)/bin/python -m pip install -q $(TORCH_INSTALL) || { \
 	  echo >&2; \
 	  echo "PyTorch did not install. No NVIDIA GPU was found, so its CPU build was asked for ($(TORCH_INSTALL))." >&2; \
 	  echo "Where your package index does not have that, name another source, for example PyTorch's CPU index:" >&2; \
@@ -117,7 +118,8 @@ format: $(VENV)/.lint
 compile-gate: compile-gate-cuda compile-gate-npu
 
 compile-gate-cuda: $(VENV)/.ready
-	for target in $(CUDA_TARGETS); do $(VENV)/bin/diyfa compile "$$target"; done
+	failed=0; for target in $(CUDA_TARGETS); do \
+	  COLUMNS=140 $(VENV)/bin/diyfa compile "$$target" || failed=1; done; exit $$failed
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must.
 compile-gate-npu: $(VENV_NPU)/.ready

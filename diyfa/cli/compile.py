@@ -61,12 +61,11 @@ def _memory(report: CompileReport) -> str:
 def _table(target: str, reports: list[CompileReport]) -> Table:
     table = Table(title=f"{target}: {len(reports)} compilations")
     for heading in ("kernel", "case"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("registers", "spills", "memory", "s"):
         table.add_column(heading, justify="right")
     table.add_column("result")
     for r in reports:
-        result = "ok" if r.ok else "FAILED"
         table.add_row(
             r.kernel,
             r.case,
@@ -74,7 +73,7 @@ def _table(target: str, reports: list[CompileReport]) -> Table:
             "" if r.spill_bytes is None else str(r.spill_bytes),
             _memory(r),
             f"{r.seconds:.1f}",
-            "; ".join([result, *r.notes]),
+            "; ".join(["ok", *r.notes]) if r.ok else "FAILED",
             style=None if r.ok else "bold red",
         )
     return table
@@ -93,6 +92,8 @@ def run(target: str, only: str | None, json: bool) -> int:
         print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})
     else:
         out.print(_table(target, reports))
+        for r in failed:
+            out.print(f"FAILED {r.kernel} {r.case}: {'; '.join(r.notes)}", markup=False, highlight=False)
         out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)
     if not reports:
         err.print(f"Nothing was compiled: no kernel or case matches {only!r}." if only else "Nothing was compiled.")
