@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from refusals import refused_features
 from targets import TARGETS
@@ -66,6 +66,7 @@ def test_random_cases(backend: str) -> None:
         max_examples=EXAMPLES or (6 if target.interpreted else 25),
         derandomize=not EXAMPLES,
         deadline=None,
+        phases=[Phase.generate, *([Phase.shrink] if EXAMPLES else [])],
         database=None,
         suppress_health_check=list(HealthCheck),
     )
