@@ -261,15 +261,16 @@ def term_magnitudes(case: AttentionCase) -> dict[str, float]:
     scale = head_dim**-0.5 if case.sm_scale is None else abs(case.sm_scale)
     score = scale * q * k * head_dim**0.5
     dscore = dout * v * head_dim_v**0.5 + dlse
-    return {
+    terms = {
         "out": v,
-        "lse": 1.0 + score,
         "dq": scale * k * dscore,
         "dk": scale * q * dscore,
         "dv": dout,
         "dbias": dscore,
         "dsinks": dscore,
     }
+    # One unit in a score (or in the saved log-sum-exp) of size s changes its weight by s units.
+    return {"lse": 1.0 + score, **{name: term * max(1.0, score) for name, term in terms.items()}}
 
 
 def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, magnitude: float) -> Error:
