@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
+from diyfa.backends.cuda.attention_launch import tuned_config
 from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
@@ -473,14 +473,13 @@ class _Backward:
         q, k, v = tensors.q, tensors.k, tensors.v
 
         def make() -> Launch:
-            scale, _ = softmax_scale(abs(tensors.sm_scale))
             scalars = (
                 *(s for x in (q, k, v, self.dout, *results) for s in bhsd_strides(x, problem.layout)[:3]),
                 problem.heads_q,
                 problem.heads_q // problem.heads_kv,
                 problem.seqlen_q,
                 problem.seqlen_k,
-                scale if tensors.sm_scale >= 0 else -scale,
+                tensors.sm_scale,
             )
             boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (3 + len(results)))
             return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), self.fixed)

@@ -38,8 +38,13 @@ PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.v
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    """Width of a tile: the next power of two, at least 32.
+
+    16 would do for the matrix instructions, but on sm_90 Triton 3.6 reads a 16-wide V beyond its shared memory when V
+    came through registers (addresses that are not 16-byte aligned) and Q and K are wider: wrong results or an illegal
+    address (H200, 2026-11-21; compute-sanitizer names the wgmma).
+    """
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def cdiv(n: int, block: int) -> int:
