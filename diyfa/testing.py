@@ -19,9 +19,14 @@ from diyfa.reference import reference_attention
 
 BUDGET_FACTOR = 2.0
 # The budget's floor, for cases in which PyTorch's error is zero by luck or construction: half a unit in the last place
-# of the largest value (rounding the result cannot cost less), and this many float32 units of the terms summed.
+# of the largest value (rounding the result cannot cost less), and this many float32 units of the terms summed. Terms
+# are measured by their root mean square; the largest of many is about three times that, and so is its rounding.
 FLOOR_ULPS = 4.0
-YARDSTICK_DRAWS = 5
+LARGEST_TERM = 3.0
+ABSOLUTE_FLOOR = 1e-20  # for results that are zero by construction, as gradients of q and k are with sm_scale = 0
+# Inputs drawn to learn PyTorch's error: enough for this many values of the smallest result, within these bounds.
+YARDSTICK_VALUES = 64
+YARDSTICK_DRAWS = (5, 32)
 
 
 # ---- Cases and inputs -------------------------------------------------------------------------------------------
@@ -256,15 +261,16 @@ def term_magnitudes(case: AttentionCase) -> dict[str, float]:
     scale = head_dim**-0.5 if case.sm_scale is None else abs(case.sm_scale)
     score = scale * q * k * head_dim**0.5
     dscore = dout * v * head_dim_v**0.5 + dlse
-    return {
+    terms = {
         "out": v,
-        "lse": 1.0 + score,
         "dq": scale * k * dscore,
         "dk": scale * q * dscore,
         "dv": dout,
         "dbias": dscore,
         "dsinks": dscore,
     }
+    # One unit in a score (or in the saved log-sum-exp) of size s changes its weight by s units.
+    return {"lse": 1.0 + score, **{name: term * max(1.0, score) for name, term in terms.items()}}
 
 
 def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, magnitude: float) -> Error:
@@ -279,22 +285,29 @@ def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, m
     finite = expected[expected.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     eps32 = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    floor = 0.5 * torch.finfo(dtype).eps * largest + FLOOR_ULPS * eps32 * magnitude
-    return Error(BUDGET_FACTOR * yardstick.max_abs + floor, BUDGET_FACTOR * yardstick.rms + floor)
+    rounding = 0.5 * torch.finfo(dtype).eps * largest + ABSOLUTE_FLOOR
+    summing = FLOOR_ULPS * eps32 * magnitude
+    return Error(
+        BUDGET_FACTOR * yardstick.max_abs + rounding + LARGEST_TERM * summing,
+        BUDGET_FACTOR * yardstick.rms + rounding + summing,
+    )
 
 
 @lru_cache(maxsize=64)
 def yardsticks(case: AttentionCase, device: str = "cpu") -> dict[str, Error]:
     """PyTorch's low-precision error of each result of `case`.
 
-    A small case has few roundings, and PyTorch may be exact in them by luck; so its error is the largest of
-    `YARDSTICK_DRAWS` draws of inputs, the case's own among them. Large cases need no second draw.
+    A small case has few roundings, and PyTorch may be exact in them by luck; so its error is the largest of several
+    draws of inputs, the case's own among them: the more, the fewer values a result has. Large cases need one draw.
 
     Raises:
         ValueError: PyTorch's result is not finite where the float64 one is, so that it cannot serve as a yardstick.
     """
     found: dict[str, Error] = {}
-    for draw in range(1 if case.large else YARDSTICK_DRAWS):
+    smallest = min(x.numel() for x in expected_results(case, device) if x is not None)
+    least, most = YARDSTICK_DRAWS
+    draws = 1 if case.large else min(max(least, -(-YARDSTICK_VALUES // max(smallest, 1))), most)
+    for draw in range(draws):
         drawn = replace(case, seed=case.seed + draw * 1_000_003)
         for name, want, low in zip(
             Results._fields, expected_results(drawn, device), low_precision_results(drawn, device), strict=True

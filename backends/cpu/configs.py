@@ -29,11 +29,11 @@ class MatmulConfig:
     block_k: int
 
 
-# (most batch · heads the row is for, tile)
+# (most batch · heads the row is for, tile). Forward and backward, causal, float32, D = 64, on two busy x86 cores,
+# 2026-11-21, best of six in ms for square tiles of 128 / 256 / 512 rows (differences below a tenth are noise there):
 ATTENTION: tuple[tuple[float, AttentionConfig], ...] = (
-    (4, AttentionConfig(512, 512)),
-    (32, AttentionConfig(256, 256)),
-    (float("inf"), AttentionConfig(128, 128)),
+    (32, AttentionConfig(256, 256)),  # B·H = 4, S = 2048: 2642 / 2487 / 2958; B·H = 32, S = 512: 1564 / 1305 / 1271
+    (float("inf"), AttentionConfig(128, 128)),  # B·H = 128, S = 256: 405 / 481 / 607
 )
 MATMUL = MatmulConfig(512, 512, 512)
 
