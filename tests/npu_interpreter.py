@@ -4,9 +4,9 @@ On the shim device memory is host memory, so a CPU tensor over the same bytes st
 done on the host: in Triton's interpreter, and in copies with gaps, casts and fills, which torch_npu would ask CANN for.
 Arithmetic stays refused: a kernel that needs torch operators on the device fails here.
 
-triton-ascend's interpreter by itself copies each argument to the host with `.cpu()` and back. That asks the device
-for an operator when a tensor has gaps between its rows, and forgets its strides. Here what a kernel does out of
-bounds really happens in the caller's buffer.
+By itself triton-ascend's interpreter copies each argument to the host with `.cpu()` and back. That asks the device for
+an operator when a tensor has gaps between its rows, and forgets its strides. Here what a kernel does out of bounds
+really happens in the caller's buffer.
 """
 
 from __future__ import annotations

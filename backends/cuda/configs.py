@@ -43,10 +43,10 @@ def form_of(config: AttentionConfig) -> int:
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
 # memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
-# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills). "no_wgmma" is for
-# wgmma GPUs where V is narrower than K or rows are not 16-byte aligned: Triton 3.6 then emits wgmma that read V beyond its
-# shared memory (wrong results or an illegal address; H200, 2026-11-21, compute-sanitizer names the instruction). Tiles
-# of 32 rows make it use mma.sync, which is right.
+# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills). "unaligned" is
+# for rows that are not 16-byte aligned, whose tiles pass through registers, and for a V narrower than K where there is
+# wgmma: Triton 3.6 then emits wgmma that read V beyond its shared memory (wrong results or an illegal address; H200,
+# 2026-11-21, compute-sanitizer names the instruction). Tiles of 32 rows make it use mma.sync, which is right.
 #
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
@@ -80,7 +80,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (256, C(64, 32, 8, 2)),
     ),
     "small": (
-        (64, C(128, 64, 4, 2)),
+        (64, C(128, 64, 4, 2, spill_budget=128)),
         (64, C(64, 64, 4, 2)),
         (128, C(64, 64, 8, 2)),
         (128, C(64, 32, 4, 2)),
@@ -90,7 +90,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
     ),
     "float32": (
         (64, C(64, 32, 8, 1)),
-        (64, C(32, 32, 4, 1)),
+        (64, C(32, 32, 4, 1, spill_budget=64)),
         (128, C(16, 32, 4, 1)),
         (256, C(16, 32, 8, 1)),
         (256, C(16, 16, 4, 1)),
@@ -101,7 +101,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (128, C(32, 16, 4, 1)),
         (256, C(16, 16, 4, 1)),
     ),
-    "no_wgmma": (
+    "unaligned": (
         (128, C(32, 32, 4, 1)),
         (256, C(32, 32, 8, 1)),
     ),
@@ -135,7 +135,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     ),
     "float32": (
         (64, C(32, 32, 8, 1)),
-        (128, C(16, 32, 8, 1, spill_budget=64)),
+        (128, C(16, 32, 8, 1, spill_budget=128)),
         (128, C(16, 16, 4, 1)),
         (256, C(16, 32, 8, 1)),
     ),
@@ -144,9 +144,9 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (128, C(16, 16, 4, 1, spill_budget=2048)),
         (256, C(16, 16, 4, 1, spill_budget=10240)),
     ),
-    "no_wgmma": (
+    "unaligned": (
         (128, C(32, 32, 4, 1)),
-        (256, C(32, 32, 8, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=128)),
     ),
 }
 _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
@@ -187,9 +187,9 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "turing": (
         (64, C(32, 16, 4, 1)),
         (128, C(16, 16, 4, 1, spill_budget=2048)),
-        (256, C(16, 16, 4, 1, spill_budget=8192)),
+        (256, C(16, 16, 4, 1, spill_budget=9216)),
     ),
-    "no_wgmma": (
+    "unaligned": (
         (128, C(32, 32, 4, 1)),
         (256, C(32, 32, 8, 1)),
     ),
@@ -204,9 +204,11 @@ def gpu_class(problem: AttentionProblem) -> str:
         return "float32"
     if spec is None or not spec.has_bf16:  # before Ampere
         return "turing"
+    narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
+    if not problem.aligned or (spec.has_wgmma and narrow_v):
+        return "unaligned"
     if spec.has_wgmma:
-        narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
-        return "wgmma" if problem.aligned and not narrow_v else "no_wgmma"
+        return "wgmma"
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
