@@ -41,10 +41,16 @@ endif
 # Threads that spin at barriers make small CPU operators many times slower as soon as something else runs.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Architectures compiled side by side.
+JOBS ?= 2
 CUDA_TARGETS ?= sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 
 # What runs on npu tensors; everything else does not depend on the environment.
 NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_device.py tests/test_cli.py
+
+# What depends on the version of Triton.
+TRITON39_TESTS ?= tests/test_attention_matrix.py tests/test_matmul.py tests/test_cuda_tiles.py tests/test_cuda_aot.py \
+  tests/test_cuda_matmul.py tests/test_tune.py tests/test_ops.py tests/test_fuzz.py
 
 .PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton39 docs clean
 
@@ -133,7 +139,7 @@ test-npu: $(VENV_NPU)/.ready
 	  --deselect 'tests/test_attention_matrix.py::test_attention[npu-auto-no_keys_sinks]' $(PYTEST_ARGS)
 
 test-triton39: $(CACHE)/triton39/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
