@@ -124,8 +124,7 @@ format: $(VENV)/.lint
 compile-gate: compile-gate-cuda compile-gate-npu
 
 compile-gate-cuda: $(VENV)/.ready
-	failed=0; for target in $(CUDA_TARGETS); do \
-	  COLUMNS=140 $(VENV)/bin/diyfa compile "$$target" || failed=1; done; exit $$failed
+	printf '%s\n' $(CUDA_TARGETS) | COLUMNS=140 xargs -P $(JOBS) -I{} $(VENV)/bin/diyfa compile {}
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must.
 compile-gate-npu: $(VENV_NPU)/.ready
