@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PUBLIC: dict[str, str] = {
     "flash_attention": "diyfa.attention",
     "flash_attention_v2": "diyfa.attention",
+    "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from diyfa.attention import explain as explain
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
+    from diyfa.attention import flash_attention_varlen as flash_attention_varlen
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend

@@ -482,9 +482,11 @@ class _Backward:
                 tensors.sm_scale,
             )
             boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (3 + len(results)))
-            return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), self.fixed)
+            return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
-        launch = _launches.get((kind, config, *self.key), make)
+        # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.
+        fixed = self.fixed and all(x.data_ptr() % 16 == 0 for x in results)
+        launch = _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
         launch(q, k, v, self.dout, self.lse, self.delta, tensors.seq_lens, *results)
 
     def dkdv(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -505,20 +507,18 @@ def attention_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> AttentionGradients:
-    """Launch the three kernels -> dq, dk, dv in the inputs' dtype and dimension order."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients: AttentionGradients,
+) -> None:
+    """Launch the three kernels, which fill dq, dk, dv."""
     backward = _Backward(problem, tensors, out, lse, dout, dlse)
-    with on_device(q):
+    with on_device(tensors.q):
         backward.preprocess()
 
         def run_dkdv(config: AttentionConfig) -> None:
-            backward.dkdv(config, dk, dv)
+            backward.dkdv(config, gradients.dk, gradients.dv)
 
         def run_dq(config: AttentionConfig) -> None:
-            backward.dq(config, dq)
+            backward.dq(config, gradients.dq)
 
         run_dkdv(tuned_config("dkdv", backward.problem, run_dkdv))
         run_dq(tuned_config("dq", backward.problem, run_dq))
-    return AttentionGradients(dq, dk, dv)

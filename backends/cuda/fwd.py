@@ -28,7 +28,7 @@ from diyfa.backends.cuda.tiles import (
     sequence_bounds,
     store_tile,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 
 @triton.jit
@@ -235,15 +235,14 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
     return _launches.get(key, make)
 
 
-def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward kernel -> (out, lse)."""
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the forward kernel, which fills out and lse."""
     q = tensors.q
-    out = empty_output(q, problem.head_dim_v)
-    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
 
     def run(config: AttentionConfig) -> None:
         _launch(problem, tensors, out, config)(q, tensors.k, tensors.v, tensors.seq_lens, out, lse)
 
     with on_device(q):
         run(tuned_config("fwd", problem, run))
-    return out, lse

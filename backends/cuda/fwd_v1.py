@@ -29,7 +29,7 @@ from diyfa.backends.cuda.tiles import (
     sequence_bounds,
     store_tile,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 V1_SPILL_BUDGET = 384  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
 
@@ -140,13 +140,14 @@ def _fwd_v1_kernel(
         tl.store(l_row + offs_m, lse, mask=offs_m < seqlen_q)
 
 
-def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel -> (out, lse)."""
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the kernel, which fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    out = empty_output(q, problem.head_dim_v)
     rows = (problem.batch, problem.heads_q, problem.seqlen_q)
     running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
-    m, lse = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    m = q.new_empty(rows, dtype=torch.float32)
     scale, negate = softmax_scale(tensors.sm_scale)
     tile = config(problem)
     with on_device(q):
@@ -169,7 +170,6 @@ def attention_forward(problem: AttentionProblem, tensors: AttentionTensors) -> t
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    return out, lse
 
 
 def config(problem: AttentionProblem) -> AttentionConfig:
