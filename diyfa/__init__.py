@@ -19,6 +19,12 @@ _PUBLIC: dict[str, str] = {
     "flash_attention_v2": "diyfa.attention",
     "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
+    "flash_attn_func": "diyfa.flash_attn_interface",
+    "flash_attn_kvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_qkvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_kvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_qkvpacked_func": "diyfa.flash_attn_interface",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
     "kernels_for": "diyfa.registry",
@@ -54,6 +60,12 @@ if TYPE_CHECKING:
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
+    from diyfa.flash_attn_interface import flash_attn_func as flash_attn_func
+    from diyfa.flash_attn_interface import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_func as flash_attn_varlen_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
