@@ -55,6 +55,35 @@ def drop_threshold(dropout_p: float) -> int:
     return round(dropout_p * 2**32)
 
 
+def keep_tile(
+    batches: tuple[int, int],
+    heads: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    dropout_p: float,
+    seed: int,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Part of the mask of one call: samples, queries and keys from the first to before the second of each pair.
+
+    Returns (samples, heads, queries, keys) bool, True where the weight is kept. Raises as `dropout_mask` does.
+    """
+    if not 0 <= seed < 2**64 or not 0 <= offset < 2**32:
+        raise ValueError(f"dropout needs 0 <= seed < 2**64 and 0 <= offset < 2**32, got {seed} and {offset}")
+    if batches[1] > 2**16 or heads > 2**16:
+        raise ValueError(f"dropout needs batch and heads of at most 65536, got {batches[1]} and {heads}")
+    first, last = columns[0] // 4, -(-columns[1] // 4)
+    j4 = torch.arange(first, last, device=device)
+    i = torch.arange(*rows, device=device)[:, None]
+    head = torch.arange(heads, device=device)[:, None, None]
+    b = torch.arange(*batches, device=device)[:, None, None, None]
+    constant = torch.full((), offset, dtype=torch.int64, device=device)
+    words = philox4x32((j4, i, b * 2**16 + head, constant), (seed & _MASK, seed >> 32))
+    inside = slice(columns[0] - 4 * first, columns[1] - 4 * first)
+    return torch.stack(words, dim=-1).flatten(-2)[..., inside] >= drop_threshold(dropout_p)
+
+
 def dropout_mask(
     batch: int,
     heads: int,
@@ -70,15 +99,4 @@ def dropout_mask(
     Raises ValueError when a number does not fit its place in the counter: seed below 2**64, offset below 2**32,
     batch and heads at most 2**16.
     """
-    if not 0 <= seed < 2**64 or not 0 <= offset < 2**32:
-        raise ValueError(f"dropout needs 0 <= seed < 2**64 and 0 <= offset < 2**32, got {seed} and {offset}")
-    if batch > 2**16 or heads > 2**16:
-        raise ValueError(f"dropout needs batch and heads of at most 65536, got {batch} and {heads}")
-    columns = -(-seqlen_k // 4)
-    j4 = torch.arange(columns, device=device)
-    i = torch.arange(seqlen_q, device=device)[:, None]
-    head = torch.arange(heads, device=device)[:, None, None]
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    constant = torch.full((), offset, dtype=torch.int64, device=device)
-    words = philox4x32((j4, i, b * 2**16 + head, constant), (seed & _MASK, seed >> 32))
-    return torch.stack(words, dim=-1).flatten(-2)[..., :seqlen_k] >= drop_threshold(dropout_p)
+    return keep_tile((0, batch), heads, (0, seqlen_q), (0, seqlen_k), dropout_p, seed, offset, device)
