@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from diyfa.philox import keep_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -74,6 +75,13 @@ class Visibility:
         return seen
 
 
+def both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """a and b, where None is all True."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
 def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
     """weights @ x in which an unseen pair contributes nothing, even where x is NaN or infinite.
 
@@ -92,10 +100,13 @@ def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | 
 
 
 class Call:
-    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile."""
+    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile.
 
-    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors) -> None:
-        self.problem, self.tensors = problem, tensors
+    `first_batch` is the index of the first sample in the batch that dropout counts.
+    """
+
+    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, first_batch: int = 0) -> None:
+        self.problem, self.tensors, self.first_batch = problem, tensors, first_batch
         self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
         self.visibility = Visibility(problem, tensors.seq_lens)
@@ -109,6 +120,11 @@ class Call:
             self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         if tensors.sinks is not None:  # [1, Hk, G, 1]
             self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
+        self.rng_state: tuple[int, int] | None = None
+        if problem.dropout:
+            seed, offset = tensors.rng_state.tolist()
+            self.rng_state = seed, offset
+        self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # of the weights that dropout keeps
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View of [B, H, S, ...] as [B, Hk, G, S, ...]."""
@@ -139,6 +155,14 @@ class Call:
             return None
         shape = (rows.shape[0], rows.shape[1], self.group, *seen.shape[-2:])
         return seen.unsqueeze(1).expand(shape).flatten(2, 3)
+
+    def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
+        """Dropout's mask [B, Hk, G * BLOCK_M, BLOCK_N] of the tile, True where kept; None without dropout."""
+        if self.rng_state is None:
+            return None
+        samples = (self.first_batch, self.first_batch + self.problem.batch)
+        heads, dropout_p = self.problem.heads_q, self.tensors.dropout_p
+        return self.grouped(keep_tile(samples, heads, (m0, m1), (n0, n1), dropout_p, *self.rng_state)).flatten(2, 3)
 
     def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
         """The part of a broadcastable (B, H, Sq, Sk) tensor that belongs to the tile; dimensions of size 1 stay."""
