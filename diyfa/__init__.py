@@ -18,6 +18,7 @@ _PUBLIC: dict[str, str] = {
     "flash_attention": "diyfa.attention",
     "flash_attention_v2": "diyfa.attention",
     "explain": "diyfa.attention",
+    "dropout_mask": "diyfa.dropout",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
     "kernels_for": "diyfa.registry",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from diyfa.attention import explain as explain
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
+    from diyfa.dropout import dropout_mask as dropout_mask
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
