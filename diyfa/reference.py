@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from diyfa.philox import dropout_mask, keep_tile
+from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, position_words
 from diyfa.problem import LAYOUTS, VARLEN, as_bhsd
 
 _INF = float("inf")
@@ -139,15 +139,20 @@ def _attend_each(
     heads, stat_dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
+    keys = None
+    if rng_state is not None and dropout_p:
+        seed, offset = rng_state.tolist()
+        keys = head_keys(len(ends), heads, seed, offset, q.device)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         slopes = alibi_slopes
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
             slopes = alibi_slopes[b : b + 1]
         keep = None
-        if rng_state is not None and dropout_p:
-            seed, offset = rng_state.tolist()
-            keep = keep_tile((b, b + 1), heads, (0, q1 - q0), (0, k1 - k0), dropout_p, seed, offset, q.device)
+        if keys is not None:
+            rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
+            words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
+            keep = element_levels(*words) >= drop_threshold(dropout_p)  # what dropout_mask has for sample b
         part, part_lse = _attend(q_b, k_b, v_b, scale, window, softcap, None, slopes, None, sinks, keep, dropout_p)
         out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
     return out, lse

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from diyfa.philox import keep_tile
+from diyfa.dropout import Words, drop_threshold, element_levels, head_keys, position_words
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -99,14 +99,22 @@ def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | 
     return out
 
 
+def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words | None:
+    """Dropout's words of every sample (or packed sequence) and query head, [B, H] each; None without dropout."""
+    if not problem.dropout:
+        return None
+    seed, offset = tensors.rng_state.tolist()
+    return head_keys(problem.batch, problem.heads_q, seed, offset)
+
+
 class Call:
     """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile.
 
-    `first_batch` is the index of the first sample in the batch that dropout counts.
+    `keys` are the words of `dropout_keys` that belong to its samples, for packed sequences; else they are derived here.
     """
 
-    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, first_batch: int = 0) -> None:
-        self.problem, self.tensors, self.first_batch = problem, tensors, first_batch
+    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, keys: Words | None = None) -> None:
+        self.problem, self.tensors = problem, tensors
         self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
         self.visibility = Visibility(problem, tensors.seq_lens)
@@ -120,11 +128,18 @@ class Call:
             self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         if tensors.sinks is not None:  # [1, Hk, G, 1]
             self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
-        self.rng_state: tuple[int, int] | None = None
-        if problem.dropout:
-            seed, offset = tensors.rng_state.tolist()
-            self.rng_state = seed, offset
         self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # of the weights that dropout keeps
+        self.words: Words | None = None  # of every query and key position, [B, H, S]
+        keys = keys or dropout_keys(problem, tensors)
+        if keys is not None:
+            rows, columns = torch.arange(problem.seqlen_q), torch.arange(problem.seqlen_k)
+            r0, r1, c0, c1 = keys
+            self.words = (
+                position_words(r0, rows),
+                position_words(r1, rows),
+                position_words(c0, columns),
+                position_words(c1, columns),
+            )
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View of [B, H, S, ...] as [B, Hk, G, S, ...]."""
@@ -158,11 +173,11 @@ class Call:
 
     def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
         """Dropout's mask [B, Hk, G * BLOCK_M, BLOCK_N] of the tile, True where kept; None without dropout."""
-        if self.rng_state is None:
+        if self.words is None:
             return None
-        samples = (self.first_batch, self.first_batch + self.problem.batch)
-        heads, dropout_p = self.problem.heads_q, self.tensors.dropout_p
-        return self.grouped(keep_tile(samples, heads, (m0, m1), (n0, n1), dropout_p, *self.rng_state)).flatten(2, 3)
+        r0, r1, c0, c1 = self.words
+        levels = element_levels(r0[..., m0:m1], r1[..., m0:m1], c0[..., n0:n1], c1[..., n0:n1])
+        return self.grouped(levels >= drop_threshold(self.tensors.dropout_p)).flatten(2, 3)
 
     def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
         """The part of a broadcastable (B, H, Sq, Sk) tensor that belongs to the tile; dimensions of size 1 stay."""
