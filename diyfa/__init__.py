@@ -19,6 +19,7 @@ _PUBLIC: dict[str, str] = {
     "flash_attention_v2": "diyfa.attention",
     "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
+    "dropout_mask": "diyfa.dropout",
     "flash_attn_func": "diyfa.flash_attn_interface",
     "flash_attn_kvpacked_func": "diyfa.flash_attn_interface",
     "flash_attn_qkvpacked_func": "diyfa.flash_attn_interface",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
+    from diyfa.dropout import dropout_mask as dropout_mask
     from diyfa.flash_attn_interface import flash_attn_func as flash_attn_func
     from diyfa.flash_attn_interface import flash_attn_kvpacked_func as flash_attn_kvpacked_func
     from diyfa.flash_attn_interface import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func

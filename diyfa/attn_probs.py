@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.philox import dropout_mask
+from diyfa.dropout import dropout_mask
 
 MULTIPLE = 128  # both sides are padded to it, as flash_attn's are
 
