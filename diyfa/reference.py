@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.philox import dropout_mask
+from diyfa.dropout import dropout_mask
 from diyfa.problem import LAYOUTS, as_bhsd
 
 _INF = float("inf")
@@ -89,7 +89,7 @@ def reference_attention(
     Args:
         q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `diyfa.flash_attention_v2` ("bshd").
         causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
-        dropout_seed, dropout_offset: where the mask of `diyfa.philox.dropout_mask` starts.
+        dropout_seed, dropout_offset: where the mask of `diyfa.dropout.dropout_mask` starts.
         layout: "bhsd" or "bshd".
         return_lse: also return the log-sum-exp of the scores.
         dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.

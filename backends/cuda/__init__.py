@@ -11,7 +11,7 @@ from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
 
 FEATURES = frozenset(
-    {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "gqa", "head_dim_v"}
+    {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"}
 )
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM = 256
