@@ -76,17 +76,19 @@ def _bwd_dbias_kernel(
     for step in tl.range(0, walk):
         b = b_out
         h = h_out
+        tile_m = block_m
+        tile_n = block_n
         if REDUCE == NOTHING:  # the walk runs over the heads that share the entry, and the samples
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
         elif REDUCE == QUERIES:
-            block_m = step
+            tile_m = step
         else:
-            block_n = step
+            tile_n = step
         hk = h // group
-        row0 = block_m * BLOCK_M
-        col0 = block_n * BLOCK_N
+        row0 = tile_m * BLOCK_M
+        col0 = tile_n * BLOCK_N
         first_q, first_k, n_queries, n_keys = sequence_of(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
             HAS_SEQ_LENS, VARLEN,

@@ -144,16 +144,16 @@ def _bwd_dkdv_kernel(
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, begin, masked_end, full_begin, gap,
                 offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
-                HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
+                keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, full_begin, full_end, 0, 0,
                 offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
-                HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
+                keep_scale, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
 
