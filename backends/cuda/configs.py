@@ -194,8 +194,8 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(32, 32, 8, 1)),
     ),
 }
-# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One ladder
-# for every GPU; 1024 stands for MLA's 576 features of q and k.
+# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One
+# ladder for every GPU; 1024 stands for MLA's 576 features of q and k.
 _WIDE: dict[str, tuple[Row, ...]] = {
     "fwd": (
         (512, C(64, 32, 8, 2, "tma")),
