@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa import ops, registry, validation
-from diyfa.attention import attend_varlen, autocast, new_rng_state, normalised_window
+from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, normalised_window
 from diyfa.attn_probs import signed_probabilities
 from diyfa.problem import VARLEN
 
@@ -78,10 +78,9 @@ def _check(
     alibi_slopes: Any,
     dropout_p: float,
 ) -> Window:
-    """Everything that can be said about a call without waiting for a device; returns the window as integers."""
-    validation.check_tensors(q=q, k=k, v=v)
+    """Everything that can be said about q, k, v and the options without waiting for a device; returns the window."""
     validation.check_scalars(softmax_scale, softcap, dropout_p, scale_name="softmax_scale")
-    window = validation.check_window(window_size, "window_size")
+    window = UNBOUNDED if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
     if lengths is not None:
         validation.check_varlen(q, k, v, *lengths)
         batch, seqlen_q, seqlen_k = lengths.cu_seqlens_q.shape[0] - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
@@ -152,7 +151,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -199,7 +198,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -219,7 +218,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -245,7 +244,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -284,7 +283,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -307,7 +306,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -341,6 +340,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if return_softmax and not dropout_p:
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
+    validation.check_tensors(q=q, k=k, v=v)
     window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     rng_state = new_rng_state(q.device) if dropout_p else q.new_empty(2, dtype=torch.int64)
@@ -428,8 +428,8 @@ def _backward(
     deterministic: bool,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
+    validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
-    validation.check_tensors(dout=dout, out=out, softmax_lse=softmax_lse)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
