@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PUBLIC: dict[str, str] = {
     "flash_attention": "diyfa.attention",
     "flash_attention_v2": "diyfa.attention",
+    "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
     "dropout_mask": "diyfa.dropout",
     "triton_matmul": "diyfa.matmul",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from diyfa.attention import explain as explain
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
+    from diyfa.attention import flash_attention_varlen as flash_attention_varlen
     from diyfa.dropout import dropout_mask as dropout_mask
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for

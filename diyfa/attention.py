@@ -5,18 +5,40 @@ from __future__ import annotations
 import torch
 
 from diyfa import ops, registry, validation
-from diyfa.problem import LAYOUTS, AttentionTensors
+from diyfa.problem import LAYOUTS, VARLEN, AttentionTensors
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Inside torch.autocast, single-precision inputs are computed in the autocast dtype, as PyTorch's attention is."""
     device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast to ask about
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
+UNBOUNDED = (-1, -1)
+
+
+def _normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """The bounds that exclude something: the last query stands at key Sk - 1 and the first at Sk - Sq."""
+    if window is not UNBOUNDED:
+        window = validation.check_window(window)
+    left, right = window
+    if causal:
+        right = 0
+    return -1 if left >= seqlen_k else left, -1 if right >= seqlen_q > 0 else right
+
+
+def new_rng_state(device: torch.device) -> torch.Tensor:
+    """Seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
+
+    It is drawn on the device, so nothing waits, a captured graph draws anew at every replay, and whatever saves and
+    restores the generator (`torch.random.fork_rng`, checkpointing) repeats the mask.
+    """
+    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
 
 def _prepare(
@@ -33,6 +55,7 @@ def _prepare(
     attn_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
     dropout_p: float,
+    rng_state: torch.Tensor | None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float, tuple[int, int]]:
     """Check every argument; returns 4-D (q, k, v), the softmax scale and the normalised window."""
     validation.check_tensors(q=q, k=k, v=v)
@@ -45,29 +68,21 @@ def _prepare(
                 f"got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
             )
         q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     dims = LAYOUTS[layout]
     validation.check_qkv(q, k, v, dims)
     validation.check_scalars(sm_scale, softcap, dropout_p)
     b, h, s, d = dims
     seqlen_q, seqlen_k = q.shape[s], k.shape[s]
-    if window is not UNBOUNDED:
-        window = validation.check_window(window)
-    left, right = window
-    if causal:
-        right = 0
-    # Bounds that exclude nothing: the last query stands at key Sk - 1 and the first at Sk - Sq.
-    left = -1 if left >= seqlen_k else left
-    right = -1 if right >= seqlen_q > 0 else right
+    bounds = _normalised_window(window, causal, seqlen_q, seqlen_k)
     if seq_lens is not None:
         validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
     if alibi_slopes is not None or attn_bias is not None or sinks is not None:
         validation.check_features(q, q.shape[b], q.shape[h], seqlen_q, seqlen_k, alibi_slopes, attn_bias, sinks)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q)
     scale = q.shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
-    return (q, k, v), scale, (left, right)
-
-
-UNBOUNDED = (-1, -1)
+    return (q, k, v), scale, bounds
 
 
 def _attend(
@@ -85,13 +100,17 @@ def _attend(
     attn_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
     dropout_p: float,
+    rng_state: torch.Tensor | None,
     deterministic: bool,
     return_lse: bool,
     backend: str | None,
 ) -> Result:
     (q4, k4, v4), scale, bounds = _prepare(
-        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p
-    )
+        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
+        rng_state,
+    )  # fmt: skip
+    if dropout_p and rng_state is None:
+        rng_state = new_rng_state(q.device)
     out, lse = ops.attention(
         q4,
         k4,
@@ -105,6 +124,7 @@ def _attend(
         alibi_slopes=alibi_slopes,
         attn_bias=attn_bias,
         sinks=sinks,
+        rng_state=rng_state if dropout_p else None,
         deterministic=deterministic,
         backend=backend or "",
         variant=variant,
@@ -129,6 +149,7 @@ def flash_attention(
     attn_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -151,6 +172,8 @@ def flash_attention(
         attn_bias: broadcastable to (B, H, Sq, Sk); added to the scores.
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator.
         dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
+        rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
+            default: drawn from the device's default generator.
         deterministic: gradients are bitwise equal from run to run.
         return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
         backend: name of a backend that must run the call; default: the one made for the tensors' device.
@@ -164,7 +187,7 @@ def flash_attention(
     """
     return _attend(
         "bhsd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
-        dropout_p, deterministic, return_lse, backend,
+        dropout_p, rng_state, deterministic, return_lse, backend,
     )  # fmt: skip
 
 
@@ -183,6 +206,7 @@ def flash_attention_v2(
     attn_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -193,8 +217,111 @@ def flash_attention_v2(
     """
     return _attend(
         "bshd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
-        dropout_p, deterministic, return_lse, backend,
+        dropout_p, rng_state, deterministic, return_lse, backend,
     )  # fmt: skip
+
+
+def flash_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Result:
+    """`flash_attention` for sequences of different lengths packed one after another, without padding.
+
+    Args:
+        q: (Tq, H, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv). Last stride 1, others free.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device: sequence b is the rows from [b] to [b + 1]. It may be
+            empty. Values on an accelerator are not read by the host; kernels never leave the tensors.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence of each side.
+        others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.
+
+    Returns:
+        The output (Tq, H, Dv); with `return_lse` also the log-sum-exp (H, Tq) float32. Rows that belong to no sequence
+        have output 0 and lse +inf, like rows that see no key.
+
+    Raises:
+        ValueError, TypeError: as for `flash_attention`.
+    """
+    validation.check_tensors(q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
+    max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
+    validation.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = attend_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, sm_scale, window, softcap,
+        alibi_slopes, sinks, dropout_p, rng_state, deterministic, variant, backend, "",
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attend_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    sm_scale: float | None,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
+    deterministic: bool,
+    variant: str,
+    backend: str | None,
+    packing: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences whose q, k, v and lengths are checked -> (out, lse); `packing` as for `ops.attention`."""
+    validation.check_scalars(sm_scale, softcap, dropout_p)
+    heads, head_dim = q.shape[-2:]
+    if alibi_slopes is not None or sinks is not None:
+        batch = cu_seqlens_q.shape[0] - 1
+        validation.check_features(q, batch, heads, max_seqlen_q, max_seqlen_k, alibi_slopes, None, sinks)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q)
+    elif dropout_p:
+        rng_state = new_rng_state(q.device)
+    return ops.attention(
+        q,
+        k,
+        v,
+        layout=VARLEN,
+        sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
+        window=_normalised_window(window, causal, max_seqlen_q, max_seqlen_k),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        rng_state=rng_state if dropout_p else None,
+        deterministic=deterministic,
+        backend=backend or "",
+        variant=variant,
+        packing=packing,
+    )
 
 
 def explain(
@@ -213,6 +340,7 @@ def explain(
     attn_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -225,11 +353,17 @@ def explain(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     (q4, k4, v4), scale, (left, right) = _prepare(
-        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p
-    )
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
+        rng_state,
+    )  # fmt: skip
+    grads = torch.is_grad_enabled()
+    bias_grad = grads and attn_bias is not None and attn_bias.requires_grad
+    needs_grad = grads and (bias_grad or any(x.requires_grad for x in (q, k, v)))
+    needs_grad = needs_grad or (grads and sinks is not None and sinks.requires_grad)
     chosen = registry.resolve_backend(q4.device, backend or "")
     tensors = AttentionTensors(q4, k4, v4, scale, seq_lens, alibi_slopes, attn_bias, sinks)
-    scalars = (left, right, float(softcap), float(dropout_p), layout, deterministic, needs_grad)
+    scalars = ops.Scalars(
+        0, 0, left, right, float(softcap), dropout_p > 0.0, layout, deterministic, needs_grad, bias_grad
+    )
     problem = ops.describe_attention(chosen, tensors, scalars)
     return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)

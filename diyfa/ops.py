@@ -1,15 +1,16 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
-Three operators, each backend-neutral: `attention_fwd`, `attention_bwd`, `matmul`. Their implementation is the same
-Python function for every dispatch key; it describes the call as a problem, lets the registry choose a kernel and
-launches it. They are defined with `torch.library.Library` because that costs a third of `custom_op` for each call, and
-the autograd is a `torch.autograd.Function` around them (a sixth of `register_autograd` when gradients are needed), so
-`torch.compile` traces through it to the operators.
+Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`. Their
+implementation is the same Python function for every dispatch key; it describes the call as a problem, lets the registry
+choose a kernel, allocates the results and launches it. They are defined with `torch.library.Library` because that costs
+a third of `custom_op` for each call, and the autograd is a `torch.autograd.Function` around them (a sixth of
+`register_autograd` when gradients are needed), so `torch.compile` traces through it to the operators.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from diyfa import registry
 from diyfa.problem import (
     LAYOUTS,
+    VARLEN,
     AttentionGradients,
     AttentionProblem,
     AttentionTensors,
@@ -27,20 +29,46 @@ from diyfa.problem import (
 )
 from diyfa.validation import dtype_name
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward ignores it.
 _FEATURES = (
-    "Tensor? seq_lens, Tensor? alibi_slopes, Tensor? attn_bias, Tensor? sinks, float sm_scale, int window_left, "
-    "int window_right, float softcap, float dropout_p, str layout, bool deterministic, bool needs_grad, str backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? alibi_slopes, Tensor? attn_bias, "
+    "Tensor? sinks, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float sm_scale, SymInt window_left, "
+    "SymInt window_right, float softcap, float dropout_p, str layout, bool deterministic, bool needs_grad, "
+    "bool bias_grad, str backend, str variant"
 )
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
-_lib.define(f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FEATURES}, str variant) -> (Tensor out, Tensor lse)")
+_lib.define(f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FEATURES}) -> (Tensor out, Tensor lse)")
+# `packing` says which gradients share one tensor: "" none, "kv" (dk, dv) or "qkv" all three.
 _lib.define(
-    f"attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FEATURES}) "
+    f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {_FEATURES}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+_lib.define(
+    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_FEATURES}) "
+    "-> ()"
 )
 _lib.define(
     "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "
     "ScalarType out_dtype, str backend) -> Tensor"
 )
+
+
+class Scalars(NamedTuple):
+    """The arguments of a call that decide, besides the tensors' shapes, which kernel runs it."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    window_left: int
+    window_right: int
+    softcap: float
+    dropout: bool
+    layout: str
+    deterministic: bool
+    needs_grad: bool
+    bias_grad: bool
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:
@@ -52,39 +80,48 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def describe_attention(
-    backend: Backend, tensors: AttentionTensors, scalars: tuple[int, int, float, float, str, bool, bool]
-) -> AttentionProblem:
-    """The problem of one call; `scalars` are (window_left, window_right, softcap, dropout_p, layout, deterministic,
-    needs_grad)."""
-    window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad = scalars
+def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Scalars) -> AttentionProblem:
+    """The problem of one call."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    b, h, s, d = LAYOUTS[layout]
-    q_shape, k_shape = q.shape, k.shape
-    seqlen_k = k_shape[s]
+    q_shape, k_shape, layout = q.shape, k.shape, scalars.layout
+    if layout == VARLEN:
+        assert tensors.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
+        batch = tensors.cu_seqlens_q.shape[0] - 1
+        total_q, heads_q, head_dim = q_shape
+        total_k, heads_kv, _ = k_shape
+        # Bounded by the rows there are: a too large maximum costs programs, not correctness.
+        seqlen_q, seqlen_k = min(scalars.max_seqlen_q, total_q), min(scalars.max_seqlen_k, total_k)
+    else:
+        b, h, s, d = LAYOUTS[layout]
+        batch, heads_q, seqlen_q, head_dim = q_shape[b], q_shape[h], q_shape[s], q_shape[d]
+        heads_kv, seqlen_k = k_shape[h], k_shape[s]
+        total_q = total_k = 0
     return AttentionProblem(
         backend.device_type,
         backend.arch(q.device),
         dtype_name(q.dtype),
         layout,
-        q_shape[b],
-        q_shape[h],
-        k_shape[h],
-        q_shape[s],
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
         seqlen_k,
-        q_shape[d],
-        v.shape[d],
-        window_left,
-        window_right,
-        softcap,
+        head_dim,
+        v.shape[-1],
+        scalars.window_left,
+        scalars.window_right,
+        scalars.softcap,
         tensors.seq_lens is not None,
         tensors.alibi_slopes is not None,
         tensors.attn_bias is not None,
         tensors.sinks is not None,
-        dropout_p > 0.0,
-        deterministic,
-        needs_grad,
+        scalars.dropout,
+        scalars.deterministic,
+        scalars.needs_grad,
         _is_aligned(q, k, v),
+        total_q,
+        total_k,
+        scalars.bias_grad,
     )
 
 
@@ -94,11 +131,7 @@ _DECIDED_LIMIT = 4096  # changing lengths make new entries without end
 
 
 def _decide(
-    op: str,
-    tensors: AttentionTensors,
-    scalars: tuple[int, int, float, float, str, bool, bool],
-    backend: str,
-    variant: str,
+    op: str, tensors: AttentionTensors, scalars: Scalars, backend: str, variant: str
 ) -> tuple[AttentionProblem, Kernel]:
     """The problem of a call and the kernel that runs it. Raises ValueError when none does."""
     q, k, v = tensors.q, tensors.k, tensors.v
@@ -113,6 +146,7 @@ def _decide(
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         q.dtype,
         q.device,
+        None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0],
         tensors.seq_lens is None,
         tensors.alibi_slopes is None,
         tensors.attn_bias is None,
@@ -134,173 +168,242 @@ def _decide(
     return decided
 
 
-def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
-    b, h, s, _ = LAYOUTS[layout]
-    return q.new_empty(
-        (q.shape[b], q.shape[h], q.shape[s]), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionTensors, Scalars, str, str]:
+    """The operators' positional arguments after q, k, v -> what they mean; the order is that of `_FEATURES`."""
+    (
+        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
+        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
+        variant,
+    ) = features  # fmt: skip
+    # Small vectors are read by plain index; only odd callers pass strided ones.
+    alibi_slopes, sinks, seq_lens = (
+        x if x is None or x.is_contiguous() else x.contiguous() for x in (alibi_slopes, sinks, seq_lens)
     )
+    if cu_seqlens_k is None:  # the same offsets on both sides are passed once
+        cu_seqlens_k = cu_seqlens_q
+    tensors = AttentionTensors(
+        q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, rng_state, dropout_p
+    )
+    scalars = Scalars(
+        max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p > 0.0, layout, deterministic,
+        needs_grad, bias_grad,
+    )  # fmt: skip
+    return tensors, scalars, backend, variant
 
 
-def _forward_without_keys(tensors: AttentionTensors, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nothing to attend to (Sk = 0) or nothing to compute: out 0, lse +inf, or the sink where there is one."""
-    out = empty_output(tensors.q, tensors.v.shape[-1]).zero_()
-    lse = _empty_lse(tensors.q, layout).fill_(float("inf"))
-    if tensors.sinks is not None:
-        lse.copy_(tensors.sinks[None, :, None])
+def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == VARLEN:
+        shape: tuple[int, ...] = (q.shape[1], q.shape[0])
+    else:
+        b, h, s, _ = LAYOUTS[layout]
+        shape = (q.shape[b], q.shape[h], q.shape[s])
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
+    tensors, scalars, backend, variant = _bind(q, k, v, features)
+    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
+    out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
+    nothing = q.numel() == 0 or k.numel() == 0
+    if nothing or problem.varlen:  # rows that no sequence covers are written by no kernel
+        out.zero_()
+        lse.fill_(float("inf"))
+    if nothing and tensors.sinks is not None:
+        lse.copy_(tensors.sinks[:, None])
+    if not nothing:
+        kernel.launch(problem, tensors, out, lse)
     return out, lse
 
 
-def _attention_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    sm_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    layout: str,
-    deterministic: bool,
-    needs_grad: bool,
-    backend: str,
-    variant: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = AttentionTensors(q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks)
-    scalars = (window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad)
-    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    if q.numel() == 0 or k.numel() == 0:
-        return _forward_without_keys(tensors, layout)
-    return kernel.launch(problem, tensors)
+def _empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: str
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Buffers for dq, dk, dv -> (the tensors that own memory, the three gradients in them).
+
+    Packed ones lie like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
+    """
+    if packing == "":
+        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        return list(grads), grads
+    first = q if packing == "qkv" else k
+    parts = len(packing)
+    packed = first.new_empty((*first.shape[:-2], parts, *first.shape[-2:]))
+    slices = packed.unbind(-3)
+    if packing == "qkv":
+        return [packed], (slices[0], slices[1], slices[2])
+    dq = torch.empty_like(q)
+    return [dq, packed], (dq, slices[0], slices[1])
 
 
-def _attention_bwd(
+def _backward_into(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    sm_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    layout: str,
-    deterministic: bool,
-    needs_grad: bool,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = AttentionTensors(q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks)
-    scalars = (window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad)
-    if q.numel() == 0 or k.numel() == 0:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dbias = q.new_empty(0) if attn_bias is None else torch.zeros_like(attn_bias)
-        dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
-        if sinks is not None and dlse is not None and q.numel():
-            dsinks = dlse.sum((0, 2)).to(sinks.dtype)
-        return dq, dk, dv, dbias, dsinks
+    saved: tuple[torch.Tensor, ...],
+    grads: AttentionGradients,
+    features: tuple[Any, ...],
+) -> None:
+    """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
+    q, k, v, out, lse = saved
+    tensors, scalars, backend, _ = _bind(q, k, v, features)
+    nothing = q.numel() == 0 or k.numel() == 0
+    if nothing or scalars.layout == VARLEN:
+        for x in grads[:3]:
+            x.zero_()
+    if nothing:
+        if grads.dbias is not None:
+            grads.dbias.zero_()
+        if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
+            heads_last = (0, 2) if lse.dim() == 3 else (1,)
+            grads.dsinks.copy_(torch.zeros_like(grads.dsinks) if dlse is None else dlse.sum(heads_last))
+        return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
     problem, kernel = _decide("attention_bwd", tensors, scalars, backend, "auto")
-    grads: AttentionGradients = kernel.launch(problem, tensors, out, lse, dout, dlse)
+    kernel.launch(problem, tensors, out, lse, dout, dlse, grads)
+
+
+def _attention_bwd(
+    dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    saved, packing, features = rest[:5], rest[5], rest[6:]
+    q, k, v = saved[:3]
+    tensors, scalars, _, _ = _bind(q, k, v, features)
+    owners, (dq, dk, dv) = _empty_gradients(q, k, v, packing)
+    dbias = torch.empty_like(tensors.attn_bias) if tensors.attn_bias is not None and scalars.bias_grad else None
+    dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
+    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, dbias, dsinks), features)
+    owners += [q.new_empty(0) for _ in range(3 - len(owners))]  # one each: outputs must not alias
     return (
-        grads.dq,
-        grads.dk,
-        grads.dv,
-        q.new_empty(0) if grads.dbias is None else grads.dbias,  # one each: outputs must not alias
-        q.new_empty(0) if grads.dsinks is None else grads.dsinks,
+        owners[0],
+        owners[1],
+        owners[2],
+        q.new_empty(0) if dbias is None else dbias,
+        q.new_empty(0) if dsinks is None else dsinks,
     )
 
 
-def _attention_fwd_fake(q: Any, k: Any, v: Any, *features: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_output(q, v.shape[-1]), _empty_lse(q, features[9])
+def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> None:
+    saved, (dq, dk, dv), features = rest[:5], rest[5:8], rest[8:]
+    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv), features)
 
 
-def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *features: Any) -> Any:
-    bias, sinks = features[2], features[3]
+def _attention_fwd_fake(q: Any, k: Any, v: Any, *features: Any) -> Any:
+    _, scalars, _, _ = _bind(q, k, v, features)
+    return empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
+
+
+def _attention_bwd_fake(dout: Any, dlse: Any, *rest: Any) -> Any:
+    (q, k, v), packing, features = rest[:3], rest[5], rest[6:]
+    tensors, scalars, _, _ = _bind(q, k, v, features)
+    owners, _ = _empty_gradients(q, k, v, packing)
+    owners += [q.new_empty(0) for _ in range(3 - len(owners))]
+    dbias = tensors.attn_bias if scalars.bias_grad else None
     return (
-        torch.empty_like(q),
-        torch.empty_like(k),
-        torch.empty_like(v),
-        q.new_empty(0) if bias is None else torch.empty_like(bias),
-        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
+        *owners,
+        q.new_empty(0) if dbias is None else torch.empty_like(dbias),
+        q.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks),
     )
 
 
-_lib.impl("attention_fwd", _attention_fwd, "CompositeExplicitAutograd")
-_lib.impl("attention_bwd", _attention_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("diyfa::attention_fwd", _attention_fwd_fake, lib=_lib)
-torch.library.register_fake("diyfa::attention_bwd", _attention_bwd_fake, lib=_lib)
+def _attention_bwd_out_fake(*arguments: Any) -> None:
+    """Nothing to describe: the gradients are given."""
+
+
+for _name, _implementation, _fake in (
+    ("attention_fwd", _attention_fwd, _attention_fwd_fake),
+    ("attention_bwd", _attention_bwd, _attention_bwd_fake),
+    ("attention_bwd_out", _attention_bwd_out, _attention_bwd_out_fake),
+):
+    _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)
 _fwd = torch.ops.diyfa.attention_fwd.default
 _bwd = torch.ops.diyfa.attention_bwd.default
+_bwd_out = torch.ops.diyfa.attention_bwd_out.default
+
+# How q, k, v come out of the tensors that own them; the packed ones have 3 or 2 before the heads.
+_UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
+    "": lambda q, k, v: (q, k, v),
+    "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
+    "qkv": lambda qkv, _, __: qkv.unbind(-3),
+}
+_TENSOR_FEATURES = 7  # the optional tensors, first of the features
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients of q, k, v, attn_bias and sinks from both outputs, out and lse."""
+    """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _fwd(q, k, v, *arguments)
-        ctx.save_for_backward(q, k, v, out, lse, *arguments[:4])
-        ctx.scalars = arguments[4:-1]
+    def forward(ctx: Any, packing: str, q: Any, k: Any, v: Any, *features: Any) -> Pair:
+        out, lse = _fwd(*_UNPACK[packing](q, k, v), *features)
+        ctx.save_for_backward(q, k, v, out, lse, *features[:_TENSOR_FEATURES])
+        ctx.packing = packing
+        ctx.scalars = features[_TENSOR_FEATURES:]
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         dout, dlse = grads
-        q, k, v, out, lse, seq_lens, alibi_slopes, attn_bias, sinks = ctx.saved_tensors
+        q, k, v, out, lse, *optional = ctx.saved_tensors
+        attn_bias, sinks = optional[4:6]
         dq, dk, dv, dbias, dsinks = _bwd(
-            dout, dlse, q, k, v, out, lse, seq_lens, alibi_slopes, attn_bias, sinks, *ctx.scalars
+            dout, dlse, *_UNPACK[ctx.packing](q, k, v), out, lse, ctx.packing, *optional, *ctx.scalars
         )
-        dbias = None if attn_bias is None else dbias
+        owners = (dq, None if k is None else dk, None if v is None else dv)
+        dbias = None if attn_bias is None or not ctx.needs_input_grad[8] else dbias
         dsinks = None if sinks is None else dsinks
-        return (dq, dk, dv, None, None, dbias, dsinks, *(None,) * (len(ctx.scalars) + 1))
+        return (None, *owners, *(None,) * 4, dbias, dsinks, None, *(None,) * len(ctx.scalars))
 
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     *,
     layout: str,
     sm_scale: float,
     window: tuple[int, int],
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
     seq_lens: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     backend: str = "",
     variant: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of checked inputs -> (out, lse), differentiable when an input requires a gradient."""
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (attn_bias is not None and attn_bias.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    )
+    packing: str = "",
+) -> Pair:
+    """Attention of checked inputs -> (out, lse), differentiable when an input requires a gradient.
+
+    With `packing` "qkv", `q` is the packed tensor and k, v are None; with "kv", `k` packs keys and values.
+    """
+    needs_grad = bias_grad = False
+    if torch.is_grad_enabled():
+        bias_grad = attn_bias is not None and attn_bias.requires_grad
+        needs_grad = (
+            q.requires_grad
+            or (k is not None and k.requires_grad)
+            or (v is not None and v.requires_grad)
+            or bias_grad
+            or (sinks is not None and sinks.requires_grad)
+        )
     backend = backend or registry.forced_backend()
-    arguments = (
-        q, k, v, seq_lens, alibi_slopes, attn_bias, sinks, sm_scale, window[0], window[1], softcap, dropout_p, layout,
-        deterministic, needs_grad, backend, variant,
+    if cu_seqlens_k is cu_seqlens_q:  # torch.compile rejects one tensor as two arguments of an autograd.Function
+        cu_seqlens_k = None
+    features = (
+        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
+        sm_scale, window[0], window[1], softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
+        variant,
     )  # fmt: skip
     if needs_grad:
-        return _Attention.apply(*arguments)
-    return _fwd(*arguments)
+        return _Attention.apply(packing, q, k, v, *features)
+    return _fwd(*_UNPACK[packing](q, k, v), *features)
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:

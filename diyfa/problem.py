@@ -21,6 +21,8 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
     "bhsd": (0, 1, 2, 3),  # flash_attention, PyTorch SDPA
     "bshd": (0, 2, 1, 3),  # flash_attention_v2, flash_attn
 }
+# Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
+VARLEN = "thd"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class AttentionProblem:
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
     short name ("float16"). `aligned` says that every base address and every stride but the last is a multiple of 16
-    bytes (what TMA needs).
+    bytes (what TMA needs). In the layout "thd" `batch` counts the sequences, `seqlen_q` and `seqlen_k` are the longest
+    lengths, `total_q` and `total_k` the rows of the packed tensors (0 in other layouts).
     """
 
     device_type: str
@@ -54,6 +57,9 @@ class AttentionProblem:
     deterministic: bool = False
     needs_grad: bool = False
     aligned: bool = True
+    total_q: int = 0
+    total_k: int = 0
+    bias_grad: bool = False  # attn_bias itself wants a gradient
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +79,17 @@ class AttentionProblem:
         return self.window_right == 0
 
     @property
+    def varlen(self) -> bool:
+        return self.layout == VARLEN
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: (B, H, Sq), or (H, Tq) for packed sequences."""
+        if self.varlen:
+            return self.heads_q, self.total_q
+        return self.batch, self.heads_q, self.seqlen_q
+
+    @property
     def features(self) -> frozenset[str]:
         """Names of the optional features this call uses; a backend refuses those it does not list."""
         present = {
@@ -80,6 +97,7 @@ class AttentionProblem:
             "window": self.window_left >= 0 or self.window_right > 0,
             "softcap": self.softcap != 0.0,
             "seq_lens": self.seq_lens,
+            "varlen": self.varlen,
             "alibi": self.alibi,
             "attn_bias": self.bias,
             "sinks": self.sinks,
@@ -112,7 +130,10 @@ class MatmulProblem(NamedTuple):
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`."""
+    """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`.
+
+    `rng_state` and `dropout_p` are what `diyfa.dropout` defines the mask from.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -122,10 +143,17 @@ class AttentionTensors(NamedTuple):
     alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: sequence b is rows cu_seqlens_q[b] to [b + 1] of q
+    cu_seqlens_k: torch.Tensor | None = None  # the same for k and v; both or none
+    rng_state: torch.Tensor | None = None  # (2,) int64: seed and offset of the dropout mask
+    dropout_p: float = 0.0
 
 
 class AttentionGradients(NamedTuple):
-    """What a backward kernel returns; `dbias` and `dsinks` are None where the input was."""
+    """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
+
+    `dbias` is None unless the bias wants a gradient, `dsinks` where there are no sinks.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -135,8 +163,10 @@ class AttentionGradients(NamedTuple):
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
-    """Strides of a 4-D tensor in (batch, head, sequence, feature) order whatever its layout."""
+    """Strides in (batch, head, sequence, feature) order whatever the layout; packed sequences have no batch stride."""
     s = x.stride()
+    if layout == VARLEN:
+        return 0, s[1], s[0], s[2]
     b, h, m, d = LAYOUTS[layout]
     return s[b], s[h], s[m], s[d]
 
@@ -170,8 +200,8 @@ class Kernel:
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none).
     `launch` has, by `op`, the signature
 
-    * attention_fwd: `(problem, tensors) -> (out, lse)`
-    * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None) -> AttentionGradients`
+    * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout) and lse (`problem.lse_shape`)
+    * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
     * matmul: `(problem, a, b) -> c`
     """
 

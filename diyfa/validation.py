@@ -6,6 +6,8 @@ left out while a CUDA graph is captured or a graph is traced.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -117,6 +119,60 @@ def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k
         low, high = int(lengths.min()), int(lengths.max())
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
+
+
+def check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device.
+
+    The values of the lengths are checked where that waits for no device: on CPU tensors.
+    """
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        raise ValueError(
+            f"Expected packed (total, heads, head_dim) tensors, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+        )
+    # The same rules as for a batch, with the whole packed sequence as the only sample.
+    check_qkv(q[None], k[None], v[None], (0, 2, 1, 3))
+    check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    sides = (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k))
+    for side, cu_seqlens, longest, x in sides:
+        name = f"cu_seqlens_{side}"
+        if cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.stride(0) != 1:
+            raise ValueError(f"{name} must be a contiguous vector of B + 1 offsets, got shape {_shape(cu_seqlens)}")
+        if longest < 0:
+            raise ValueError(f"max_seqlen_{side} must not be negative, got {longest}")
+        if cu_seqlens.device.type == "cpu" and not is_capturing(cu_seqlens):
+            offsets = cu_seqlens.tolist()
+            lengths = [end - start for start, end in pairwise(offsets)]
+            if offsets[0] < 0 or offsets[-1] > x.shape[0] or min(lengths, default=0) < 0:
+                raise ValueError(f"{name} must ascend from 0 or more to at most {x.shape[0]}, got {offsets}")
+            if max(lengths, default=0) > longest:
+                raise ValueError(f"{name} has a sequence of {max(lengths)}, beyond max_seqlen_{side}={longest}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must name as many sequences, got shapes {_shape(cu_seqlens_q)} and "
+            f"{_shape(cu_seqlens_k)}"
+        )
+
+
+def check_rng_state(rng_state: torch.Tensor, q: torch.Tensor) -> None:
+    """(2,) int64 on q's device: seed and offset of the dropout mask."""
+    check_tensors(rng_state=rng_state)
+    if rng_state.dtype != torch.int64:
+        raise TypeError(f"rng_state must be int64, got {rng_state.dtype}")
+    if rng_state.shape != (2,) or rng_state.stride(0) != 1:
+        raise ValueError(f"rng_state must be a contiguous pair (seed, offset), got shape {_shape(rng_state)}")
+    check_same_device(q, rng_state=rng_state)
 
 
 def check_features(

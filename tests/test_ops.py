@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 
 import diyfa
+import diyfa.ops
 
 CPU = {"backend": "cpu"}
 
@@ -18,9 +19,10 @@ def tensors(*shapes, dtype=torch.float32, seed=0, grad=True):
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes]
 
 
-# What follows seq_lens, alibi_slopes, attn_bias, sinks in the schema of attention_fwd.
-def scalars(layout="bhsd", window=(-1, -1), softcap=0.0):
-    return (0.25, *window, softcap, 0.0, layout, False, True, "cpu")
+def features(seq_lens=None, slopes=None, bias=None, sinks=None, layout="bhsd", window=(-1, -1), softcap=0.0):
+    """What follows q, k, v in the schema of attention_fwd."""
+    tensors = (None, None, seq_lens, slopes, bias, sinks, None)
+    return (*tensors, 0, 0, 0.25, *window, softcap, 0.0, layout, False, True, bias is not None, "cpu", "auto")
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -31,13 +33,16 @@ def test_opcheck_attention(layout: str) -> None:
     q, k, v = tensors(*shapes, dtype=torch.float16, grad=False)
     bias, sinks = torch.randn(4, 6, 9, dtype=torch.float16), torch.randn(4)
     lens = torch.tensor([9, 5], dtype=torch.int32)
-    features = (lens, torch.rand(4), bias, sinks)
-    rest = scalars(layout, (3, 0), 2.0)
-    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (q, k, v, *features, *rest, "auto"))
-    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, *features, *rest, "auto")
+    rest = features(lens, torch.rand(4), bias, sinks, layout, (3, 0), 2.0)
+    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (q, k, v, *rest))
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, *rest)
     for dlse in (None, torch.randn_like(lse)):
-        args = (torch.randn_like(out), dlse, q, k, v, out, lse, *features, *rest)
+        args = (torch.randn_like(out), dlse, q, k, v, out, lse, "", *rest)
         torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
+    rest = features(lens, torch.rand(4), None, sinks, layout, (3, 0), 2.0)
+    into = tuple(torch.empty_like(x) for x in (q, k, v))
+    args = (torch.randn_like(out), None, q, k, v, out, lse, *into, *rest)
+    torch.library.opcheck(torch.ops.diyfa.attention_bwd_out.default, args)
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "expanded"])
@@ -50,10 +55,10 @@ def test_opcheck_strides(view: str) -> None:
         "expanded": lambda x: x[:1].expand(2, 6, 4, 24),
     }
     q, k, v = (views[view](x) for x in (q, k, v))
-    args = (q, k, v, None, None, None, None, *scalars(), "auto")
+    args = (q, k, v, *features())
     torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, args)
     out, lse = torch.ops.diyfa.attention_fwd(*args)
-    args = (torch.randn_like(out), None, q, k, v, out, lse, *args[3:-1])
+    args = (torch.randn_like(out), None, q, k, v, out, lse, "", *features())
     torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
 
 

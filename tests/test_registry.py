@@ -125,10 +125,10 @@ from diyfa.problem import Kernel
 calls = []
 
 
-def forward(problem, tensors):
+def forward(problem, tensors, out, lse):
     calls.append("fwd")
-    q = tensors.q
-    return tensors.v.mean(2, keepdim=True).expand(*q.shape[:3], -1).clone(), q.new_zeros(q.shape[:3])
+    out.copy_(tensors.v.mean(2, keepdim=True).expand_as(out))
+    lse.zero_()
 
 
 def only_small(problem):

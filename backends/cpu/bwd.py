@@ -40,13 +40,15 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> AttentionGradients:
-    """Gradients of q, k, v, and of the bias and the sinks where there are any."""
+    gradients: AttentionGradients,
+) -> None:
+    """Fill the gradients of q, k, v, and of the bias and the sinks where they are wanted."""
     call, config = Call(problem, tensors), attention_config(problem)
-    dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
-    dk_rows, dv_rows = as_bhsd(dk, problem.layout), as_bhsd(dv, problem.layout)
+    dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
-    dbias = None if call.bias is None else torch.zeros(call.bias.shape, dtype=call.dtype)
+    dbias = None  # in the precision of the sums
+    if gradients.dbias is not None:
+        dbias = torch.zeros(call.bias.shape, dtype=call.dtype)
     delta = _delta(call, out, lse, dout, dlse)
     dout_rows = call.grouped(as_bhsd(dout, problem.layout))
     lse_rows, delta_rows = call.grouped(lse), call.grouped(delta)
@@ -83,11 +85,9 @@ def backward(
         dk_rows[:, :, n0:n1] = dk_tile  # q_tile carries sm_scale already
         dv_rows[:, :, n0:n1] = dv_tile
 
-    call.grouped(as_bhsd(dq, problem.layout)).copy_(dq_acc.mul_(tensors.sm_scale))
+    call.grouped(dq_rows).copy_(dq_acc.mul_(tensors.sm_scale))
     if dbias is not None:
-        dbias = dbias.reshape(tensors.attn_bias.shape).to(tensors.attn_bias.dtype)
-    dsinks = None
-    if tensors.sinks is not None:
+        gradients.dbias.copy_(dbias.reshape(gradients.dbias.shape))
+    if gradients.dsinks is not None:
         sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
-        dsinks = -(sink_weight * delta).sum((0, 2)).to(tensors.sinks.dtype)
-    return AttentionGradients(dq, dk, dv, dbias, dsinks)
+        gradients.dsinks.copy_(-(sink_weight * delta).sum((0, 2)))

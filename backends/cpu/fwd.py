@@ -18,17 +18,12 @@ import torch
 
 from diyfa.backends.cpu.configs import attention_config
 from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
-from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd, empty_output
-
-Forward = tuple[torch.Tensor, torch.Tensor]
+from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 
-def _outputs(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised out and lse as the caller gets them, and their [B, Hk, G, Sq, ...] views."""
-    problem, q = call.problem, call.tensors.q
-    out = empty_output(q, problem.head_dim_v)
-    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=call.dtype)
-    return out, lse, call.grouped(as_bhsd(out, problem.layout)), call.grouped(lse)
+def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse as [B, Hk, G, Sq, ...] views."""
+    return call.grouped(as_bhsd(out, call.problem.layout)), call.grouped(lse)
 
 
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,10 +58,10 @@ def _end_sequences(call: Call, lse: torch.Tensor) -> None:
 
 
 @without_autocast
-def forward_v2(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
-    """(out, lse), query blocks outermost."""
+def forward_v2(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill out and lse, query blocks outermost."""
     call, config = Call(problem, tensors), attention_config(problem)
-    out, lse, out_rows, lse_rows = _outputs(call)
+    out_rows, lse_rows = _rows(call, out, lse)
     for m0 in range(0, problem.seqlen_q, config.block_m):
         m1 = min(m0 + config.block_m, problem.seqlen_q)
         q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
@@ -84,14 +79,13 @@ def forward_v2(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
         out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, lse)
-    return out, lse
 
 
 @without_autocast
-def forward_v1(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
-    """(out, lse), key/value blocks outermost."""
+def forward_v1(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill out and lse, key/value blocks outermost."""
     call, config = Call(problem, tensors), attention_config(problem)
-    out, lse, out_rows, lse_rows = _outputs(call)
+    out_rows, lse_rows = _rows(call, out, lse)
     blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
     # What the paper keeps in HBM for each query block: the normalised output so far, m and l.
     state = []
@@ -118,4 +112,3 @@ def forward_v1(problem: AttentionProblem, tensors: AttentionTensors) -> Forward:
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, lse)
-    return out, lse

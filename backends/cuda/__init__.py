@@ -10,7 +10,10 @@ import torch
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "seq_lens", "head_dim_v"})
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "gqa", "head_dim_v"}
+)
+V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM = 256
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -41,7 +44,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
             launch=fwd_v1.attention_forward,
-            unsupported=lambda problem: _needs_tile(problem, "fwd"),
+            unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=fwd_v1.config,
         ),
         Kernel(

@@ -309,13 +309,16 @@ def attention_bwd(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> AttentionGradients:
-    """Launch the backward kernels. `dout` shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`."""
+    gradients: AttentionGradients,
+) -> None:
+    """Launch the backward kernels, which fill the gradients.
+
+    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
+    """
     q, k, v = tensors.q, tensors.k, tensors.v
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv, _, dsinks = gradients
     delta = torch.empty_like(lse)
-    dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
     named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
@@ -368,4 +371,3 @@ def attention_bwd(
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, batch, heads_q, seqlen_q, BLOCK_M=PREPROCESS_ROWS
             )
-    return AttentionGradients(dq, dk, dv, None, dsinks)

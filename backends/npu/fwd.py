@@ -33,7 +33,7 @@ from diyfa.backends.npu.primitives import (
     store_tile,
     tile_needs_mask,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides, empty_output
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 # Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet.
 LOWEST = tl.constexpr(-3.0e38)
@@ -136,12 +136,10 @@ def _fwd_kernel(
         store_row(lse_ptr + bh.to(tl.int64) * seqlen_q, lse, row0, seqlen_q, BLOCK_M)
 
 
-def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward kernel -> (out, lse): out like q with v's feature size, lse (B, H, Sq) fp32."""
+def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the forward kernel, which fills out (like q with v's feature size) and lse (B, H, Sq) fp32."""
     q, k, v = tensors.q, tensors.k, tensors.v
     tile: AttentionTile = fwd_tile(problem)
-    out = empty_output(q, problem.head_dim_v)
-    lse = q.new_empty((problem.batch, problem.heads_q, problem.seqlen_q), dtype=torch.float32)
     strides = [bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out)]
     slopes = tensors.alibi_slopes
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
@@ -159,4 +157,3 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors) -> tuple
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             **attention_flags(problem, "fwd"), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
         )  # fmt: skip
-    return out, lse
