@@ -95,9 +95,53 @@ def test_softcap_and_dropout() -> None:
     torch.testing.assert_close(reference_attention(q, k, v, sm_scale=0.7, softcap=2.0), scores.softmax(-1) @ v)
     keep = dropout_mask(1, 2, 6, 10, 0.4, seed=5, offset=1)
     expected = ((q @ k.mT * 8**-0.5).softmax(-1) * keep / 0.6) @ v
-    got, lse = reference_attention(q, k, v, dropout_p=0.4, dropout_seed=5, dropout_offset=1, return_lse=True)
+    got, lse = reference_attention(q, k, v, dropout_p=0.4, rng_state=torch.tensor([5, 1]), return_lse=True)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(lse, (q @ k.mT * 8**-0.5).logsumexp(-1))
+
+
+@pytest.mark.parametrize("alibi", [1, 2])
+def test_packed_sequences_equal_separate_calls(alibi: int) -> None:
+    """Sequence b of a packed batch gives what it gives alone as sample b, whatever lies beyond the sequences."""
+    lens_q, lens_k, heads = (0, 5, 3, 4), (4, 7, 0, 2), 4
+    q, k, v = (x.detach() for x in doubles((14, heads, 8), (16, 2, 8), (16, 2, 6)))
+    cu_q, cu_k = (torch.tensor([1, *(1 + sum(lens[: i + 1]) for i in range(4))]) for lens in (lens_q, lens_k))
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x[:1], x[int(cu[-1]) :] = float("nan"), float("nan")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    slopes, sinks = torch.rand((heads,) if alibi == 1 else (4, heads)), torch.randn(heads)
+    options = {"window": (4, 1), "sinks": sinks, "dropout_p": 0.3, "rng_state": torch.tensor([9, 4]), "softcap": 2.0}
+    out, lse = reference_attention(
+        q, k, v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, layout="thd", return_lse=True, **options
+    )
+    covered = torch.zeros(14, dtype=torch.bool)
+    for b in range(4):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
+        covered[rows] = True
+        # As sample b of a batch of equals, so that dropout and slopes are those of b.
+        alone = (x.detach()[s].expand(b + 1, -1, -1, -1) for x, s in ((q, rows), (k, keys), (v, keys)))
+        sample = slopes if alibi == 1 else slopes[: b + 1]
+        want, want_lse = reference_attention(*alone, alibi_slopes=sample, layout="bshd", return_lse=True, **options)
+        torch.testing.assert_close(out[rows], want[b])
+        torch.testing.assert_close(lse[:, rows], want_lse[b])
+    assert bool((out[~covered] == 0).all()) and bool((lse[:, ~covered] == float("inf")).all())
+    dout = torch.full_like(out, float("nan"))
+    dout[covered] = 1.0
+    for x, grad in zip((q, k, v), torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), strict=True):
+        assert bool(grad.isfinite().all()), x.shape
+    assert int(torch.autograd.grad(out[covered].sum(), q)[0][~covered].count_nonzero()) == 0
+
+
+def test_reference_refuses_what_does_not_fit() -> None:
+    q, cu = torch.zeros(4, 1, 8), torch.tensor([0, 4])
+    for options, pattern in (
+        ({"layout": "thd"}, "needs cu_seqlens_q and cu_seqlens_k"),
+        ({"layout": "thd", "cu_seqlens_q": cu, "cu_seqlens_k": cu, "attn_bias": torch.zeros(4, 4)}, "no attn_bias"),
+        ({"cu_seqlens_q": cu, "cu_seqlens_k": cu}, "belong to the layout 'thd', got 'bhsd'"),
+        ({"dropout_p": 0.5}, "needs rng_state"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            reference_attention(q, q, q, **options)
 
 
 def test_rows_without_keys() -> None:
@@ -150,8 +194,22 @@ def test_computed_dtype() -> None:
 
 def test_cases_cover_every_feature() -> None:
     """The table names each optional argument at least once with a backward pass."""
-    for attribute in ("causal", "sm_scale", "seq_lens", "softcap", "alibi", "bias", "sinks", "heads_kv", "head_dim_v"):
+    for attribute in (
+        "causal",
+        "sm_scale",
+        "seq_lens",
+        "softcap",
+        "alibi",
+        "bias",
+        "sinks",
+        "heads_kv",
+        "head_dim_v",
+        "dropout_p",
+        "lens_q",
+        "packing",
+        "slack",
+    ):
         assert any(getattr(case, attribute) for case in CASES.values()), attribute
     assert {c.dtype for c in CASES.values()} == {"float16", "bfloat16", "float32"}
     assert {c.view for c in CASES.values()} == {"contiguous", "transposed", "packed", "sliced"}
-    assert {c.layout for c in CASES.values()} == {"bhsd", "bshd", "3d"}
+    assert {c.layout for c in CASES.values()} == {"bhsd", "bshd", "3d", "thd"}

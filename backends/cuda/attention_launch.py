@@ -10,6 +10,7 @@ import torch
 
 from diyfa.backends.cuda import tune
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.dropout import keep_threshold
 from diyfa.backends.cuda.tiles import padded_head_dim
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -20,10 +21,11 @@ _forced: dict[str, AttentionConfig] = {}
 # to call. Alignment of what is read one number at a time changes nothing either.
 RUNTIME_SIZES = (
     "stride_lb", "stride_lh", "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
-    "window_right",
+    "window_right", "threshold",
 )  # fmt: skip
 UNALIGNED_POINTERS = (
-    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seq_lens_ptr", "slopes_ptr", "sinks_ptr", "lse_ptr",
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seq_lens_ptr", "slopes_ptr", "rng_state_ptr", "sinks_ptr", "lse_ptr",
+    "delta_ptr",
 )  # fmt: skip
 
 
@@ -55,7 +57,8 @@ def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[
 def feature_pointers(tensors: AttentionTensors) -> tuple[torch.Tensor | None, ...]:
     """The optional tensors that every attention kernel takes, in the order of its arguments."""
     slopes = tensors.alibi_slopes
-    return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seq_lens, slopes, tensors.attn_bias
+    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seq_lens)
+    return *lengths, slopes, tensors.attn_bias, tensors.rng_state
 
 
 def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> tuple[float, ...]:
@@ -77,6 +80,8 @@ def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale:
         problem.window_right,
         scale,
         problem.softcap,
+        keep_threshold(tensors.dropout_p),
+        1.0 / (1.0 - tensors.dropout_p),
     )
 
 
@@ -90,6 +95,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, object]:
         "SOFTCAP": problem.softcap != 0.0,
         "ALIBI": problem.alibi,
         "BIAS": problem.bias,
+        "DROPOUT": problem.dropout,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),
@@ -105,6 +111,7 @@ def launch_key(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[ob
     return (
         problem,
         tensors.sm_scale,
+        tensors.dropout_p,
         q.stride(),
         k.stride(),
         v.stride(),

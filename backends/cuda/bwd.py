@@ -182,7 +182,7 @@ class _Backward:
                 *feature_scalars(problem, tensors, self.scale),
                 tensors.sm_scale,
             )
-            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (7 + len(results)))
+            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (8 + len(results)))
             return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
         # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.

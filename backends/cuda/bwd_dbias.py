@@ -26,6 +26,7 @@ from diyfa.backends.cuda.attention_launch import (
 )
 from diyfa.backends.cuda.bwd_dq import score_gradient
 from diyfa.backends.cuda.configs import AttentionConfig, default_config
+from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import row_base, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, cdiv, head_base, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
@@ -38,18 +39,18 @@ KEYS = tl.constexpr(2)
 @triton.jit(do_not_specialize=(*RUNTIME_SIZES, "walk", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr,
+    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
     stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    scale, softcap,
+    scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
     heads_out,  # heads that the result has: 1 where the bias is broadcast over them
     walk,  # tiles that a program adds up
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     REDUCE: tl.constexpr, PRECISION: tl.constexpr,
@@ -75,17 +76,19 @@ def _bwd_dbias_kernel(
     for step in tl.range(0, walk):
         b = b_out
         h = h_out
+        tile_m = block_m
+        tile_n = block_n
         if REDUCE == NOTHING:  # the walk runs over the heads that share the entry, and the samples
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
         elif REDUCE == QUERIES:
-            block_m = step
+            tile_m = step
         else:
-            block_n = step
+            tile_n = step
         hk = h // group
-        row0 = block_m * BLOCK_M
-        col0 = block_n * BLOCK_N
+        row0 = tile_m * BLOCK_M
+        col0 = tile_n * BLOCK_N
         first_q, first_k, n_queries, n_keys = sequence_of(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
             HAS_SEQ_LENS, VARLEN,
@@ -112,9 +115,16 @@ def _bwd_dbias_kernel(
         visible = visible_pairs(
             offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )
+        keep = True
+        if DROPOUT:
+            row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, _ = score_gradient(
-            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, n_queries, n_keys, offset,
-            scale, softcap, slope, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS, PRECISION,
+            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys, offset,
+            scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS,
+            DROPOUT, PRECISION,
         )  # fmt: skip
         total += ds
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import query_blocks, row_base, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
 
@@ -24,8 +25,9 @@ def _dkdv_blocks(
     q_ref, do_ref, lse_row, delta_row, bias_base,
     b, h, start, end, gap_at, gap, offs_n, offset, n_queries, n_keys, window_left, window_right,
     stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -55,8 +57,15 @@ def _dkdv_blocks(
                 offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             p_t = tl.where(visible, p_t, 0.0)
-        dv = dot_add(round_to(p_t, do.dtype), do, dv, PRECISION)
+        kept_t = p_t
+        if DROPOUT:
+            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+            keep_t = keep_tile(column_word0, column_word1, row_word0, row_word1, threshold)  # [BLOCK_N, BLOCK_M]
+            kept_t = tl.where(keep_t, p_t, 0.0)
+        dv = dot_add(round_to(kept_t, do.dtype), do, dv, PRECISION)
         dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
+        if DROPOUT:
+            dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
         if SOFTCAP:
             ds_t = ds_t * (1.0 - tanh_t * tanh_t)
@@ -67,16 +76,16 @@ def _dkdv_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr,
+    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    scale, softcap,
+    scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -127,23 +136,31 @@ def _bwd_dkdv_kernel(
         bias_base = bias_ptr
         if BIAS:
             bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        row_key0, row_key1, column_word0, column_word1 = 0, 0, 0, 0
+        if DROPOUT:
+            row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
         if HAS_RIGHT or HAS_LEFT:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, begin, masked_end, full_begin, gap,
                 offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS,
+                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
+                keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, full_begin, full_end, 0, 0,
                 offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS,
+                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
+                keep_scale, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
+    if DROPOUT:
+        dv *= keep_scale
     dk = tl.where(live[:, None], dk * sm_scale, 0.0)
     dv = tl.where(live[:, None], dv, 0.0)
     n_rows = n_keys if VARLEN else seqlen_k

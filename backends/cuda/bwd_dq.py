@@ -7,15 +7,17 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
 def score_gradient(
-    q, k, v, do, lse_log2, delta, rows, cols, visible, n_queries, n_keys, offset, scale, softcap, slope, bias_base,
-    stride_biasm, stride_biasn,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse_log2, delta, rows, cols, visible, keep, n_queries, n_keys, offset, scale, softcap, slope,
+    keep_scale, bias_base, stride_biasm, stride_biasn,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile [BLOCK_M, BLOCK_N] of (dS behind the softcap, tanh of the softcap)."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
@@ -28,6 +30,8 @@ def score_gradient(
     if MASKED:
         p = tl.where(visible, p, 0.0)
     dp = dot(do, tl.trans(v), PRECISION)
+    if DROPOUT:
+        dp = tl.where(keep, dp * keep_scale, 0.0)
     return p * (dp - delta[:, None]), t
 
 
@@ -41,8 +45,9 @@ def _dq_blocks(
     k_ref, v_ref, bias_base,
     b, hk, start, end, gap_at, gap, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -60,9 +65,14 @@ def _dq_blocks(
             visible = visible_pairs(
                 offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
+        keep = True
+        if DROPOUT:
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, n_queries, n_keys, offset,
-            scale, softcap, slope, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISION,
+            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys, offset,
+            scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS,
+            DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
@@ -73,15 +83,15 @@ def _dq_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr,
+    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    scale, softcap, sm_scale,
+    scale, softcap, threshold, keep_scale, sm_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -129,17 +139,23 @@ def _bwd_dq_kernel(
     bias_base = bias_ptr
     if BIAS:
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    if DROPOUT:
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(
         dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, offs_m, offset,
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
-        softcap, slope, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS,
+        softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
+        HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
     dq = _dq_blocks(
         dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap,
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
-        stride_biasn, scale, softcap, slope, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS,
+        stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
     n_rows = n_queries if VARLEN else seqlen_q

@@ -194,7 +194,35 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(32, 32, 8, 1)),
     ),
 }
-_TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
+# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One
+# ladder for every GPU; 1024 stands for MLA's 576 features of q and k.
+_WIDE: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (512, C(64, 32, 8, 2, "tma")),
+        (512, C(32, 32, 8, 1, spill_budget=256)),
+        (512, C(16, 16, 8, 1)),
+        (1024, C(32, 16, 8, 1)),
+        (1024, C(16, 16, 8, 1)),
+    ),
+    "dkdv": (
+        (512, C(32, 32, 8, 1, spill_budget=1024)),
+        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (1024, C(16, 16, 8, 1, spill_budget=512)),
+    ),
+    "dq": (
+        (512, C(32, 32, 8, 1, spill_budget=128)),
+        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (1024, C(16, 16, 8, 1, spill_budget=128)),
+    ),
+}
+_WIDE_FLOAT32: tuple[Row, ...] = (
+    (512, C(16, 16, 8, 1, spill_budget=64)),
+    (1024, C(16, 16, 8, 1, spill_budget=64)),
+)
+_TABLES = {
+    kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
+    for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
+}
 
 
 def gpu_class(problem: AttentionProblem) -> str:

@@ -26,6 +26,7 @@ from diyfa.backends.cuda.attention_launch import (
 )
 from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
 from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LN2, LOG2E, POINTER, box, cdiv, head_base, load_tile, store_tile
@@ -58,8 +59,9 @@ def _attend_blocks(
     k_ref, v_ref, bias_base,
     b, hk, start, end, gap_at, gap, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_word0, row_word1, column_key0, column_key1, threshold,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
-    NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -91,6 +93,9 @@ def _attend_blocks(
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
+        if DROPOUT:  # after the sum: the weights are normalised by all of them
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            p = tl.where(keep_tile(row_word0, row_word1, column_word0, column_word1, threshold), p, 0.0)
         v = load_tile(v_ref, b, hk, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, FORM)
         acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
     return acc, l_i, m_i
@@ -99,7 +104,7 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
@@ -107,9 +112,11 @@ def _fwd_kernel(
     heads_q,
     group,  # query heads that share one key head
     seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    scale, softcap,
+    scale, softcap, threshold,
+    keep_scale,  # 1 / (1 - p) of the dropout
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, FORM: tl.constexpr,
@@ -147,6 +154,10 @@ def _fwd_kernel(
     bias_base = bias_ptr
     if BIAS:
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    if DROPOUT:
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # a key without a value that every row has already seen; -inf is no sink
@@ -156,7 +167,8 @@ def _fwd_kernel(
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, offs_m, offset, n_queries,
         n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
-        HAS_LEFT, HAS_RIGHT, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS,
+        row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
     gap = full_end - full_begin
@@ -169,13 +181,16 @@ def _fwd_kernel(
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap, offs_m, offset,
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
-        softcap, slope, HAS_LEFT, HAS_RIGHT, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS,
+        softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    if DROPOUT:
+        out *= keep_scale
     lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
     n_rows = n_queries if VARLEN else seqlen_q  # rows of other sequences follow those of this one
     lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
@@ -206,7 +221,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         values = constants(problem, config, negate)
-        boxes: tuple[Box | None, ...] = (None,) * 11
+        boxes: tuple[Box | None, ...] = (None,) * 12
         if config.form == "tma":
             rows = (config.block_m, config.block_n, config.block_n)
             widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
