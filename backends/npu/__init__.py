@@ -92,7 +92,7 @@ class NPUBackend:
             "attention_fwd",
             "FlashAttention: key/value blocks outermost, the running output in memory, whole heads for each cube core",
             _launch_fwd_v1,
-            lambda problem: configs_v1.v1_unsupported(problem) or _attention_unsupported(problem),
+            lambda problem: _attention_unsupported(problem) or configs_v1.v1_unsupported(problem),
             configs_v1.v1_tile,
         ),
         Kernel(

@@ -189,9 +189,7 @@ def test_v1_refusals(npu: torch.device) -> None:
     with pytest.raises(ValueError, match="v1 does not implement softcap"):
         diyfa.flash_attention(q, q, q, softcap=3.0, variant="v1")
     wide = torch.randn(1, 1, 16, 264, dtype=F16).to(npu)
-    with pytest.raises(
-        ValueError, match="head_dim 264 is beyond 256, the most whose tiles fit the unified buffer in v1"
-    ):
+    with pytest.raises(ValueError, match="head_dim 264 is beyond 256"):
         diyfa.flash_attention(wide, wide, wide, variant="v1")
 
 
