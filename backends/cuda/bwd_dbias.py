@@ -122,8 +122,8 @@ def _bwd_dbias_kernel(
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, _ = score_gradient(
-            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys, offset,
-            scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS,
+            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
+            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS,
             DROPOUT, PRECISION,
         )  # fmt: skip
         total += ds

@@ -23,7 +23,7 @@ def _dkdv_blocks(
     k,  # [BLOCK_N, BLOCK_D]
     v,  # [BLOCK_N, BLOCK_DV]
     q_ref, do_ref, lse_row, delta_row, bias_base,
-    b, h, start, end, gap_at, gap, offs_n, offset, n_queries, n_keys, window_left, window_right,
+    b, h, start, end, gap_at, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right,
     stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
     row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
@@ -48,8 +48,8 @@ def _dkdv_blocks(
         delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
         s_t, tanh_t = scores_log2(
-            s_t, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope, bias_base,
-            stride_biasm, stride_biasn, SOFTCAP, ALIBI, BIAS, PRECISE,
+            s_t, start_m, col0, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope,
+            bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS, PRECISE,
         )  # fmt: skip
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
@@ -143,7 +143,7 @@ def _bwd_dkdv_kernel(
         if HAS_RIGHT or HAS_LEFT:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, begin, masked_end, full_begin, gap,
-                offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
+                col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
@@ -151,7 +151,7 @@ def _bwd_dkdv_kernel(
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, full_begin, full_end, 0, 0,
-                offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
+                col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,

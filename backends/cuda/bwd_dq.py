@@ -14,8 +14,8 @@ from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, stor
 
 @triton.jit
 def score_gradient(
-    q, k, v, do, lse_log2, delta, rows, cols, visible, keep, n_queries, n_keys, offset, scale, softcap, slope,
-    keep_scale, bias_base, stride_biasm, stride_biasn,
+    q, k, v, do, lse_log2, delta, row0, col0, rows, cols, visible, keep, n_queries, n_keys, offset, scale, softcap,
+    slope, keep_scale, bias_base, stride_biasm, stride_biasn,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -23,8 +23,8 @@ def score_gradient(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), PRECISION)
     s, t = scores_log2(
-        s, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_biasm, stride_biasn,
-        SOFTCAP, ALIBI, BIAS, PRECISE,
+        s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_biasm,
+        stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
     )  # fmt: skip
     p = tl.math.exp2(s - lse_log2[:, None])
     if MASKED:
@@ -43,7 +43,7 @@ def _dq_blocks(
     lse_log2,  # [BLOCK_M]
     delta,  # [BLOCK_M]
     k_ref, v_ref, bias_base,
-    b, hk, start, end, gap_at, gap, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    b, hk, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
     row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
@@ -70,8 +70,8 @@ def _dq_blocks(
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys, offset,
-            scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS,
+            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
+            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS,
             DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
@@ -145,7 +145,7 @@ def _bwd_dq_kernel(
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(
-        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, offs_m, offset,
+        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, row0, offs_m, offset,
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
         HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
@@ -153,7 +153,7 @@ def _bwd_dq_kernel(
     )  # fmt: skip
     dq = _dq_blocks(
         dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap,
-        offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
+        row0, offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
         stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,

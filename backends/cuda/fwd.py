@@ -57,7 +57,7 @@ def _attend_blocks(
     m_i,  # [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
     k_ref, v_ref, bias_base,
-    b, hk, start, end, gap_at, gap, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    b, hk, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
     row_word0, row_word1, column_key0, column_key1, threshold,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
@@ -82,8 +82,8 @@ def _attend_blocks(
             s = -s
         if ADJUSTED:
             s, _ = scores_log2(
-                s, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope, bias_base,
-                stride_biasm, stride_biasn, SOFTCAP, ALIBI, BIAS, PRECISE,
+                s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
+                bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
@@ -165,7 +165,7 @@ def _fwd_kernel(
         l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, offs_m, offset, n_queries,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, row0, offs_m, offset, n_queries,
         n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
         row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
@@ -179,8 +179,8 @@ def _fwd_kernel(
         masked_begin = full_end
         masked_end = end
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap, offs_m, offset,
-        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap, row0, offs_m,
+        offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,

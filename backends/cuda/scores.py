@@ -132,12 +132,13 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def scores_log2(
-    s, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_bm, stride_bn,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
+    s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_bm, stride_bn,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
 
     softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
+    The tile begins at (row0, col0); without MASKED all its keys exist.
     """
     t = s
     if SOFTCAP:
@@ -149,7 +150,13 @@ def scores_log2(
         distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
         s = s - (slope * LOG2E) * tl.abs(distance)
     if BIAS:
-        addresses = bias_base + rows.to(tl.int64) * stride_bm + cols.to(tl.int64) * stride_bn
-        bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
+        # The tile's corner in 64 bits, once; inside it 32 bits do. Columns are checked only where they can overrun, so
+        # that a row of a full tile is read in wide pieces.
+        corner = bias_base + tl.cast(row0, tl.int64) * stride_bm + tl.cast(col0, tl.int64) * stride_bn
+        addresses = corner + (rows - row0) * stride_bm + (cols - col0) * stride_bn
+        if MASKED:
+            bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
+        else:
+            bias = tl.load(addresses, mask=(rows < n_queries) & (cols >= 0), other=0.0)
         s = s + bias.to(tl.float32) * LOG2E
     return s, t
