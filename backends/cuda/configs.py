@@ -1,7 +1,7 @@
 """Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
 
 `forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
-the candidates. Form "tma" reads through host descriptors (sm_90 and later; aligned tensors, all of one length),
+the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors),
 "portable" through block pointers or plain addresses.
 """
 
@@ -250,9 +250,7 @@ def has_tma(problem: AttentionProblem) -> bool:
     """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
     spec = gpu_spec(problem.arch)
     work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
-    # A descriptor ends where the tensor ends: it would read the rows behind a shorter sequence, and NaN among them.
-    ragged = problem.seq_lens or problem.varlen
-    return bool(spec and spec.has_tma and problem.aligned and not ragged and work >= TMA_MIN_WORK)
+    return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
@@ -295,6 +293,14 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
     if problem.features & PER_SCORE_FEATURES:
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
+
+
+def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for a kernel that has no use for TMA, or None when no row fits."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = _TABLES[kind][gpu_class(problem)]
+    fitting = (c for d, c in rows if width <= d and c.form != "tma" and fits(kind, c, problem))
+    return next(fitting, None)
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
