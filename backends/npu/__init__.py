@@ -22,7 +22,7 @@ from diyfa.problem import (
     refuse_features,
 )
 
-FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "alibi", "sinks", "gqa", "head_dim_v"})
+FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "sinks", "gqa", "head_dim_v"})
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 

@@ -306,7 +306,13 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
         "BLOCK_N": tile.block_n,
         "INTERPRET": False,
     }
-    absent = {"seq_lens_ptr": problem.seq_lens, "slopes_ptr": problem.alibi, "sinks_ptr": problem.sinks}
+    absent = {
+        "seq_lens_ptr": problem.seq_lens,
+        "cu_seqlens_q_ptr": problem.varlen,
+        "cu_seqlens_k_ptr": problem.varlen,
+        "slopes_ptr": problem.alibi,
+        "sinks_ptr": problem.sinks,
+    }
     constants |= {name: None for name, used in absent.items() if not used}
     return Job(
         kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
@@ -384,6 +390,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
 
 
 _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"}
+_INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 _FP32_SCALARS = {"sm_scale", "softcap", "softcap_doubled", "softcap_rate"}
 
 
@@ -391,7 +398,7 @@ def _signature(function: Any, dtype: str) -> dict[str, str]:
     """Types of the run-time arguments by their names: pointers of the inputs' dtype unless listed, integers else."""
 
     def of(name: str) -> str:
-        if name == "seq_lens_ptr":
+        if name in _INT32_POINTERS:
             return "*i32"
         if name.endswith("_ptr"):
             return "*fp32" if name in _FP32_POINTERS else f"*{dtype}"

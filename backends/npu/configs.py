@@ -91,7 +91,7 @@ _HEAD_DIM_CLASSES = (64, 128, 256)
 
 # The kernels differ in how much of the unified buffer their vector part needs:
 #   even      nothing to mask: the keys fill whole tiles
-#   tail      the last tile of keys may be partial (also seq_lens)
+#   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
 #   featured  a window, softcap or ALiBi, with whatever else
 
@@ -166,7 +166,7 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
         return "featured"
     if problem.causal:
         return "causal"
-    return "tail" if problem.seq_lens or problem.seqlen_k % block_n else "even"
+    return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
@@ -250,6 +250,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
         "HAS_RIGHT": problem.window_right > 0,
         "SOFTCAP": problem.softcap != 0.0,
         "SEQ_LENS": problem.seq_lens,
+        "VARLEN": problem.varlen,
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
     }
@@ -259,6 +260,14 @@ def attention_scalars(problem: AttentionProblem, sm_scale: float) -> tuple[float
     """(sm_scale, softcap, 2 softcap, 2 sm_scale / softcap): scalar arithmetic inside a kernel breaks its pipeline."""
     cap = problem.softcap
     return sm_scale, cap, 2.0 * cap, 2.0 * sm_scale / cap if cap else 0.0
+
+
+def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:
+    """The integers every attention kernel takes, in the order of its arguments."""
+    return (
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k, problem.total_q,
+        problem.total_k, problem.window_left, problem.window_right,
+    )  # fmt: skip
 
 
 MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}

@@ -85,23 +85,78 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
-    """Query rows and keys of sample `b` that take part."""
+def task_of(task, blocks, heads, VARLEN: tl.constexpr):
+    """The `task`-th piece of work of a persistent grid -> (sample, head, block of the sequence).
+
+    Packed sequences differ in length, so there the head runs fastest: neighbouring tasks cost the same, and round-robin
+    over the programs shares long sequences evenly.
+    """
+    if VARLEN:
+        h = task % heads
+        b = task // heads // blocks
+        block = task // heads % blocks
+    else:
+        block = task % blocks
+        b = task // blocks // heads
+        h = task // blocks % heads
+    return b, h, block
+
+
+@triton.jit
+def packed_rows(cu_seqlens_ptr, b, total):
+    """Sequence `b` of a packed tensor of `total` rows -> (first row, rows), never outside the tensor."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
+    return start, end - start
+
+
+@triton.jit
+def sequence(
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """What takes part in sample `b` -> (its first row of q, its first row of k, query rows, keys)."""
+    start_q = 0
+    start_k = 0
     sq = seqlen_q
     sk = seqlen_k
     if SEQ_LENS:
         sk = tl.load(seq_lens_ptr + b)
         sq = tl.minimum(sk, seqlen_q)
-    return sq, sk
+    if VARLEN:
+        start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
+        start_k, sk = packed_rows(cu_seqlens_k_ptr, b, total_k)
+    return start_q, start_k, sq, sk
+
+
+@triton.jit
+def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr):
+    """Address of the first row of sample b and head h; packed sequences have a start and no batch stride."""
+    base = ptr + h.to(tl.int64) * stride_h
+    if VARLEN:
+        base += start.to(tl.int64) * stride_m
+    else:
+        base += b.to(tl.int64) * stride_b
+    return base
+
+
+@triton.jit
+def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
+    """Address of the first value of sample b and head h in a dense (B, H, Sq) or (H, Tq)."""
+    if VARLEN:
+        base = ptr + h.to(tl.int64) * total + start
+    else:
+        base = ptr + (b * heads + h).to(tl.int64) * seqlen
+    return base
 
 
 @triton.jit
 def key_range(
     row0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
+    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N. RAGGED: rows may be too many."""
     offset = sk - sq
     lo = 0
     hi = sk
@@ -111,7 +166,7 @@ def key_range(
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+    if RAGGED:  # noqa: SIM102 - when compiled, then at run time
         if row0 >= sq:
             hi = lo
     return lo, hi
