@@ -19,6 +19,7 @@ _PUBLIC: dict[str, str] = {
     "flash_attention_v2": "diyfa.attention",
     "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
+    "dropout_mask": "diyfa.dropout",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
     "kernels_for": "diyfa.registry",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from diyfa.attention import flash_attention as flash_attention
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
+    from diyfa.dropout import dropout_mask as dropout_mask
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend

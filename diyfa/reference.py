@@ -8,10 +8,12 @@ and a non-finite value must reach exactly the rows that see it, which `_weighted
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
-from diyfa.philox import dropout_mask
-from diyfa.problem import LAYOUTS, as_bhsd
+from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, position_words
+from diyfa.problem import LAYOUTS, VARLEN, as_bhsd
 
 _INF = float("inf")
 
@@ -64,59 +66,26 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
     return out
 
 
-def reference_attention(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    seq_lens: torch.Tensor | None = None,
-    *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    dropout_offset: int = 0,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
-
-    Args:
-        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D) or `diyfa.flash_attention_v2` ("bshd").
-        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
-        dropout_seed, dropout_offset: where the mask of `diyfa.philox.dropout_mask` starts.
-        layout: "bhsd" or "bshd".
-        return_lse: also return the log-sum-exp of the scores.
-        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
-
-    Returns:
-        The output in q's layout; with `return_lse` also the natural log-sum-exp (B, H, Sq), float32 (float64 when
-        computed in float64). A row that sees no key has output 0 and lse +inf, or the sink where there is one.
-
-    Raises:
-        ValueError: unknown layout; shapes that do not fit raise what PyTorch raises.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    is_3d = q.dim() == 3
-    if is_3d:
-        batch = 1 if seq_lens is None else max(1, seq_lens.numel())
-        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
-    dtype = dtype or q.dtype
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    seq_lens: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, Sq, D), (B, Hk, Sk, D) and (B, Hk, Sk, Dv) -> out and lse; `keep` is the dropout mask, True where kept."""
+    dtype = q.dtype
     stat_dtype = torch.promote_types(dtype, torch.float32)  # of the softmax statistics
-    q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
-    batch, heads, seqlen_q, head_dim = q.shape
+    batch, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    left, right = window
-    visible, valid_q, distance = visible_keys(
-        batch, seqlen_q, seqlen_k, (left, 0 if causal else right), seq_lens, q.device
-    )
+    visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
     if seq_lens is not None:
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
@@ -146,13 +115,119 @@ def reference_attention(
     total = torch.where(empty, 1.0, total)
     weights = weights / total
     lse = (row_max + total.log()).masked_fill(empty | ~valid_q, _INF).squeeze(-1)
-    if dropout_p:
-        keep = dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, dropout_seed, dropout_offset, q.device)
+    if keep is not None:
         weights = torch.where(keep, weights / (1 - dropout_p), 0)
         visible = visible & keep
     out = _weighted_sum(weights.to(dtype), v, visible)
-    out = torch.where(valid_q, out, 0)
+    return torch.where(valid_q, out, 0), lse
 
+
+def _attend_each(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: list[tuple[tuple[int, int], tuple[int, int]]],
+    scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences one by one; `ends` holds the rows ((q0, q1), (k0, k1)) of each."""
+    heads, stat_dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
+    keys = None
+    if rng_state is not None and dropout_p:
+        seed, offset = rng_state.tolist()
+        keys = head_keys(len(ends), heads, seed, offset, q.device)
+    for b, ((q0, q1), (k0, k1)) in enumerate(ends):
+        q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        slopes = alibi_slopes
+        if alibi_slopes is not None and alibi_slopes.dim() == 2:
+            slopes = alibi_slopes[b : b + 1]
+        keep = None
+        if keys is not None:
+            rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
+            words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
+            keep = element_levels(*words) >= drop_threshold(dropout_p)  # what dropout_mask has for sample b
+        part, part_lse = _attend(q_b, k_b, v_b, scale, window, softcap, None, slopes, None, sinks, keep, dropout_p)
+        out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
+    return out, lse
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
+
+    Args:
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D), `diyfa.flash_attention_v2` ("bshd") or
+            `diyfa.flash_attention_varlen` ("thd").
+        causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
+        rng_state: (2,) int64, the seed and offset of the dropout mask; required when dropout_p > 0.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: where its sequences begin and end.
+        layout: "bhsd", "bshd" or "thd".
+        return_lse: also return the log-sum-exp of the scores.
+        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
+
+    Returns:
+        The output in q's layout; with `return_lse` also the natural log-sum-exp (B, H, Sq), for "thd" (H, Tq), float32
+        (float64 when computed in float64). A row that sees no key has output 0 and lse +inf, or the sink where there
+        is one; a row that belongs to no sequence has output 0 and lse +inf.
+
+    Raises:
+        ValueError: unknown layout, a layout without what it needs or with what it cannot combine, dropout without
+            rng_state; shapes that do not fit raise what PyTorch raises.
+    """
+    if layout not in (*LAYOUTS, VARLEN):
+        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
+    if dropout_p and rng_state is None:
+        raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
+    dtype = dtype or q.dtype
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    bounds = (window[0], 0 if causal else window[1])
+    keep = None
+    if layout == VARLEN:
+        if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
+            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
+        ends = list(zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True))
+        out, lse = _attend_each(
+            q.to(dtype), k.to(dtype), v.to(dtype), ends, scale, bounds, softcap, alibi_slopes, sinks, rng_state,
+            dropout_p,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
+    is_3d = q.dim() == 3
+    if is_3d:
+        batch = 1 if seq_lens is None else max(1, seq_lens.numel())
+        q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
+    q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
+    if rng_state is not None and dropout_p:
+        seed, offset = rng_state.tolist()
+        keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p, seed, offset, q.device)
+    out, lse = _attend(q, k, v, scale, bounds, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p)
     out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
     if is_3d:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)

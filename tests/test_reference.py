@@ -1,4 +1,4 @@
-"""The oracle itself: against PyTorch's own attention in float64, and the dropout mask against published numbers."""
+"""The oracle itself: against PyTorch's own attention in float64."""
 
 from __future__ import annotations
 
@@ -7,60 +7,9 @@ import torch
 import torch.nn.functional as F
 from cases import CASES
 
-from diyfa.philox import drop_threshold, dropout_mask, philox4x32
+from diyfa.dropout import dropout_mask
 from diyfa.reference import reference_attention, visible_keys
 from diyfa.testing import measure_error
-
-ONES = 0xFFFFFFFF
-# Random123's kat_vectors for philox4x32-10: counter, key, result.
-KNOWN_ANSWERS = [
-    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
-
-
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_philox_known_answers(counter, key, result) -> None:
-    words = philox4x32(tuple(torch.tensor(c) for c in counter), key)
-    assert tuple(int(w) for w in words) == result
-
-
-def test_dropout_mask_statistics() -> None:
-    keep = dropout_mask(2, 3, 200, 301, 0.3, seed=1234)
-    assert keep.shape == (2, 3, 200, 301)
-    n = keep.numel()
-    sigma = (0.3 * 0.7 / n) ** 0.5
-    assert abs(float(keep.double().mean()) - 0.7) < 4 * sigma
-    # Neighbours in every direction are independent: the product of two kept indicators has mean 0.49.
-    for dim in range(4):
-        size = keep.shape[dim]
-        both = (keep.narrow(dim, 0, size - 1) & keep.narrow(dim, 1, size - 1)).double()
-        assert abs(float(both.mean()) - 0.49) < 5 * (0.49 * 0.51 / both.numel()) ** 0.5
-    assert bool(dropout_mask(1, 1, 9, 9, 0.0, seed=3).all())
-    assert drop_threshold(0.5) == 2**31
-
-
-def test_dropout_mask_depends_on_position_only() -> None:
-    """Whatever the sizes of the call, a position keeps its bit; seed and offset change it."""
-    big = dropout_mask(3, 4, 50, 70, 0.5, seed=2**40 + 7, offset=3)
-    small = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3)
-    assert torch.equal(big[:2, :2, :20, :33], small)
-    for seed, offset in ((7, 3), (2**40 + 7, 4)):
-        other = dropout_mask(3, 4, 50, 70, 0.5, seed=seed, offset=offset)
-        assert 0.45 < float((other == big).double().mean()) < 0.55
-
-
-@pytest.mark.parametrize(
-    ("seed", "offset", "batch"), [(-1, 0, 1), (2**64, 0, 1), (0, 2**32, 1), (0, -1, 1), (0, 0, 2**17)]
-)
-def test_dropout_mask_range(seed: int, offset: int, batch: int) -> None:
-    with pytest.raises(ValueError, match="dropout needs"):
-        dropout_mask(batch, 1, 1, 1, 0.5, seed, offset)
 
 
 def doubles(*shapes):
@@ -146,9 +95,53 @@ def test_softcap_and_dropout() -> None:
     torch.testing.assert_close(reference_attention(q, k, v, sm_scale=0.7, softcap=2.0), scores.softmax(-1) @ v)
     keep = dropout_mask(1, 2, 6, 10, 0.4, seed=5, offset=1)
     expected = ((q @ k.mT * 8**-0.5).softmax(-1) * keep / 0.6) @ v
-    got, lse = reference_attention(q, k, v, dropout_p=0.4, dropout_seed=5, dropout_offset=1, return_lse=True)
+    got, lse = reference_attention(q, k, v, dropout_p=0.4, rng_state=torch.tensor([5, 1]), return_lse=True)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(lse, (q @ k.mT * 8**-0.5).logsumexp(-1))
+
+
+@pytest.mark.parametrize("alibi", [1, 2])
+def test_packed_sequences_equal_separate_calls(alibi: int) -> None:
+    """Sequence b of a packed batch gives what it gives alone as sample b, whatever lies beyond the sequences."""
+    lens_q, lens_k, heads = (0, 5, 3, 4), (4, 7, 0, 2), 4
+    q, k, v = (x.detach() for x in doubles((14, heads, 8), (16, 2, 8), (16, 2, 6)))
+    cu_q, cu_k = (torch.tensor([1, *(1 + sum(lens[: i + 1]) for i in range(4))]) for lens in (lens_q, lens_k))
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x[:1], x[int(cu[-1]) :] = float("nan"), float("nan")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    slopes, sinks = torch.rand((heads,) if alibi == 1 else (4, heads)), torch.randn(heads)
+    options = {"window": (4, 1), "sinks": sinks, "dropout_p": 0.3, "rng_state": torch.tensor([9, 4]), "softcap": 2.0}
+    out, lse = reference_attention(
+        q, k, v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, layout="thd", return_lse=True, **options
+    )
+    covered = torch.zeros(14, dtype=torch.bool)
+    for b in range(4):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
+        covered[rows] = True
+        # As sample b of a batch of equals, so that dropout and slopes are those of b.
+        alone = (x.detach()[s].expand(b + 1, -1, -1, -1) for x, s in ((q, rows), (k, keys), (v, keys)))
+        sample = slopes if alibi == 1 else slopes[: b + 1]
+        want, want_lse = reference_attention(*alone, alibi_slopes=sample, layout="bshd", return_lse=True, **options)
+        torch.testing.assert_close(out[rows], want[b])
+        torch.testing.assert_close(lse[:, rows], want_lse[b])
+    assert bool((out[~covered] == 0).all()) and bool((lse[:, ~covered] == float("inf")).all())
+    dout = torch.full_like(out, float("nan"))
+    dout[covered] = 1.0
+    for x, grad in zip((q, k, v), torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), strict=True):
+        assert bool(grad.isfinite().all()), x.shape
+    assert int(torch.autograd.grad(out[covered].sum(), q)[0][~covered].count_nonzero()) == 0
+
+
+def test_reference_refuses_what_does_not_fit() -> None:
+    q, cu = torch.zeros(4, 1, 8), torch.tensor([0, 4])
+    for options, pattern in (
+        ({"layout": "thd"}, "needs cu_seqlens_q and cu_seqlens_k"),
+        ({"layout": "thd", "cu_seqlens_q": cu, "cu_seqlens_k": cu, "attn_bias": torch.zeros(4, 4)}, "no attn_bias"),
+        ({"cu_seqlens_q": cu, "cu_seqlens_k": cu}, "belong to the layout 'thd', got 'bhsd'"),
+        ({"dropout_p": 0.5}, "needs rng_state"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            reference_attention(q, q, q, **options)
 
 
 def test_rows_without_keys() -> None:

@@ -15,7 +15,9 @@ from diyfa.backends.cpu import bwd, fwd, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
 from diyfa.problem import AttentionProblem, Kernel, MatmulProblem, refuse_features
 
-FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "alibi", "attn_bias", "sinks", "gqa", "head_dim_v"})
+FEATURES = frozenset(
+    ["causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"]
+)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

@@ -2,7 +2,9 @@
 
 The weights are recomputed from the saved log-sum-exp, p = exp(s - lse). With delta = rowsum(dout * out) - dlse,
 ds = p * (dp - delta): the second term is the gradient that arrives at the log-sum-exp itself, which the paper leaves
-out. Key/value blocks are outermost so that dk and dv of a block are complete when it ends; dq accumulates in float32.
+out. Dropout masks and scales p for dv and dp for ds; delta, the sum over the kept weights, stays what it is.
+
+Key/value blocks are outermost so that dk and dv of a block are complete when it ends; dq accumulates in float32.
 There are no atomics, so gradients are bitwise equal from run to run.
 """
 
@@ -11,7 +13,8 @@ from __future__ import annotations
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
+from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, without_autocast
+from diyfa.backends.cpu.varlen import sequences
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
 
 
@@ -24,6 +27,10 @@ def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     return delta.masked_fill(lse == INF, 0.0)
 
 
+def _transposed(seen: torch.Tensor | None) -> torch.Tensor | None:
+    return None if seen is None else seen.mT
+
+
 def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):
     """Add a tile of score gradients, summed over the dimensions along which the bias was broadcast."""
     target = call.bias_tile(dbias, m0, m1, n0, n1)
@@ -32,18 +39,16 @@ def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0:
     target += tile.sum(broadcast, keepdim=True) if broadcast else tile
 
 
-@without_autocast
-def backward(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
+def _backward(
+    call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-) -> None:
-    """Fill the gradients of q, k, v, and of the bias and the sinks where they are wanted."""
-    call, config = Call(problem, tensors), attention_config(problem)
+) -> torch.Tensor | None:
+    """Fill the gradients of one call, and return that of the sinks, which packed sequences add up, unrounded."""
+    problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
     dbias = None  # in the precision of the sums
@@ -63,12 +68,15 @@ def backward(
             if n0 >= stop or n1 <= start:
                 continue
             seen = call.visibility.mask(m0, m1, n0, n1)
+            kept = call.kept(m0, m1, n0, n1)
             q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
             s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
-            ds = dout_tile @ v_tile.transpose(-1, -2)
-            ds.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
+            dp = dout_tile @ v_tile.transpose(-1, -2)
+            if kept is not None:  # filled, not multiplied: a dropped pair depends on no NaN in v
+                dp.mul_(call.keep_scale).masked_fill_(~kept, 0.0)
+            ds = dp.sub_(delta_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)).mul_(p)
             rows_seen = call.stacked(seen, p)
             if rows_seen is not None:  # a NaN row or column must not reach what it does not see
                 p.masked_fill_(~rows_seen, 0.0)
@@ -77,9 +85,10 @@ def backward(
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(1 - tanh * tanh)
-            columns_seen = None if rows_seen is None else rows_seen.transpose(-1, -2)
-            dv_tile += masked_product(p.transpose(-1, -2), dout_tile, columns_seen)
-            dk_tile += masked_product(ds.transpose(-1, -2), q_tile, columns_seen)
+            if kept is not None:  # the weights that v was multiplied with
+                p.masked_fill_(~kept, 0.0).mul_(call.keep_scale)
+            dv_tile += masked_product(p.mT, dout_tile, _transposed(both(rows_seen, kept)))
+            dk_tile += masked_product(ds.mT, q_tile, _transposed(rows_seen))
             dq_tile = masked_product(ds, k_tile, rows_seen).unflatten(2, (call.group, -1))
             dq_acc[:, :, :, m0:m1] += dq_tile
         dk_rows[:, :, n0:n1] = dk_tile  # q_tile carries sm_scale already
@@ -88,6 +97,36 @@ def backward(
     call.grouped(dq_rows).copy_(dq_acc.mul_(tensors.sm_scale))
     if dbias is not None:
         gradients.dbias.copy_(dbias.reshape(gradients.dbias.shape))
-    if gradients.dsinks is not None:
-        sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
-        gradients.dsinks.copy_(-(sink_weight * delta).sum((0, 2)))
+    if gradients.dsinks is None:
+        return None
+    sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
+    return -(sink_weight * delta).sum((0, 2))
+
+
+@without_autocast
+def backward(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: AttentionGradients,
+) -> None:
+    """Fill the gradients of q, k, v, and of the bias and the sinks where they are wanted."""
+    if not problem.varlen:
+        dsinks = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
+    else:
+        dsinks = None if gradients.dsinks is None else torch.zeros(problem.heads_q, dtype=lse.dtype)
+        for part in sequences(problem, tensors):
+            own = gradients._replace(
+                dq=part.queries(gradients.dq), dk=part.keys(gradients.dk), dv=part.keys(gradients.dv)
+            )
+            own_dlse = None if dlse is None else part.statistics(dlse)
+            added = _backward(
+                part.call, part.queries(out), part.statistics(lse), part.queries(dout), own_dlse, own
+            )  # fmt: skip
+            if dsinks is not None:
+                dsinks += added
+    if dsinks is not None:
+        gradients.dsinks.copy_(dsinks)

@@ -9,15 +9,18 @@ tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:
   the statistics of every query live in memory and are renormalised at every step.
 
 What differs from the papers: natural exponentials instead of powers of two, a sink starts the sum, and rows that see
-no key end with output 0 and lse +inf.
+no key end with output 0 and lse +inf. Dropout takes weights out of the product with v, never out of the sum l.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from diyfa.backends.cpu.configs import attention_config
-from diyfa.backends.cpu.tiles import INF, Call, masked_product, without_autocast
+from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, without_autocast
+from diyfa.backends.cpu.varlen import sequences
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 
@@ -57,14 +60,22 @@ def _end_sequences(call: Call, lse: torch.Tensor) -> None:
         lse.masked_fill_(beyond[:, None], INF)
 
 
-@without_autocast
-def forward_v2(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill out and lse, query blocks outermost."""
-    call, config = Call(problem, tensors), attention_config(problem)
+def _weighted_values(
+    call: Call, p: torch.Tensor, seen: torch.Tensor | None, m0: int, m1: int, n0: int, n1: int
+) -> torch.Tensor:
+    """What a tile adds to the output: p @ v over the pairs that are seen and, with dropout, kept."""
+    kept = call.kept(m0, m1, n0, n1)
+    if kept is not None:
+        p = p.masked_fill(~kept, 0.0).mul_(call.keep_scale)
+    return masked_product(p, call.key_rows(call.v, n0, n1), both(call.stacked(seen, p), kept))
+
+
+def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    problem, config = call.problem, attention_config(call.problem)
     out_rows, lse_rows = _rows(call, out, lse)
     for m0 in range(0, problem.seqlen_q, config.block_m):
         m1 = min(m0 + config.block_m, problem.seqlen_q)
-        q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
+        q_tile = call.query_rows(call.q, m0, m1) * call.tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
         acc = q_tile.new_zeros((*q_tile.shape[:-1], problem.head_dim_v))  # [B, Hk, G * BLOCK_M, Dv]
         start, stop = call.visibility.key_range(m0, m1)
@@ -74,17 +85,15 @@ def forward_v2(problem: AttentionProblem, tensors: AttentionTensors, out: torch.
             s, _ = call.scores(q_tile, call.key_rows(call.k, n0, n1), m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
-            acc = acc * alpha + masked_product(p, call.key_rows(call.v, n0, n1), call.stacked(seen, p))
+            acc = acc * alpha + _weighted_values(call, p, seen, m0, m1, n0, n1)
         acc /= l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, lse)
 
 
-@without_autocast
-def forward_v1(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill out and lse, key/value blocks outermost."""
-    call, config = Call(problem, tensors), attention_config(problem)
+def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    problem, config = call.problem, attention_config(call.problem)
     out_rows, lse_rows = _rows(call, out, lse)
     blocks = [(m0, min(m0 + config.block_m, problem.seqlen_q)) for m0 in range(0, problem.seqlen_q, config.block_m)]
     # What the paper keeps in HBM for each query block: the normalised output so far, m and l.
@@ -94,21 +103,47 @@ def forward_v1(problem: AttentionProblem, tensors: AttentionTensors, out: torch.
         state.append((m.new_zeros((*m.shape[:-1], problem.head_dim_v)), m, l))
     for n0 in range(0, call.visibility.max_len_k, config.block_n):
         n1 = min(n0 + config.block_n, call.visibility.max_len_k)
-        k_tile, v_tile = call.key_rows(call.k, n0, n1), call.key_rows(call.v, n0, n1)  # [B, Hk, BLOCK_N, D]
+        k_tile = call.key_rows(call.k, n0, n1)  # [B, Hk, BLOCK_N, D]
         for index, (m0, m1) in enumerate(blocks):
             start, stop = call.visibility.key_range(m0, m1)
             if n0 >= stop or n1 <= start:
                 continue
             o, m, l = state[index]  # noqa: E741
-            q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale
+            q_tile = call.query_rows(call.q, m0, m1) * call.tensors.sm_scale
             seen = call.visibility.mask(m0, m1, n0, n1)
             s, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)
             l_old = l * alpha
             l = l_old + p.sum(-1, keepdim=True)  # noqa: E741
-            o = (o * l_old + masked_product(p, v_tile, call.stacked(seen, p))) / l.masked_fill(l == 0, 1.0)
+            o = (o * l_old + _weighted_values(call, p, seen, m0, m1, n0, n1)) / l.masked_fill(l == 0, 1.0)
             state[index] = (o, m, l)
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, lse)
+
+
+def _forward(
+    schedule: Callable[[Call, torch.Tensor, torch.Tensor], None],
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    if not problem.varlen:
+        schedule(Call(problem, tensors), out, lse)
+        return
+    for sequence in sequences(problem, tensors):
+        schedule(sequence.call, sequence.queries(out), sequence.statistics(lse))
+
+
+@without_autocast
+def forward_v2(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill out and lse, query blocks outermost."""
+    _forward(_forward_v2, problem, tensors, out, lse)
+
+
+@without_autocast
+def forward_v1(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill out and lse, key/value blocks outermost."""
+    _forward(_forward_v1, problem, tensors, out, lse)

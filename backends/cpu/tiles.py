@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from diyfa.dropout import Words, drop_threshold, element_levels, head_keys, position_words
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -74,6 +75,13 @@ class Visibility:
         return seen
 
 
+def both(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """a and b, where None is all True."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
 def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
     """weights @ x in which an unseen pair contributes nothing, even where x is NaN or infinite.
 
@@ -91,10 +99,21 @@ def masked_product(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor | 
     return out
 
 
-class Call:
-    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile."""
+def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words | None:
+    """Dropout's words of every sample (or packed sequence) and query head, [B, H] each; None without dropout."""
+    if not problem.dropout:
+        return None
+    seed, offset = tensors.rng_state.tolist()
+    return head_keys(problem.batch, problem.heads_q, seed, offset)
 
-    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors) -> None:
+
+class Call:
+    """One attention call: its tensors as [B, Hk, (G,) S, D] views and its scores, tile by tile.
+
+    `keys` are the words of `dropout_keys` that belong to its samples, for packed sequences; else they are derived here.
+    """
+
+    def __init__(self, problem: AttentionProblem, tensors: AttentionTensors, keys: Words | None = None) -> None:
         self.problem, self.tensors = problem, tensors
         self.dtype = torch.float64 if problem.dtype == "float64" else torch.float32  # of all arithmetic
         self.group = problem.heads_q // problem.heads_kv
@@ -109,6 +128,18 @@ class Call:
             self.bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
         if tensors.sinks is not None:  # [1, Hk, G, 1]
             self.sink_rows = tensors.sinks.to(self.dtype).reshape(1, problem.heads_kv, self.group, 1)
+        self.keep_scale = 1.0 / (1.0 - tensors.dropout_p)  # of the weights that dropout keeps
+        self.words: Words | None = None  # of every query and key position, [B, H, S]
+        keys = keys or dropout_keys(problem, tensors)
+        if keys is not None:
+            rows, columns = torch.arange(problem.seqlen_q), torch.arange(problem.seqlen_k)
+            r0, r1, c0, c1 = keys
+            self.words = (
+                position_words(r0, rows),
+                position_words(r1, rows),
+                position_words(c0, columns),
+                position_words(c1, columns),
+            )
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View of [B, H, S, ...] as [B, Hk, G, S, ...]."""
@@ -139,6 +170,14 @@ class Call:
             return None
         shape = (rows.shape[0], rows.shape[1], self.group, *seen.shape[-2:])
         return seen.unsqueeze(1).expand(shape).flatten(2, 3)
+
+    def kept(self, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor | None:
+        """Dropout's mask [B, Hk, G * BLOCK_M, BLOCK_N] of the tile, True where kept; None without dropout."""
+        if self.words is None:
+            return None
+        r0, r1, c0, c1 = self.words
+        levels = element_levels(r0[..., m0:m1], r1[..., m0:m1], c0[..., n0:n1], c1[..., n0:n1])
+        return self.grouped(levels >= drop_threshold(self.tensors.dropout_p)).flatten(2, 3)
 
     def bias_tile(self, bias: torch.Tensor, m0: int, m1: int, n0: int, n1: int) -> torch.Tensor:
         """The part of a broadcastable (B, H, Sq, Sk) tensor that belongs to the tile; dimensions of size 1 stay."""

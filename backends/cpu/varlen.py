@@ -1,0 +1,60 @@
+"""Packed sequences as one call for each sequence, over views of its rows: nothing is copied, nothing is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from diyfa.backends.cpu.tiles import Call, dropout_keys
+from diyfa.problem import AttentionProblem, AttentionTensors
+
+
+class Sequence(NamedTuple):
+    """One sequence of a packed batch as a batch of one, and where its rows are."""
+
+    call: Call
+    rows_q: slice
+    rows_k: slice
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Its rows of a tensor like q, as (1, S, H, D)."""
+        return x[self.rows_q].unsqueeze(0)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Its rows of a tensor like k, as (1, S, Hk, D)."""
+        return x[self.rows_k].unsqueeze(0)
+
+    def statistics(self, x: torch.Tensor) -> torch.Tensor:
+        """Its part of a tensor like the log-sum-exp (H, Tq), as (1, H, S)."""
+        return x[:, self.rows_q].unsqueeze(0)
+
+
+def _ends(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
+    """First and last row of each sequence; a traced call did not check the offsets, so they are kept inside."""
+    return [(start, max(start, end)) for start, end in pairwise(cu_seqlens.clamp(0, total).tolist())]
+
+
+def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[Sequence]:
+    """The sequences of a packed batch that have queries; one without leaves every gradient as it was, zero."""
+    ends_q, ends_k = _ends(tensors.cu_seqlens_q, problem.total_q), _ends(tensors.cu_seqlens_k, problem.total_k)
+    keys = dropout_keys(problem, tensors)
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(ends_q, ends_k, strict=True)):
+        if q0 == q1:
+            continue
+        slopes = tensors.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
+        own = tensors._replace(
+            q=tensors.q[q0:q1].unsqueeze(0),
+            k=tensors.k[k0:k1].unsqueeze(0),
+            v=tensors.v[k0:k1].unsqueeze(0),
+            alibi_slopes=slopes,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
+        alone = problem.replace(layout="bshd", batch=1, seqlen_q=q1 - q0, seqlen_k=k1 - k0, total_q=0, total_k=0)
+        own_keys = None if keys is None else tuple(key[b : b + 1] for key in keys)
+        yield Sequence(Call(alone, own, own_keys), slice(q0, q1), slice(k0, k1))

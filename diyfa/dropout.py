@@ -1,0 +1,144 @@
+"""Dropout's random numbers: whether a softmax weight is kept is a pure function of (seed, offset, b, h, i, j).
+
+Every backend, tile size and device drops the same weights, and the backward pass forms the mask anew instead of storing
+it. This file is the definition, in integer arithmetic on torch tensors; kernels compute the same bits inside their
+tiles. A generator such as Philox in every element costs over a hundred operations for each score, and on Ascend all of
+its wide products would leave the vector unit; so the strong generator runs once for each head, a short hash once for
+each row and column, and an element costs two additions, one product and one comparison.
+
+Definition. All words have 32 bits, `+` and `*` are taken mod 2**32, `>>` shifts zeros in, `^` is exclusive or.
+
+1. Head keys: four words from ten rounds of Philox4x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+   3", section 3.3) with key = (seed mod 2**32, seed >> 32) and
+   counter = (h, b, offset mod 2**32, offset >> 32), where h is the *query* head and b the sample:
+
+       (R0, R1, C0, C1) = philox4x32_10(counter, key)
+
+2. Position words: a Weyl sequence and one xor-shift-multiply step, for query position i and key position j, both
+   counted from the start of their sequence:
+
+       mix(x):  x = (x ^ (x >> 15)) * 0x846CA68B;  return x ^ (x >> 16)
+       r0 = mix(i * 0x9E3779B9 + R0)        r1 = mix(i * 0x9E3779B9 + R1)
+       c0 = mix(j * 0x9E3779B9 + C0)        c1 = mix(j * 0x9E3779B9 + C1)
+
+3. Element: one product joins row and column,
+
+       x = (r0 + c0) * (r1 + c1)
+
+   and its upper 24 bits, read as a signed number, decide: with x as a signed 32-bit integer and an arithmetic shift,
+
+       keep  =  (x >> 8) >= drop_threshold(p),    drop_threshold(p) = min(round(p * 2**24), 2**24 - 1) - 2**23
+
+   Both sides are integers of 24 bits, exact in float32, so the comparison may be made there; `x >= threshold * 256`
+   in int32 says the same without a shift.
+
+The dropping probability is p to 2**-25. Step 3 is symmetric in rows and columns: a kernel that holds transposed scores
+exchanges the arguments. It is the NH hash of (r0, r1) under the key (c0, c1) (Black et al. 1999, "UMAC", section 4.2):
+for any two rows with different words the pairs of elements over random columns are all but independent, and, unlike
+sums of a row and a column word, the product leaves no bias in the four corners of a rectangle.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+WEYL = 0x9E3779B9  # 2**32 / golden ratio, odd
+MIX_MULTIPLIER = 0x846CA68B
+LEVELS = 2**24  # a probability is rounded to this many steps
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _mul_hi_lo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low word of the 64-bit product of two 32-bit unsigned words.
+
+    The int64 product may wrap to a negative number; its bits are still those of the unsigned product.
+    """
+    product = b * a
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Ten rounds of Philox4x32.
+
+    Args:
+        counter: four int64 tensors that broadcast together, values in [0, 2**32).
+        key: two integers in [0, 2**32).
+
+    Returns:
+        Four int64 tensors of values in [0, 2**32).
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _mul_hi_lo(_MULTIPLIERS[0], c0)
+        high1, low1 = _mul_hi_lo(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def head_keys(batch: int, heads: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Words:
+    """Step 1 for every (sample, query head): (R0, R1, C0, C1), each (B, H) int64 with values in [0, 2**32)."""
+    h = torch.arange(heads, device=device)
+    b = torch.arange(batch, device=device)[:, None]
+    low, high = (torch.full((), word, dtype=torch.int64, device=device) for word in (offset & _MASK, offset >> 32))
+    return philox4x32((h, b, low, high & _MASK), (seed & _MASK, (seed >> 32) & _MASK))
+
+
+def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Step 2: the words of `positions` (S,) under head keys (...) -> (..., S) int64 with values in [0, 2**32)."""
+    x = (positions * WEYL + key[..., None]) & _MASK
+    x = ((x ^ (x >> 15)) * MIX_MULTIPLIER) & _MASK
+    return x ^ (x >> 16)
+
+
+def element_levels(r0: torch.Tensor, r1: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:
+    """Step 3 without the comparison: row words (..., M), column words (..., N) -> (..., M, N) in [-2**23, 2**23)."""
+    x = (r0[..., :, None] + c0[..., None, :]) * (r1[..., :, None] + c1[..., None, :])
+    sign = LEVELS // 2
+    return (((x >> 8) & (LEVELS - 1)) ^ sign) - sign
+
+
+def drop_threshold(dropout_p: float) -> int:
+    """The least level that is kept, in [-2**23, 2**23): round(p * 2**24) of the 2**24 levels lie below it."""
+    return min(round(dropout_p * LEVELS), LEVELS - 1) - LEVELS // 2
+
+
+def dropout_mask(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    seed: int,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The mask of one call, (B, H, Sq, Sk) bool, True where the softmax weight is kept (and scaled by 1/(1 - p)).
+
+    Args:
+        batch, heads, seqlen_q, seqlen_k: sizes; `heads` are the query heads.
+        dropout_p: probability of dropping, in [0, 1).
+        seed, offset: 64 bits each, as unsigned numbers or as the int64 that hold the same bits.
+        device: where to compute it.
+
+    Raises:
+        ValueError: dropout_p outside [0, 1); seed or offset of more than 64 bits.
+    """
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not -(2**63) <= value < 2**64:
+            raise ValueError(f"dropout needs a {name} of 64 bits, got {value}")
+    keys = head_keys(batch, heads, seed, offset, device)
+    axes = [torch.arange(size, device=device) for size in (seqlen_q, seqlen_q, seqlen_k, seqlen_k)]
+    words = [position_words(key, positions) for key, positions in zip(keys, axes, strict=True)]
+    keep = torch.empty(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    for b in range(batch):  # one sample at a time: the integers need 8 bytes for each element
+        keep[b] = element_levels(*(w[b] for w in words)) >= drop_threshold(dropout_p)
+    return keep
