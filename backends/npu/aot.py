@@ -177,6 +177,30 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
+    hivm, error, notes = _lower(linalg, target, options)
+    if hivm is None:
+        return Compiled(error=error, mixed=mixed, notes=notes)
+    return Compiled(
+        mixed=mixed,
+        bound="to_be_bubbled_slice" in hivm,
+        pipelined=pipeline_depth(hivm),
+        memory=peak_memory(hivm),
+        notes=notes,
+    )
+
+
+def hivm_of(job: Job, target: str) -> str:
+    """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
+    check_front_half()
+    linalg, _ = to_linalg(job, target)
+    hivm, error, _ = _lower(linalg, target, job.options)
+    if hivm is None:
+        raise RuntimeError(error)
+    return hivm
+
+
+def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+    """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
     with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
@@ -197,22 +221,15 @@ def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return Compiled(error=f"the compiler did not end within {TIMEOUT_S} s", mixed=mixed)
+            return None, f"the compiler did not end within {TIMEOUT_S} s", ()
         log = done.stdout + done.stderr
         result = Path(folder, "module.hivm.opt.mlir")
         notes = tuple(
             dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line)
         )
         if not result.is_file():
-            return Compiled(error=_first_error(log, done.returncode), mixed=mixed, notes=notes)
-        hivm = result.read_text()
-    return Compiled(
-        mixed=mixed,
-        bound="to_be_bubbled_slice" in hivm,
-        pipelined=pipeline_depth(hivm),
-        memory=peak_memory(hivm),
-        notes=notes,
-    )
+            return None, _first_error(log, done.returncode), notes
+        return result.read_text(), "", notes
 
 
 def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> CompileReport:

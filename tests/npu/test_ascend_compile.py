@@ -153,3 +153,22 @@ def test_every_row_of_the_table_is_whole() -> None:
     for key, tile in configs.ATTENTION_TILES.items():
         assert tile.block_m % 16 == 0 and tile.block_n % 16 == 0, key
         assert tile.measured, key
+
+
+@needs_compilers
+@pytest.mark.timeout(300)
+def test_dropout_stays_on_the_vector_unit() -> None:
+    """The mask in both orientations: integer vector operations, and no loop over single elements."""
+    code = (
+        "import sys\nsys.path.insert(0, 'tests')\n"
+        "import dropout_kernels\n"
+        "from diyfa.backends.npu import aot\n"
+        "for job in dropout_kernels.npu_jobs():\n"
+        f"    hivm = aot.hivm_of(job, {A2!r})\n"
+        "    print(hivm.count('call @vmul_1d_int32_t'), hivm.count('call @vcmp_ge_1d_float'),\n"
+        "          hivm.count('memref.store '), hivm.count('memref.load '))\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    # One product and one comparison for the whole tile; the two scalars read are seed and offset.
+    assert done.stdout.splitlines() == ["1 1 0 2", "1 1 0 2"], done.stdout + done.stderr[-2000:]
