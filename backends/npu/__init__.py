@@ -22,7 +22,12 @@ from diyfa.problem import (
     refuse_features,
 )
 
-FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "sinks", "gqa", "head_dim_v"})
+FEATURES = frozenset(
+    {
+        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa",
+        "head_dim_v",
+    }
+)  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 

@@ -306,13 +306,23 @@ def _case(problem: AttentionProblem, tile: configs.AttentionTile) -> str:
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
-def attention_job(problem: AttentionProblem, kernel: str, tile: configs.AttentionTile | None = None) -> Job:
-    """The job of `kernel` ("fwd", "dq", "dkdv") for `problem`, with the table's tile unless one is given."""
+def attention_job(
+    problem: AttentionProblem, kernel: str, tile: configs.AttentionTile | None = None, bias: str = "qk"
+) -> Job:
+    """The job of `kernel` ("fwd", "dq", "dkdv", "dbias") for `problem`, with the table's tile unless one is given.
+
+    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`).
+    """
     from diyfa.backends.npu import bwd, fwd
     from diyfa.backends.npu.compat import padded_head_dim
 
     tile = tile or configs.attention_tile(problem, kernel)
-    function = {"fwd": fwd._fwd_kernel, "dq": bwd._bwd_dq_kernel, "dkdv": bwd._bwd_dkdv_kernel}[kernel]
+    function = {
+        "fwd": fwd._fwd_kernel,
+        "dq": bwd._bwd_dq_kernel,
+        "dkdv": bwd._bwd_dkdv_kernel,
+        "dbias": bwd._bwd_dbias_kernel,
+    }[kernel]
     constants: dict[str, Any] = {
         **configs.attention_flags(problem, kernel),
         "HEAD_DIM": problem.head_dim,
@@ -321,6 +331,8 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "BIAS": bias if problem.bias else "",
+        "DBIAS": bias,
         "INTERPRET": False,
     }
     absent = {
@@ -328,6 +340,8 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
         "cu_seqlens_q_ptr": problem.varlen,
         "cu_seqlens_k_ptr": problem.varlen,
         "slopes_ptr": problem.alibi,
+        "bias_ptr": problem.bias,
+        "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
     }
     constants |= {name: None for name, used in absent.items() if not used}
@@ -408,7 +422,9 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
 
 _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"}
 _INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
-_FP32_SCALARS = {"sm_scale", "softcap", "softcap_doubled", "softcap_rate"}
+_FP32_SCALARS = {
+    "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
+}  # fmt: skip
 
 
 def _signature(function: Any, dtype: str) -> dict[str, str]:
@@ -417,6 +433,8 @@ def _signature(function: Any, dtype: str) -> dict[str, str]:
     def of(name: str) -> str:
         if name in _INT32_POINTERS:
             return "*i32"
+        if name == "rng_state_ptr":
+            return "*i64"
         if name.endswith("_ptr"):
             return "*fp32" if name in _FP32_POINTERS else f"*{dtype}"
         return "fp32" if name in _FP32_SCALARS else "i32"

@@ -4,7 +4,8 @@
 2. `_bwd_dkdv_kernel`: one tile of keys, a loop over the query tiles of every query head of its group, so grouped-query
    gradients are summed in the accumulator and the result is the same from run to run;
 3. `_bwd_dq_kernel`: one tile of query rows, a loop over the keys;
-4. `_bwd_dsinks_kernel`: one program for each head, when there are sinks.
+4. `_bwd_dbias_kernel`: one tile of attn_bias, a loop over what it is broadcast over, when it wants a gradient;
+5. `_bwd_dsinks_kernel`: one program for each head, when there are sinks.
 
 `_bwd_dkdv_kernel` works on transposed scores [BLOCK_N, BLOCK_M]: both products that accumulate take their left operand
 as the vector cores leave it. See fwd.py for the persistent grid, the one loop and the padding.
@@ -16,17 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.bias import Bias, as_read, as_written
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import (
     PREPROCESS_ROWS,
     attention_flags,
     attention_scalars,
     attention_sizes,
+    attention_tile,
     bwd_tiles,
     preprocess_rows,
 )
+from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
+    add_bias,
     base_of,
     dot,
     dot_add,
@@ -99,17 +104,19 @@ def score_tile(
 @kernel
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm, stride_slope_b,
-    sm_scale, softcap, softcap_doubled, softcap_rate,
+    stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
+    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
@@ -148,6 +155,10 @@ def _bwd_dq_kernel(
             slope = 0.0
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            if DROPOUT:
+                delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
@@ -156,6 +167,11 @@ def _bwd_dq_kernel(
                     dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
+                if BIAS != "":
+                    s = add_bias(
+                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                        BLOCK_M, BLOCK_N, BIAS, False,
+                    )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
                 if MASKED:  # noqa: SIM102 - when compiled, then at run time
                     if tile_needs_mask(
@@ -167,14 +183,18 @@ def _bwd_dq_kernel(
                             p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                         )
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
-                ds = p * (dot(dout, tl.trans(v), INTERPRET) - delta[:, None])
+                dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
+                if DROPOUT:
+                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                    dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
+                ds = p * (dp - delta[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
                 dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
             # The accumulator of a loop that ran no iteration is not cleared.
-            dq = tl.where(hi > lo, dq, 0.0) * sm_scale
+            dq = tl.where(hi > lo, dq, 0.0) * grad_scale
             dq_block = tl.make_block_ptr(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
@@ -184,18 +204,19 @@ def _bwd_dq_kernel(
 @kernel
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_slope_b,
-    sm_scale, softcap, softcap_doubled, softcap_rate,
+    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, INTERPRET: tl.constexpr,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
@@ -263,6 +284,11 @@ def _bwd_dkdv_kernel(
                     dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
+                if BIAS != "":
+                    s = add_bias(
+                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                        BLOCK_M, BLOCK_N, BIAS, True,
+                    )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
                 if MASKED:  # noqa: SIM102 - when compiled, then at run time
                     if tile_needs_mask(
@@ -274,15 +300,27 @@ def _bwd_dkdv_kernel(
                             p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                         )
                 # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
-                ds = p * (dot(v, tl.trans(dout), INTERPRET) - delta[None, :])
+                dp = dot(v, tl.trans(dout), INTERPRET)  # [BLOCK_N, BLOCK_M]
+                kept = p
+                if DROPOUT:
+                    delta = delta * keep_prob  # what dropout multiplies by is left to the end
+                    row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                    r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
+                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                    keep = keep_tile(c0, c1, r0, r1, keep_threshold)
+                    kept = tl.where(keep, p, 0.0)
+                    dp = tl.where(keep, dp, 0.0)
+                ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
-                dv = dot_add(narrow(p, dout.dtype, INTERPRET), dout, dv, INTERPRET)
+                dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
                 dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
             # beyond the sequence.
-            dk = tl.where(row_blocks > 0, dk, 0.0) * sm_scale
+            dk = tl.where(row_blocks > 0, dk, 0.0) * grad_scale
             dv = tl.where(row_blocks > 0, dv, 0.0)
+            if DROPOUT:
+                dv = dv * keep_scale
             if SEQ_LENS:
                 real = ((tl.arange(0, BLOCK_N) + n0).to(tl.float32) < sk.to(tl.float32))[:, None]
                 dk = tl.where(real, dk, 0.0)
@@ -295,6 +333,131 @@ def _bwd_dkdv_kernel(
             )
             store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+
+
+@kernel
+def _bwd_dbias_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
+    seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    dbias_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
+    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    own_batch, own_heads,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DBIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """dbias = the sum of p · (dp - delta) over what the bias is broadcast over, in one order: no atomics.
+
+    A program owns a tile of the bias (DBIAS says which dimensions it has, `own_batch` and `own_heads` how many samples
+    and heads) and walks over the tiles of scores that it was added to.
+    """
+    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    group = heads_q // heads_kv
+    own_rows = row_blocks if DBIAS == "qk" or DBIAS == "q" else 1
+    own_keys = key_blocks if DBIAS == "qk" or DBIAS == "k" else 1
+    # How many tiles of scores share a tile of the bias, by dimension: one where the bias has that dimension.
+    shared_batch = batch // own_batch
+    shared_heads = heads_q // own_heads
+    shared_rows = row_blocks // own_rows
+    shared_keys = key_blocks // own_keys
+    for task in range(tl.program_id(0), own_batch * own_heads * own_rows * own_keys, tl.num_programs(0)):
+        own_n = task % own_keys
+        own_m = task // own_keys % own_rows
+        own_h = task // own_keys // own_rows % own_heads
+        own_b = task // own_keys // own_rows // own_heads
+        steps = shared_batch * shared_heads * shared_rows * shared_keys
+        if DBIAS == "qk" and not SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
+            lo, hi = key_range(
+                own_m * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, False,
+            )  # fmt: skip
+            if (own_n * BLOCK_N >= hi) | (own_n * BLOCK_N < lo):
+                steps = 0
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in range(steps):
+            n0 = (own_n + step % shared_keys) * BLOCK_N
+            row0 = (own_m + step // shared_keys % shared_rows) * BLOCK_M
+            h = own_h + step // shared_keys // shared_rows % shared_heads
+            b = own_b + step // shared_keys // shared_rows // shared_heads
+            hk = h // group
+            start_q, start_k, sq, sk = sequence(
+                seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, False
+            )
+            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, False)
+            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, False)
+            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, False)
+            dout_base = base_of(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, False)
+            q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
+            dout_block = tl.make_block_ptr(
+                dout_base, (sq, HEAD_DIM_V), (stride_dom, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+            )
+            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0))
+            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+            q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+            k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+            lse = load_row(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M)
+            delta = load_row(
+                row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
+            )
+            # Beyond the rows a weight must be 0 whatever the score.
+            lse = tl.where((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32), lse, float("inf"))
+            slope = 0.0
+            if ALIBI:
+                slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+            s, _ = score_tile(
+                dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
+                SOFTCAP, ALIBI,
+            )  # fmt: skip
+            s = add_bias(
+                s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                BLOCK_M, BLOCK_N, BIAS, False,
+            )  # fmt: skip
+            p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
+            if tile_needs_mask(
+                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+            ):
+                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                p = mask_tile(
+                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                )
+            dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+            v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+            dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
+            if DROPOUT:
+                delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
+                c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
+            acc += p * (dp - delta[:, None])
+        if DROPOUT:
+            acc = acc * keep_scale
+        out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
+        dtype = dbias_ptr.dtype.element_ty
+        if DBIAS == "qk":
+            block = tl.make_block_ptr(
+                out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (own_m * BLOCK_M, own_n * BLOCK_N),
+                (BLOCK_M, BLOCK_N), (1, 0),
+            )  # fmt: skip
+            store_tile(block, narrow(acc, dtype, INTERPRET), True)
+        elif DBIAS == "k":
+            store_row(out_base, narrow(tl.sum(acc, 0), dtype, INTERPRET), own_n * BLOCK_N, seqlen_k, BLOCK_N)
+        elif DBIAS == "q":
+            store_row(out_base, narrow(tl.sum(acc, 1), dtype, INTERPRET), own_m * BLOCK_M, seqlen_q, BLOCK_M)
+        else:
+            tl.store(out_base, narrow(tl.sum(tl.sum(acc, 1), 0), dtype, INTERPRET))
 
 
 @kernel
@@ -325,6 +488,43 @@ def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
     return flags
 
 
+def _launch_dbias(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    delta: torch.Tensor,
+    bias: Bias,
+    dbias: torch.Tensor,
+    stride: dict[str, tuple[int, ...]],
+    feature_strides: tuple[int, ...],
+    sizes: tuple[float, ...],
+    shared: dict[str, object],
+) -> None:
+    """Fill the gradient of the bias."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    tile = attention_tile(problem, "dbias")
+    written = as_written(dbias)
+    assert written.tensor is not None
+    shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
+    own_batch, own_heads = shape[:2]
+    tasks = own_batch * own_heads
+    tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
+    tasks *= triton.cdiv(problem.seqlen_k, tile.block_n) if "k" in written.dims else 1
+    flags = _flags(problem, "dbias")
+    del flags["VARLEN"], flags["MASKED"]  # packed sequences have no bias, and the last tile of keys is always masked
+    _bwd_dbias_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+        q, k, v, dout, lse, delta, tensors.seq_lens, tensors.alibi_slopes, bias.tensor, tensors.rng_state,
+        written.tensor,
+        *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *written.strides, *feature_strides,
+        *sizes, own_batch, own_heads,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, DBIAS=written.dims, **shared, **flags,
+        **launch_options(tile, problem.arch),
+    )  # fmt: skip
+    if written.tensor is not dbias:
+        dbias.copy_(written.tensor)
+
+
 def attention_bwd(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -342,13 +542,14 @@ def attention_bwd(
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
-    dq, dk, dv, _, dsinks = gradients
+    dq, dk, dv, dbias, dsinks = gradients
     delta = torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
     named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     stride = {name: bhsd_strides(x, problem.layout)[:3] for name, x in named.items()}
-    slope_stride = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
+    bias = as_read(tensors.attn_bias)
+    feature_strides = (0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides)
     shared: dict[str, object] = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -357,7 +558,7 @@ def attention_bwd(
         "INTERPRET": INTERPRETED,
     }
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    sizes = (*attention_scalars(problem, tensors.sm_scale), *attention_sizes(problem))
+    sizes = (*attention_scalars(problem, tensors.sm_scale, tensors.dropout_p), *attention_sizes(problem))
     tiles = bwd_tiles(problem)
     rows = preprocess_rows(problem)
     with device_guard(q):
@@ -373,23 +574,27 @@ def attention_bwd(
         tile = tiles["dkdv"]
         tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v, dout, lse, delta, *lengths, slopes,
+            q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
             dk, dv,
-            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"], slope_stride,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
+            *feature_strides,
             *sizes,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dkdv"),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dkdv"),
             **launch_options(tile, problem.arch),
         )  # fmt: skip
         tile = tiles["dq"]
         tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
         _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v, dout, lse, delta, *lengths, slopes,
+            q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
             dq,
-            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"], slope_stride,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
+            *feature_strides,
             *sizes,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **shared, **_flags(problem, "dq"),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
             **launch_options(tile, problem.arch),
         )  # fmt: skip
+        if dbias is not None:
+            _launch_dbias(problem, tensors, lse, dout, delta, bias, dbias, stride, feature_strides, sizes, shared)
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, *row_sizes, BLOCK_M=PREPROCESS_ROWS

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import NPUArch, npu_spec
+from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
@@ -81,7 +82,7 @@ class TileKey(NamedTuple):
     """Row key of the attention table."""
 
     family: NPUArch  # A2 stands for A3 too: their memories are the same
-    kernel: str  # "fwd", "dq", "dkdv"
+    kernel: str  # "fwd", "dq", "dkdv", "dbias"
     width: int  # bytes of an operand element
     head_dim: int  # the largest of the class
     mode: str  # "even", "tail", "causal" or "featured"
@@ -93,8 +94,9 @@ _HEAD_DIM_CLASSES = (64, 128, 256)
 #   even      nothing to mask: the keys fill whole tiles
 #   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
-#   featured  a window, softcap or ALiBi, with whatever else
+#   featured  a window, softcap, ALiBi, attn_bias or dropout, with whatever else
 
+_FEATURED = frozenset({"window", "softcap", "alibi", "attn_bias", "dropout"})
 MODES = ("even", "tail", "causal", "featured")
 
 # (query rows, keys) for each mode. Chosen by one rule, for want of a device to time them on: of the tiles that compile
@@ -119,6 +121,12 @@ _A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
     ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128)),
     ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64)),
     ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32)),
+    ("dbias", 2, 64): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 64): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
 }
 
 # On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
@@ -141,6 +149,12 @@ _A5_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
     ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
     ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
     ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dbias", 2, 64): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 64): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
 }
 
 
@@ -152,7 +166,7 @@ def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
         for (kernel, width, head_dim), tiles in shapes.items():
             for mode, (block_m, block_n) in zip(MODES, tiles, strict=True):
                 # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
-                vector_loop = 1 if kernel == "dq" else None
+                vector_loop = 1 if kernel in ("dq", "dbias") else None
                 tile = AttentionTile(block_m, block_n, vector_loop=vector_loop, **expected)
                 yield TileKey(chip, kernel, width, head_dim, mode), tile
 
@@ -162,7 +176,7 @@ ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
 
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
-    if problem.window_left >= 0 or problem.window_right > 0 or problem.softcap or problem.alibi:
+    if problem.features & _FEATURED:
         return "featured"
     if problem.causal:
         return "causal"
@@ -170,7 +184,7 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
 
 
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
-    """The table's row of `kernel` ("fwd", "dq" or "dkdv") for `problem`."""
+    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`."""
     return ATTENTION_TILES[attention_key(problem, kernel)]
 
 
@@ -253,13 +267,19 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
         "VARLEN": problem.varlen,
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
+        "DROPOUT": problem.dropout,
     }
 
 
-def attention_scalars(problem: AttentionProblem, sm_scale: float) -> tuple[float, float, float, float]:
-    """(sm_scale, softcap, 2 softcap, 2 sm_scale / softcap): scalar arithmetic inside a kernel breaks its pipeline."""
-    cap = problem.softcap
-    return sm_scale, cap, 2.0 * cap, 2.0 * sm_scale / cap if cap else 0.0
+def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
+    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, 2 softcap,
+    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), sm_scale / (1 - p).
+
+    Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
+    """
+    cap, keep = problem.softcap, 1.0 - dropout_p
+    rate = 2.0 * sm_scale / cap if cap else 0.0
+    return sm_scale, cap, 2.0 * cap, rate, float(drop_threshold(dropout_p)), keep, 1.0 / keep, sm_scale / keep
 
 
 def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:

@@ -17,10 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
+from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
 from diyfa.backends.npu.primitives import (
+    add_bias,
     base_of,
     dot,
     dot_add,
@@ -38,8 +41,9 @@ from diyfa.backends.npu.primitives import (
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
-# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet.
-LOWEST = tl.constexpr(-3.0e38)
+# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet, and no
+# greater than a bias that masks with float32's lowest value.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -53,17 +57,19 @@ def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
 
 @kernel
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_om, stride_slope_b,
-    sm_scale, softcap, softcap_doubled, softcap_rate,
+    stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
@@ -100,6 +106,9 @@ def _fwd_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            if DROPOUT:
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
@@ -110,6 +119,11 @@ def _fwd_kernel(
                 if ALIBI:
                     rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
                     s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+                if BIAS != "":
+                    s = add_bias(
+                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                        BLOCK_M, BLOCK_N, BIAS, False,
+                    )  # fmt: skip
                 if MASKED:  # noqa: SIM102 - when compiled, then at run time
                     if tile_needs_mask(
                         row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
@@ -121,6 +135,9 @@ def _fwd_kernel(
                             CAUSAL, HAS_LEFT, HAS_RIGHT,
                         )  # fmt: skip
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
+                if DROPOUT:  # of the weights only: the denominator and lse know nothing of it
+                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                    p = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), p, 0.0)
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 acc = acc * alpha[:, None]
                 acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
@@ -135,6 +152,8 @@ def _fwd_kernel(
                 acc = tl.where(hi > lo, acc, 0.0)
             safe_l = tl.where(empty, 1.0, l_i)
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
+            if DROPOUT:
+                out = out * keep_scale
             lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
             out_block = tl.make_block_ptr(
                 out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
@@ -149,17 +168,21 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
     tile: AttentionTile = fwd_tile(problem)
     strides = [bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out)]
     slopes = tensors.alibi_slopes
+    bias = as_read(tensors.attn_bias)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
     with device_guard(q):
         _fwd_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v, tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, slopes, tensors.sinks,
+            q, k, v,
+            tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, slopes, bias.tensor, tensors.rng_state,
+            tensors.sinks,
             out, lse,
             *strides[0], *strides[1], *strides[2], *strides[3],
-            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-            *attention_scalars(problem, tensors.sm_scale),
+            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides,
+            *attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
             *attention_sizes(problem),
             HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
             BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **attention_flags(problem, "fwd"), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+            **attention_flags(problem, "fwd"), BIAS=bias.dims, INTERPRET=INTERPRETED,
+            **launch_options(tile, problem.arch),
         )  # fmt: skip
