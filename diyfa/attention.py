@@ -22,7 +22,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 UNBOUNDED = (-1, -1)
 
 
-def _normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+def normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """The bounds that exclude something: the last query stands at key Sk - 1 and the first at Sk - Sq."""
     if window is not UNBOUNDED:
         window = validation.check_window(window)
@@ -74,7 +74,7 @@ def _prepare(
     validation.check_scalars(sm_scale, softcap, dropout_p)
     b, h, s, d = dims
     seqlen_q, seqlen_k = q.shape[s], k.shape[s]
-    bounds = _normalised_window(window, causal, seqlen_q, seqlen_k)
+    bounds = normalised_window(window, causal, seqlen_q, seqlen_k)
     if seq_lens is not None:
         validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
     if alibi_slopes is not None or attn_bias is not None or sinks is not None:
@@ -307,7 +307,7 @@ def attend_varlen(
         v,
         layout=VARLEN,
         sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
-        window=_normalised_window(window, causal, max_seqlen_q, max_seqlen_k),
+        window=normalised_window(window, causal, max_seqlen_q, max_seqlen_k),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         cu_seqlens_q=cu_seqlens_q,

@@ -196,16 +196,35 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _computes_nothing(tensors: AttentionTensors, scalars: Scalars) -> bool:
+    """Whether no query of the call can see a key, so that there is nothing to launch."""
+    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
+        return True
+    if scalars.layout != VARLEN:
+        return False
+    assert tensors.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
+    return tensors.cu_seqlens_q.shape[0] == 1 or scalars.max_seqlen_q == 0 or scalars.max_seqlen_k == 0
+
+
+def _only_rows_of_sequences(x: torch.Tensor, tensors: AttentionTensors, other: float) -> torch.Tensor:
+    """x (H, Tq), or any x that belongs to no packed sequences, with `other` in rows that no sequence covers."""
+    ends = tensors.cu_seqlens_q
+    if ends is None:
+        return x
+    rows = torch.arange(tensors.q.shape[0], device=x.device)
+    return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
+
+
 def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
     tensors, scalars, backend, variant = _bind(q, k, v, features)
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
     out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
-    nothing = q.numel() == 0 or k.numel() == 0
+    nothing = _computes_nothing(tensors, scalars)
     if nothing or problem.varlen:  # rows that no sequence covers are written by no kernel
         out.zero_()
         lse.fill_(float("inf"))
     if nothing and tensors.sinks is not None:
-        lse.copy_(tensors.sinks[:, None])
+        lse.copy_(_only_rows_of_sequences(tensors.sinks[:, None], tensors, float("inf")))
     if not nothing:
         kernel.launch(problem, tensors, out, lse)
     return out, lse
@@ -241,7 +260,7 @@ def _backward_into(
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
     tensors, scalars, backend, _ = _bind(q, k, v, features)
-    nothing = q.numel() == 0 or k.numel() == 0
+    nothing = _computes_nothing(tensors, scalars)
     if nothing or scalars.layout == VARLEN:
         for x in grads[:3]:
             x.zero_()
@@ -249,8 +268,9 @@ def _backward_into(
         if grads.dbias is not None:
             grads.dbias.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
-            heads_last = (0, 2) if lse.dim() == 3 else (1,)
-            grads.dsinks.copy_(torch.zeros_like(grads.dsinks) if dlse is None else dlse.sum(heads_last))
+            rest = (0, 2) if lse.dim() == 3 else (1,)
+            dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, tensors, 0.0)
+            grads.dsinks.copy_(dlse.sum(rest))
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()

@@ -17,7 +17,7 @@ from diyfa import registry
 from diyfa.attention import flash_attention
 from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
-from diyfa.validation import MAX_HEAD_DIM, dtype_name
+from diyfa.validation import MAX_HEAD_DIM_V, dtype_name
 
 # Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
@@ -74,8 +74,8 @@ class BackendSelector:
         heads_kv: int | None,
         needs_grad: bool,
     ) -> tuple[Kernel, AttentionProblem]:
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM}, got {head_dim}")
+        if not 1 <= head_dim <= MAX_HEAD_DIM_V:
+            raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V}, got {head_dim}")
         if heads % (heads_kv or heads):
             raise ValueError(f"heads must be a multiple of heads_kv, got {heads} and {heads_kv}")
         problem = AttentionProblem(

@@ -10,11 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.attention import (
+    attend_varlen,
+    flash_attention,
+    flash_attention_v2,
+    flash_attention_varlen,
+    normalised_window,
+)
+from diyfa.ops import attention
+from diyfa.problem import VARLEN
 from diyfa.reference import reference_attention
 
 BUDGET_FACTOR = 2.0
@@ -29,6 +39,9 @@ YARDSTICK_VALUES = 64
 YARDSTICK_DRAWS = (5, 32)
 
 
+PACKINGS = ("qkv", "kv")
+
+
 # ---- Cases and inputs -------------------------------------------------------------------------------------------
 
 
@@ -36,11 +49,16 @@ YARDSTICK_DRAWS = (5, 32)
 class AttentionCase:
     """One attention call in words; `make_inputs` turns it into tensors.
 
-    `layout` is "bhsd", "bshd" or "3d" (B·H, S, D). `view` is how the tensors lie in memory: "contiguous";
-    "transposed" (heads and sequence exchanged in memory); "packed" (slices of one QKV projection); "sliced" (cut from
-    larger buffers at odd offsets, so that nothing is aligned). `bias` is the shape of attn_bias with "b", "h", "q",
-    "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk"). `alibi` is "h" or "bh". Memory beyond
-    `seq_lens` holds NaN. `large` cases are left out where kernels run in an interpreter.
+    `layout` is "bhsd", "bshd", "3d" (B·H, S, D) or "thd": sequences of `lens_q` and `lens_k` (default: `lens_q`) rows
+    packed one after another, which stand for `batch`, `seqlen_q` and `seqlen_k`; `slack` rows more, which belong to no
+    sequence, follow the last, and the maxima that the call names are larger by as much. `view` is how the tensors lie
+    in memory: "contiguous"; "transposed" (heads and sequence exchanged in memory); "packed" (slices of one QKV
+    projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With `packing` "qkv" or
+    "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
+    shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
+    `bias_grad` says whether it wants a gradient. `alibi` is "h" or "bh". `dropout_p` comes with an rng_state drawn from
+    `seed`. Memory beyond `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where
+    kernels run in an interpreter.
     """
 
     name: str
@@ -54,6 +72,10 @@ class AttentionCase:
     dtype: str = "float16"
     layout: str = "bhsd"
     view: str = "contiguous"
+    packing: str = ""
+    lens_q: tuple[int, ...] | None = None
+    lens_k: tuple[int, ...] | None = None
+    slack: int = 0
     causal: bool = False
     sm_scale: float | None = None
     seq_lens: tuple[int, ...] | None = None
@@ -61,24 +83,56 @@ class AttentionCase:
     softcap: float = 0.0
     alibi: str = ""
     bias: str = ""
+    bias_grad: bool = True
     sinks: bool = False
     dropout_p: float = 0.0
     all_variants: bool = False  # worth running on every kernel, not only the preferred one
     large: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if (self.layout == VARLEN) != (self.lens_q is not None):
+            raise ValueError(f"case {self.name}: the layout thd and lens_q belong together")
+        if self.packing and (self.packing not in PACKINGS or self.layout not in ("bshd", VARLEN)):
+            raise ValueError(f"case {self.name}: packing is qkv or kv, in the layouts bshd and thd")
+        _, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = self.sizes
+        keys = (heads_kv, seqlen_k, self.key_lens, head_dim)
+        alike = head_dim == head_dim_v and (self.packing == "kv" or keys == (heads, seqlen_q, self.lens_q, head_dim))
+        if (self.packing or self.view == "packed") and not alike:
+            raise ValueError(f"case {self.name}: what is packed must be of one shape")
+
+    @property
+    def key_lens(self) -> tuple[int, ...] | None:
+        """`lens_k` with its default."""
+        return self.lens_q if self.lens_k is None else self.lens_k
+
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
-        """(B, H, Hk, Sq, Sk, D, Dv) with the defaults filled in."""
+        """(B, H, Hk, Sq, Sk, D, Dv) with the defaults filled in; of packed sequences the longest."""
+        batch, seqlen_q = self.batch, self.seqlen_q
         seqlen_k = self.seqlen_q if self.seqlen_k < 0 else self.seqlen_k
+        if self.lens_q is not None:
+            batch = len(self.lens_q)
+            seqlen_q, seqlen_k = (max(lens or (), default=0) for lens in (self.lens_q, self.key_lens))
         return (
-            self.batch, self.heads, self.heads_kv or self.heads, self.seqlen_q, seqlen_k, self.head_dim,
+            batch, self.heads, self.heads_kv or self.heads, seqlen_q, seqlen_k, self.head_dim,
             self.head_dim_v or self.head_dim,
         )  # fmt: skip
 
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Samples, query rows and key rows of the tensors: packed sequences are one sample of all their rows."""
+        batch, _, _, seqlen_q, seqlen_k, _, _ = self.sizes
+        if self.lens_q is not None:
+            return 1, sum(self.lens_q) + self.slack, sum(self.key_lens or ()) + self.slack
+        return batch, seqlen_q, seqlen_k
+
 
 class Inputs(NamedTuple):
-    """Tensors of one case. `options` are the keyword arguments of the call, the optional tensors among them."""
+    """Tensors of one case. `options` are the keyword arguments of the call, the optional tensors among them.
+
+    `packed` are the leaves (qkv,) or (q, kv) of a case with `packing`, of which q, k and v are then views.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -86,6 +140,12 @@ class Inputs(NamedTuple):
     dout: torch.Tensor
     dlse: torch.Tensor
     options: dict[str, Any]
+    packed: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The positional arguments of the call."""
+        return self.packed or (self.q, self.k, self.v)
 
 
 class Results(NamedTuple):
@@ -100,29 +160,44 @@ class Results(NamedTuple):
     dsinks: torch.Tensor | None = None
 
 
-def _qkv_buffers(case: AttentionCase, random: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """q, k, v in (B, H, S, D) order of dimensions, and in memory as `case.view` says."""
-    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = case.sizes
+def _unpacked(packed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """(qkv,) or (q, kv) -> q, k, v; what is packed stands before the heads."""
+    return (*packed[:-1], *packed[-1].unbind(-3))
+
+
+def _buffers(case: AttentionCase, random: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """q, k, v, or what packs them, in memory as `case.view` says.
+
+    q, k and v come as (B, H, S, D), packed tensors as (B, S, parts, H, D).
+    """
+    _, heads, heads_kv, _, _, head_dim, head_dim_v = case.sizes
+    batch, seqlen_q, seqlen_k = case.rows
     shapes = [
         (batch, heads, seqlen_q, head_dim),
         (batch, heads_kv, seqlen_k, head_dim),
         (batch, heads_kv, seqlen_k, head_dim_v),
     ]
-    heads_outer = case.layout != "bshd"
-    if case.view == "packed":
-        if len(set(shapes)) != 1:
-            raise ValueError(f"case {case.name}: a packed view needs q, k and v of one shape")
+    heads_outer = case.layout in ("bhsd", "3d")
+    if case.packing == "qkv":
+        return [random(batch, seqlen_q, 3, heads, head_dim)]
+    if case.view == "packed" and not case.packing:
         return list(random(batch, seqlen_q, 3, heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0))
     if case.view == "transposed":
         heads_outer = not heads_outer
     tensors = []
-    for b, h, s, d in shapes:
+    for b, h, s, d in shapes[: 1 if case.packing else 3]:
         pad = 3 if case.view == "sliced" else 0
         outer = (h, s + pad) if heads_outer else (s + pad, h)
         x = random(b, *outer, d + pad)
         x = x if heads_outer else x.transpose(1, 2)
         tensors.append(x[:, :, pad:, pad:])
+    if case.packing:
+        tensors.append(random(batch, seqlen_k, 2, heads_kv, head_dim))
     return tensors
+
+
+def _offsets(lens: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
 
 
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
@@ -133,18 +208,21 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
     batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
+    samples, rows_q, _ = case.rows
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    q, k, v = _qkv_buffers(case, random)
-    dout = random(batch, heads, seqlen_q, head_dim_v)
+    owners = _buffers(case, random)
+    dout = random(samples, heads, rows_q, head_dim_v)
     stat_dtype = torch.promote_types(dtype, torch.float32)
-    dlse = random(batch, heads, seqlen_q, dtype=stat_dtype)
-    if case.seq_lens is not None:
-        for sample, length in enumerate(case.seq_lens):
-            for x in (q, k, v, dout, dlse):
-                x[sample, :, length:] = float("nan")
+    dlse = random(samples, heads, rows_q, dtype=stat_dtype)
+    # Beyond a sequence's end lies NaN. Packed tensors are (B, S, parts, H, D), all others have S after the heads.
+    by_row = [x if x.dim() == 5 else x.transpose(1, 2) for x in (*owners, dout, dlse)]
+    for x in by_row:
+        for sample, length in enumerate(case.seq_lens or ()):
+            x[sample, length:] = float("nan")
+        x[:, x.shape[1] - case.slack :] = float("nan")
 
     def place(x: torch.Tensor, grad: bool = False) -> torch.Tensor:
         if x.device != torch.device(device):
@@ -155,48 +233,115 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     def arrange(x: torch.Tensor) -> torch.Tensor:
         if case.layout == "3d":
             return x.flatten(0, 1)
-        return x.transpose(1, 2) if case.layout == "bshd" else x
+        if case.layout == VARLEN:
+            return x[0] if x.dim() != 4 else x[0].transpose(0, 1)
+        return x.transpose(1, 2) if case.layout == "bshd" and x.dim() == 4 else x
 
-    q, k, v = (place(arrange(x), True) for x in (q, k, v))
+    leaves = tuple(place(arrange(x), True) for x in owners)
+    q, k, v = _unpacked(leaves) if case.packing else leaves
     dout = place(arrange(dout))
-    dlse = place(dlse.flatten(0, 1) if case.layout == "3d" else dlse)
+    dlse = place(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
     options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
     if case.seq_lens is not None:
         options["seq_lens"] = place(torch.tensor(case.seq_lens, dtype=torch.int32))
+    if case.lens_q is not None:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
+            place(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
+        )
+        options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
     if case.window != (-1, -1):
         options["window"] = case.window
     if case.softcap:
         options["softcap"] = case.softcap
-    if case.dropout_p:
-        options["dropout_p"] = case.dropout_p
     if case.alibi:
         shape = (heads,) if case.alibi == "h" else (batch, heads)
         options["alibi_slopes"] = place(random(*shape, dtype=torch.float32).abs() * 0.3)
     if case.bias:
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
-        options["attn_bias"] = place(random(*(full[letter] for letter in case.bias)), True)
+        options["attn_bias"] = place(random(*(full[letter] for letter in case.bias)), case.bias_grad)
     if case.sinks:
         options["sinks"] = place(random(heads, dtype=torch.float32), True)
-    return Inputs(q, k, v, dout, dlse, options)
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
+        options["rng_state"] = place(torch.randint(2**32, (2,), generator=generator, dtype=torch.int64))
+    return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
+
+
+def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
+    """The function of diyfa that takes the case's `leaves` and options; `how` holds `backend` and `variant`."""
+    if not case.packing:
+        functions: dict[str, Callable[..., Any]] = {"bshd": flash_attention_v2, VARLEN: flash_attention_varlen}
+        return partial(functions.get(case.layout, flash_attention), **how)
+
+    def packed_batch(
+        first: torch.Tensor,
+        second: torch.Tensor | None = None,
+        *,
+        causal: bool,
+        sm_scale: float | None,
+        window: tuple[int, int] = (-1, -1),
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Any:
+        q, k, _ = _unpacked((first,) if second is None else (first, second))
+        bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+        out, lse = attention(
+            first, second, None, layout="bshd", sm_scale=scale, window=bounds, packing=case.packing, **options, **how
+        )
+        return (out, lse) if return_lse else out
+
+    def packed_sequences(
+        first: torch.Tensor,
+        second: torch.Tensor | None = None,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        sm_scale: float | None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        rng_state: torch.Tensor | None = None,
+        return_lse: bool = False,
+        backend: str | None = None,
+        variant: str = "auto",
+    ) -> Any:
+        out, lse = attend_varlen(
+            first, second, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, sm_scale, window,
+            softcap, alibi_slopes, sinks, dropout_p, rng_state, False, variant, backend, case.packing,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+
+    return partial(packed_sequences, **how) if case.layout == VARLEN else packed_batch
 
 
 def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
-    """`attend(q, k, v, return_lse=True, **options)` and its gradients from out and lse together, copied to the CPU."""
-    out, lse = attend(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
-    optional = [inputs.options[name] for name in ("attn_bias", "sinks") if name in inputs.options]
+    """`attend(*leaves, return_lse=True, **options)` and its gradients from out and lse together, copied to the CPU."""
+    out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    optional = [
+        name for name in ("attn_bias", "sinks") if name in inputs.options and inputs.options[name].requires_grad
+    ]
     gradients = torch.autograd.grad(
-        (out, lse), (inputs.q, inputs.k, inputs.v, *optional), (inputs.dout.to(out.dtype), inputs.dlse.to(lse.dtype))
+        (out, lse),
+        (*inputs.leaves, *(inputs.options[name] for name in optional)),
+        (inputs.dout.to(out.dtype), inputs.dlse.to(lse.dtype)),
     )
-    dq, dk, dv, *rest = (x.cpu() for x in gradients)
-    dbias = rest.pop(0) if "attn_bias" in inputs.options else None
-    dsinks = rest.pop(0) if "sinks" in inputs.options else None
-    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, dbias, dsinks)
+    gradients = tuple(x.cpu() for x in gradients)
+    leaves, rest = gradients[: len(inputs.leaves)], dict(zip(optional, gradients[len(inputs.leaves) :], strict=True))
+    dq, dk, dv = _unpacked(leaves) if inputs.packed else leaves
+    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, rest.get("attn_bias"), rest.get("sinks"))
 
 
 def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:
     """The reference on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
     inputs = make_inputs(case, device)
-    layout = "bshd" if case.layout == "bshd" else "bhsd"
+    layout = "bhsd" if case.layout == "3d" else case.layout
+    options = {name: value for name, value in inputs.options.items() if not name.startswith("max_seqlen")}
     if dtype is not None:
 
         def upcast(x: Any) -> Any:
@@ -204,10 +349,16 @@ def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) 
                 return x.detach().to(dtype).requires_grad_(x.requires_grad)
             return x
 
-        options = {name: upcast(x) for name, x in inputs.options.items()}
-        q, k, v, dout, dlse = (upcast(x) for x in inputs[:5])
-        inputs = Inputs(q, k, v, dout, dlse, options)
-    return run_case(lambda *args, **kwargs: reference_attention(*args, layout=layout, **kwargs), inputs)
+        options = {name: upcast(x) for name, x in options.items()}
+        packed = tuple(upcast(x) for x in inputs.packed)
+        q, k, v = _unpacked(packed) if packed else (upcast(x) for x in inputs[:3])
+        inputs = Inputs(q, k, v, upcast(inputs.dout), upcast(inputs.dlse), options, packed)
+
+    def attend(*leaves: torch.Tensor, **options: Any) -> Any:
+        q, k, v = _unpacked(leaves) if case.packing else leaves
+        return reference_attention(q, k, v, layout=layout, **options)
+
+    return run_case(attend, inputs._replace(options=options))
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,8 @@ import torch
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
+MAX_HEAD_DIM_V = 512
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -51,10 +52,10 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
             f"all tensors must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}"
         )
     b, h, s, d = dims
-    if not (1 <= q.shape[d] <= MAX_HEAD_DIM) or not (1 <= v.shape[d] <= MAX_HEAD_DIM):
-        raise ValueError(
-            f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM}, got {q.shape[d]} for q and {v.shape[d]} for v"
-        )
+    if not 1 <= q.shape[d] <= MAX_HEAD_DIM:
+        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM} for q and k, got {q.shape[d]}")
+    if not 1 <= v.shape[d] <= MAX_HEAD_DIM_V:
+        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v.shape[d]}")
     if k.shape[d] != q.shape[d]:
         raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
     if k.shape[b] != q.shape[b] or v.shape[b] != q.shape[b]:

@@ -32,7 +32,9 @@ DTYPES = [
 HEAD_DIMS = [
     Case(f"d{d}", heads=1, seqlen_q=40, head_dim=d, causal=d % 32 == 0) for d in (16, 40, 64, 80, 96, 128, 192, 256)
 ] + [
+    Case("d320", heads=1, seqlen_q=24, head_dim=320, causal=True),
     Case("d512", heads=1, seqlen_q=24, head_dim=512),
+    Case("dv_576_512", heads=2, heads_kv=1, seqlen_q=24, head_dim=576, head_dim_v=512, causal=True, dtype="bfloat16"),
     Case("dv_192_128", heads=1, seqlen_q=40, head_dim=192, head_dim_v=128, causal=True),
     Case("dv_32_80", heads=1, seqlen_q=40, head_dim=32, head_dim_v=80, layout="bshd"),
     # A V narrower than K, with rows that are not 16-byte aligned and with rows that are: wgmma once read it wrongly.
@@ -113,11 +115,119 @@ FEATURES = [
         "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
         window=(30, 4), softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
     ),
-    Case("dropout", seqlen_q=40, dropout_p=0.2),
+]  # fmt: skip
+VARLEN = [
+    Case("varlen", layout="thd", lens_q=(40, 17, 1), all_variants=True),
+    Case("varlen_causal", layout="thd", lens_q=(33, 70, 5), causal=True, slack=3, all_variants=True),
+    Case("varlen_one", layout="thd", lens_q=(37,), lens_k=(70,), heads=3, causal=True),
+    Case("varlen_many", layout="thd", lens_q=(1, 2, 3, 1, 16, 9, 4), lens_k=(3, 1, 1, 17, 2, 9, 4)),
+    # 64 rows of the first sequence are one tile of keys: the second begins at a tile's edge, the third inside one.
+    Case("varlen_tile_edge", layout="thd", lens_q=(64, 30, 40), head_dim=64, causal=True, dtype="bfloat16"),
+    # Sequences without queries, without keys, without both: first, in the middle, last.
+    Case("varlen_empty_first", layout="thd", lens_q=(0, 20), lens_k=(0, 33), slack=2),
+    Case("varlen_empty_middle", layout="thd", lens_q=(20, 0, 9), lens_k=(33, 0, 9), causal=True, slack=2),
+    Case("varlen_empty_last", layout="thd", lens_q=(20, 7, 0), lens_k=(33, 7, 0), slack=2),
+    Case("varlen_no_queries", layout="thd", lens_q=(0, 20, 0), lens_k=(9, 7, 40), slack=5),
+    Case("varlen_no_keys", layout="thd", lens_q=(9, 20, 8), lens_k=(0, 30, 0), causal=True, slack=5, all_variants=True),
+    Case("varlen_no_keys_sinks", layout="thd", lens_q=(9, 20, 8), lens_k=(0, 30, 0), sinks=True, slack=5),
+    Case("varlen_all_empty", layout="thd", lens_q=(0, 0, 0), slack=4),
+    Case("varlen_all_empty_sinks", layout="thd", lens_q=(0, 0), lens_k=(0, 0), sinks=True, slack=4),
+    Case("varlen_nothing", layout="thd", lens_q=(0, 0)),
+    Case("varlen_without_keys", layout="thd", lens_q=(5, 3), lens_k=(0, 0)),
+    Case("varlen_without_keys_sinks", layout="thd", lens_q=(5, 3), lens_k=(0, 0), sinks=True, slack=2),
+    # Rows that see no key: more queries than keys under a causal mask.
+    Case("varlen_q_longer_causal", layout="thd", lens_q=(50, 20, 70), lens_k=(20, 20, 3), causal=True, slack=1),
+    Case("varlen_sinks_masked", layout="thd", lens_q=(50, 20), lens_k=(20, 25), causal=True, sinks=True, slack=1),
+    Case(
+        "varlen_window_gqa", layout="thd", heads=4, heads_kv=2, lens_q=(70, 20, 41), lens_k=(70, 65, 9),
+        window=(13, 4), all_variants=True,
+    ),
+    Case("varlen_window_left", layout="thd", lens_q=(70, 20), lens_k=(40, 65), window=(9, -1), slack=3),
+    Case("varlen_mqa_causal", layout="thd", heads=3, heads_kv=1, lens_q=(5, 40), lens_k=(64, 40), causal=True),
+    Case("varlen_softcap", layout="thd", lens_q=(30, 11), lens_k=(12, 40), softcap=2.0),
+    Case("varlen_alibi", layout="thd", lens_q=(30, 11), lens_k=(12, 40), alibi="h", causal=True),
+    Case("varlen_alibi_batch", layout="thd", lens_q=(30, 0, 11), lens_k=(12, 3, 40), alibi="bh", window=(20, 3)),
+    Case("varlen_sinks_gqa", layout="thd", heads=4, heads_kv=2, lens_q=(30, 11), lens_k=(45, 11), sinks=True),
+    Case("varlen_dropout", layout="thd", lens_q=(40, 17), lens_k=(33, 50), dropout_p=0.3, slack=3, all_variants=True),
+    Case("varlen_fp32", layout="thd", lens_q=(30, 41), lens_k=(50, 7), dtype="float32", causal=True, head_dim=64),
+    Case("varlen_dv_192_128", layout="thd", heads=1, lens_q=(30, 11), head_dim=192, head_dim_v=128, causal=True),
+    Case("varlen_d40", layout="thd", lens_q=(30, 11), head_dim=40, dtype="bfloat16"),
+    Case("varlen_transposed", layout="thd", lens_q=(30, 11), view="transposed", slack=2),
+    Case("varlen_packed", layout="thd", lens_q=(30, 11), view="packed", causal=True, slack=2),
+    Case("varlen_sliced", layout="thd", lens_q=(30, 11), lens_k=(31, 40), view="sliced", causal=True),
+    Case(
+        "varlen_everything", layout="thd", heads=4, heads_kv=2, lens_q=(50, 0, 33, 60, 7), lens_k=(70, 5, 0, 31, 64),
+        head_dim=32, head_dim_v=48, window=(30, 4), softcap=5.0, alibi="bh", sinks=True, dropout_p=0.2, slack=7,
+    ),
+    Case(
+        "varlen_large", layout="thd", heads=4, heads_kv=2, lens_q=(700, 0, 33, 1, 511), lens_k=(300, 9, 1000, 1, 511),
+        head_dim=64, causal=True, slack=70, large=True, all_variants=True,
+    ),
+    Case(
+        "varlen_large_everything", layout="thd", heads=6, heads_kv=2, lens_q=(700, 0, 33, 1, 511),
+        lens_k=(300, 9, 1000, 1, 511), head_dim=128, window=(200, 0), softcap=20.0, alibi="h", sinks=True,
+        dropout_p=0.1, slack=70, dtype="bfloat16", large=True,
+    ),
+]  # fmt: skip
+PACKING = [
+    Case("qkvpacked", batch=2, seqlen_q=40, layout="bshd", packing="qkv", causal=True),
+    Case("qkvpacked_dropout", batch=2, seqlen_q=40, layout="bshd", packing="qkv", dropout_p=0.2, window=(20, 0)),
+    Case("kvpacked", batch=2, seqlen_q=40, seqlen_k=70, layout="bshd", packing="kv"),
+    Case("kvpacked_gqa_causal", batch=2, heads=4, heads_kv=2, seqlen_q=40, layout="bshd", packing="kv", causal=True),
+    Case("kvpacked_lens", batch=2, heads=4, heads_kv=2, seqlen_q=40, layout="bshd", packing="kv", seq_lens=(40, 17)),
+    Case("varlen_qkvpacked", layout="thd", lens_q=(33, 0, 40), packing="qkv", causal=True, slack=2),
+    Case(
+        "varlen_kvpacked", layout="thd", heads=4, heads_kv=2, lens_q=(33, 9, 40), lens_k=(50, 0, 17), packing="kv",
+        slack=2, dropout_p=0.2, alibi="h",
+    ),
+]  # fmt: skip
+DROPOUT = [
+    Case("dropout", seqlen_q=40, dropout_p=0.2, all_variants=True),
+    Case("dropout_half_causal", batch=2, seqlen_q=70, dropout_p=0.5, causal=True, dtype="bfloat16"),
+    Case("dropout_most", seqlen_q=70, dropout_p=0.9),  # some rows keep nothing
+    Case("dropout_fp32", seqlen_q=37, seqlen_k=70, dropout_p=0.1, dtype="float32", layout="bshd"),
+    Case("dropout_gqa_q5_k70", heads=4, heads_kv=2, seqlen_q=5, seqlen_k=70, dropout_p=0.3, causal=True),
+    Case("dropout_q70_k30_causal", batch=2, seqlen_q=70, seqlen_k=30, dropout_p=0.3, causal=True),  # rows without keys
+    Case("dropout_softcap_window", seqlen_q=70, dropout_p=0.3, softcap=2.0, window=(20, 5)),
+    Case("dropout_sinks", heads=3, seqlen_q=40, dropout_p=0.3, sinks=True, causal=True),
+    Case("dropout_bias", batch=2, seqlen_q=40, dropout_p=0.3, bias="1hqk"),
+    Case("dropout_alibi_lens", batch=3, seqlen_q=40, dropout_p=0.3, alibi="bh", seq_lens=(40, 9, 1)),
+    Case("dropout_3d", heads=3, seqlen_q=20, dropout_p=0.3, layout="3d"),
+    Case("dropout_dv", seqlen_q=40, dropout_p=0.3, head_dim=64, head_dim_v=32, view="transposed"),
+    Case("dropout_large", batch=2, heads=4, seqlen_q=700, seqlen_k=500, head_dim=64, dropout_p=0.2, causal=True,
+         large=True, all_variants=True),
+]  # fmt: skip
+COMBINED = [
+    Case("bias_no_grad", batch=2, seqlen_q=40, bias="1hqk", bias_grad=False, causal=True),
+    Case("bias_no_grad_rows", batch=2, seqlen_q=40, seqlen_k=50, bias="b11k", bias_grad=False, dropout_p=0.2),
+    Case("bias_heads_scalar", batch=2, heads=4, heads_kv=2, seqlen_q=40, bias="1h11", softcap=3.0),
+    Case("bias_rows_lens", batch=2, seqlen_q=40, bias="11q1", seq_lens=(17, 40), causal=True),
+    Case("bias_keys_lens", batch=2, seqlen_q=40, seqlen_k=50, bias="b11k", seq_lens=(50, 9)),
+    Case("bias_batch_lens_gqa", batch=2, heads=4, heads_kv=2, seqlen_q=40, bias="b1qk", seq_lens=(40, 9)),
+    Case("bias_one_key_gqa", batch=2, heads=4, heads_kv=2, seqlen_q=40, bias="hqk", window=(9, 9)),
+    Case("bias_fp32_bf16_sinks", seqlen_q=40, bias="1hqk", sinks=True, dtype="bfloat16", softcap=4.0),
+    Case("bias_large", batch=2, heads=4, seqlen_q=333, seqlen_k=500, head_dim=64, bias="1hqk", causal=True, large=True),
+    Case("window_lens_mqa", batch=3, heads_kv=1, seqlen_q=40, seqlen_k=70, seq_lens=(70, 33, 3), window=(9, 2)),
+    Case("sinks_lens_masked", batch=2, seqlen_q=70, seqlen_k=30, sinks=True, seq_lens=(30, 9), window=(5, 0)),
+    Case("alibi_softcap_gqa", heads=4, heads_kv=2, seqlen_q=40, seqlen_k=60, alibi="h", softcap=3.0, causal=True),
+    Case("mqa_window_dropout", heads=4, heads_kv=1, seqlen_q=40, seqlen_k=60, window=(9, 0), dropout_p=0.2),
+    Case(
+        "everything_dropout", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
+        window=(30, 4), softcap=5.0, alibi="h", bias="b1qk", sinks=True, seq_lens=(70, 44), layout="bshd",
+        dropout_p=0.2,
+    ),
+    Case(
+        "everything_large", batch=2, heads=4, heads_kv=2, seqlen_q=300, seqlen_k=500, head_dim=128, head_dim_v=64,
+        window=(200, 0), softcap=5.0, alibi="bh", bias="1hqk", sinks=True, seq_lens=(500, 77), dropout_p=0.2,
+        dtype="bfloat16", large=True,
+    ),
 ]  # fmt: skip
 
 CASES: dict[str, Case] = {}
-for _case in [*BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES]:
+for _case in [
+    *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
+    *COMBINED,
+]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")
     CASES[_case.name] = _case

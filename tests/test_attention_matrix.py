@@ -6,11 +6,11 @@ import pytest
 import torch
 from cases import CASES
 from refusals import ANY, REFUSALS, refusal
-from targets import TARGETS, Target
+from targets import TARGETS
 
 import diyfa
 from diyfa import registry
-from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
+from diyfa.testing import assert_within_budget, attention_function, make_inputs, poisoned_allocations, run_case
 
 
 def _combinations() -> list[tuple[str, str, str]]:
@@ -27,15 +27,6 @@ def _combinations() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _attend(case: AttentionCase, target: Target, variant: str):
-    function = diyfa.flash_attention_v2 if case.layout == "bshd" else diyfa.flash_attention
-
-    def attend(q, k, v, **options):
-        return function(q, k, v, backend=target.backend, variant=variant, **options)
-
-    return attend
-
-
 @pytest.mark.parametrize("combination", _combinations(), ids="-".join)
 def test_attention(combination: tuple[str, str, str]) -> None:
     backend, variant, name = combination
@@ -43,10 +34,10 @@ def test_attention(combination: tuple[str, str, str]) -> None:
     inputs = make_inputs(case, target.device)
     arch = registry.load_backend(backend).arch(torch.device(target.device))
     reason = refusal(backend, arch, variant, name)
-    attend = _attend(case, target, variant)
+    attend = attention_function(case, backend=target.backend, variant=variant)
     if reason is not None:
         with pytest.raises(ValueError, match="cannot run") as error:
-            attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+            attend(*inputs.leaves, **inputs.options)
         assert reason in str(error.value)
         return
     with poisoned_allocations():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,9 +37,10 @@ ATTENTION = {
     "v_dtype": ((Q, K, V.bfloat16()), {}, TypeError, r"dtypes must match"),
     "k_device": ((Q, META, V), {}, ValueError, r"same device: q is on cpu, k on meta"),
     "v_device": ((Q, K, META), {}, ValueError, r"same device"),
-    "head_dim_0": (qkv(d=0), {}, ValueError, r"Unsupported head_dim: expected 1 to 512, got 0"),
-    "head_dim_513": (qkv(d=513), {}, ValueError, r"Unsupported head_dim.*513"),
-    "head_dim_v_513": ((Q, K, qkv(d=513)[2]), {}, ValueError, r"Unsupported head_dim.*513 for v"),
+    "head_dim_0": (qkv(d=0), {}, ValueError, r"Unsupported head_dim: expected 1 to 576 for q and k, got 0"),
+    "head_dim_577": (qkv(d=577), {}, ValueError, r"Unsupported head_dim: expected 1 to 576 for q and k, got 577"),
+    "head_dim_v_0": ((Q, K, V[..., :0]), {}, ValueError, r"Unsupported head_dim: expected 1 to 512 for v, got 0"),
+    "head_dim_v_513": ((Q, K, qkv(d=513)[2]), {}, ValueError, r"Unsupported head_dim.*1 to 512 for v, got 513"),
     "head_dim_differs": ((Q, qkv(d=8)[1], V), {}, ValueError, r"same head_dim"),
     "batch_differs": ((Q, *qkv(b=3)[1:]), {}, ValueError, r"same batch"),
     "kv_heads_differ": ((Q, K, V[:, :2]), {}, ValueError, r"k and v must have the same heads and length"),
@@ -81,7 +83,6 @@ ATTENTION = {
     "bias_device": ((Q, K, V), {"attn_bias": torch.zeros(8, 8, device="meta")}, ValueError, r"same device"),
     "variant": ((Q, K, V), {"variant": "v9"}, ValueError, r"no attention_fwd kernel called 'v9'; it has: v2, v1"),
     "backend": ((Q, K, V), {"backend": "tpu"}, ValueError, r"no backend called 'tpu'; there are: cuda, npu, cpu"),
-    "dropout_refused": ((Q, K, V), {"dropout_p": 0.5}, ValueError, r"cannot run.*does not implement dropout"),
 }  # fmt: skip
 
 
@@ -121,10 +122,14 @@ def test_meta_tensors_give_shapes() -> None:
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 4, 8, 8), F16, (2, 8, 4), torch.float32)
 
 
-def test_unsupported_gradient_is_refused_in_the_forward_pass() -> None:
-    q = Q.clone().requires_grad_()
-    with pytest.raises(ValueError, match="dropout"):
-        diyfa.flash_attention(q, K, V, dropout_p=0.5, backend="cpu")
+def test_unsupported_gradient_is_refused_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = registry.load_backend("cpu")
+    kernels = [replace(k, unsupported=lambda problem: "too odd") if k.op == "attention_bwd" else k for k in cpu.kernels]
+    monkeypatch.setattr(cpu, "kernels", kernels)
+    q, k, v = qkv(d=13)  # a size of its own: what was chosen before is remembered
+    diyfa.flash_attention(q, k, v, backend="cpu")
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot run this attention_bwd: v2: too odd"):
+        diyfa.flash_attention(q.requires_grad_(), k, v, backend="cpu")
 
 
 A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)

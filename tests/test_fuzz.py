@@ -13,47 +13,76 @@ from hypothesis import strategies as st
 from refusals import refused_features
 from targets import TARGETS
 
-import diyfa
-from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
+from diyfa.testing import (
+    AttentionCase,
+    assert_within_budget,
+    attention_function,
+    make_inputs,
+    poisoned_allocations,
+    run_case,
+)
 
 EXAMPLES = int(os.environ.get("DIYFA_FUZZ", "0"))
+
+
+def lengths(draw: st.DrawFn, largest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query and key lengths of up to four packed sequences, empty ones among them."""
+    length = st.sampled_from([0, 1]) | st.integers(0, largest // 2)
+    pairs = draw(st.lists(st.tuples(length, length), min_size=1, max_size=4))
+    lens_q, lens_k = zip(*pairs, strict=True)
+    return lens_q, lens_q if draw(st.booleans()) else lens_k
 
 
 @st.composite
 def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
     """Any case of at most `largest` queries and keys that uses no feature in `without`."""
-    heads_kv = draw(st.integers(1, 2))
-    batch = draw(st.integers(1, 3))
-    seqlen_q, seqlen_k = draw(st.integers(1, largest)), draw(st.integers(1, largest))
-    head_dim = draw(st.sampled_from([1, 8, 16, 24, 32, 48, 64]))
-    layout = draw(st.sampled_from(["bhsd", "bshd", "3d"]))
-    seq_lens = draw(st.none() | st.tuples(*[st.integers(1, seqlen_k)] * batch))
-    if layout == "3d" and seq_lens is None:
-        batch = 1
 
     def feature(name: str, off, values: st.SearchStrategy):
         return off if name in without else draw(values)
 
+    layout = draw(st.sampled_from(["bhsd", "bshd", "3d", *(["thd"] if "varlen" not in without else [])]))
+    varlen = layout == "thd"
+    batch, seqlen_q, seqlen_k = draw(st.integers(1, 3)), draw(st.integers(1, largest)), draw(st.integers(1, largest))
+    lens_q, lens_k = lengths(draw, largest) if varlen else (None, None)
+    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from([1, 8, 16, 24, 32, 48, 64]))
+    head_dim_v = draw(st.sampled_from([head_dim, 16, 40]))
+    packing = draw(st.sampled_from(["", "", "kv", "qkv"])) if layout in ("bshd", "thd") else ""
+    if packing:
+        head_dim_v = head_dim
+    if packing == "qkv":
+        group, seqlen_k, lens_k = 1, seqlen_q, lens_q
+    seq_lens = None if varlen else feature("seq_lens", None, st.none() | st.tuples(*[st.integers(1, seqlen_k)] * batch))
+    if layout == "3d" and seq_lens is None:
+        batch = 1
+    views = ["contiguous"] if layout == "3d" or packing else ["contiguous", "transposed", "sliced"]
+    biases = ["", "", "bhqk", "1hqk", "b1qk", "b11k", "1h11", "qk", "k", "q1"]
     return AttentionCase(
         name="fuzz",
         batch=batch,
-        heads=heads_kv * draw(st.integers(1, 3)),
+        heads=heads_kv * group,
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         head_dim=head_dim,
-        head_dim_v=draw(st.sampled_from([head_dim, 16, 40])),
+        head_dim_v=head_dim_v,
         dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
         layout=layout,
-        view=draw(st.sampled_from(["contiguous", "transposed", "sliced"])) if layout != "3d" else "contiguous",
+        view=draw(st.sampled_from(views)),
+        packing=packing,
+        lens_q=lens_q,
+        lens_k=lens_k,
+        slack=draw(st.integers(0, 5)) if varlen else 0,
         causal=draw(st.booleans()),
-        sm_scale=draw(st.sampled_from([None, 0.0]) | st.floats(1e-3, 1.0) | st.floats(-1.0, -1e-3)),
+        sm_scale=draw(st.sampled_from([None, None, 0.0]) | st.floats(1e-3, 1.0) | st.floats(-1.0, -1e-3)),
         seq_lens=seq_lens,
         window=feature("window", (-1, -1), st.tuples(st.integers(-1, largest), st.integers(-1, largest))),
         softcap=feature("softcap", 0.0, st.sampled_from([0.0, 0.0, 1.0, 20.0])),
         alibi=feature("alibi", "", st.sampled_from(["", "", "h", "bh"])),
-        bias=feature("attn_bias", "", st.sampled_from(["", "", "bhqk", "1hqk", "b1qk", "qk", "k", "q1"])),
+        bias="" if varlen else feature("attn_bias", "", st.sampled_from(biases)),
+        bias_grad=draw(st.booleans()),
         sinks=feature("sinks", False, st.booleans()),
+        dropout_p=feature("dropout", 0.0, st.sampled_from([0.0, 0.0, 0.1, 0.5])),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -63,7 +92,7 @@ def test_random_cases(backend: str) -> None:
     target = TARGETS[backend]
 
     @settings(
-        max_examples=EXAMPLES or (6 if target.interpreted else 25),
+        max_examples=EXAMPLES or (8 if target.interpreted else 40),
         derandomize=not EXAMPLES,
         deadline=None,
         phases=[Phase.generate, *([Phase.shrink] if EXAMPLES else [])],
@@ -72,11 +101,9 @@ def test_random_cases(backend: str) -> None:
     )
     @given(cases(70 if target.interpreted else 200, refused_features(backend)))
     def check(case: AttentionCase) -> None:
-        function = diyfa.flash_attention_v2 if case.layout == "bshd" else diyfa.flash_attention
+        attend = attention_function(case, backend=backend)
         with poisoned_allocations():
-            results = run_case(
-                lambda *args, **kwargs: function(*args, backend=backend, **kwargs), make_inputs(case, target.device)
-            )
+            results = run_case(attend, make_inputs(case, target.device))
         assert_within_budget(results, case, target.oracle_device)
 
     check()

@@ -105,10 +105,20 @@ def test_inputs_are_what_the_case_says(name: str) -> None:
     case = CASES[name]
     inputs, again = make_inputs(case), make_inputs(case)
     b, h, hk, sq, sk, d, dv = case.sizes
-    q_shape = {"bhsd": (b, h, sq, d), "bshd": (b, sq, h, d), "3d": (b * h, sq, d)}[case.layout]
+    samples, rows_q, rows_k = case.rows
+    q_shape = {"bhsd": (b, h, sq, d), "bshd": (b, sq, h, d), "3d": (b * h, sq, d), "thd": (rows_q, h, d)}[case.layout]
     assert inputs.q.shape == q_shape
-    assert inputs.v.numel() == b * hk * sk * dv and inputs.dlse.numel() == b * h * sq
-    assert inputs.q.is_leaf and inputs.q.requires_grad and inputs.q.stride(-1) == 1
+    assert inputs.v.numel() == samples * hk * rows_k * dv and inputs.dlse.numel() == samples * h * rows_q
+    assert all(x.is_leaf and x.requires_grad and x.stride(-1) == 1 for x in inputs.leaves)
+    assert len(inputs.leaves) == {"": 3, "kv": 2, "qkv": 1}[case.packing]
+    if case.lens_q is not None:
+        for cu, lens in (("cu_seqlens_q", case.lens_q), ("cu_seqlens_k", case.key_lens)):
+            assert inputs.options[cu].diff().tolist() == list(lens) and inputs.options[cu].dtype == torch.int32
+        end = sum(case.lens_q)
+        assert bool(inputs.q[end:].isnan().all()) and bool(inputs.q[:end].isfinite().all())
+        assert bool(inputs.dlse[:, end:].isnan().all()) and inputs.options["max_seqlen_k"] == sk + case.slack
+    if case.dropout_p:
+        assert torch.equal(inputs.options["rng_state"], again.options["rng_state"])
     if case.view != "contiguous":
         assert not inputs.q.is_contiguous()
     assert torch.equal(inputs.q.detach().nan_to_num(7), again.q.detach().nan_to_num(7))
