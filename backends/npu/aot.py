@@ -31,7 +31,7 @@ from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu import configs
-from diyfa.problem import AttentionProblem, CompileReport, MatmulProblem
+from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem
 
 JOBS = 2  # back-half processes at a time
 TIMEOUT_S = 300
@@ -301,17 +301,23 @@ def example(target: str, **changes: Any) -> AttentionProblem:
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile) -> str:
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str) -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
+    if problem.bias:
+        features = features.replace("attn_bias", f"attn_bias[{bias}]")
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
 def attention_job(
-    problem: AttentionProblem, kernel: str, tile: configs.AttentionTile | None = None, bias: str = "qk"
+    problem: AttentionProblem,
+    kernel: str,
+    tile: configs.AttentionTile | None = None,
+    bias: str = "qk",
+    bias_dtype: str = "float32",
 ) -> Job:
     """The job of `kernel` ("fwd", "dq", "dkdv", "dbias") for `problem`, with the table's tile unless one is given.
 
-    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`).
+    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
     from diyfa.backends.npu.compat import padded_head_dim
@@ -345,14 +351,17 @@ def attention_job(
         "sinks_ptr": problem.sinks,
     }
     constants |= {name: None for name, used in absent.items() if not used}
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
+    signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
     return Job(
         kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
-        case=_case(problem, tile),
+        case=_case(problem, tile, bias),
         function=function,
-        signature=_signature(function, _TRITON_DTYPES[problem.dtype]),
+        signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        must_bind=tile.bound,
+        # A sum over rows, at the end of the gradient of a bias without them, keeps both vector cores' work on one.
+        must_bind=tile.bound and (kernel != "dbias" or "q" in bias),
         must_pipeline=tile.pipelined,
     )
 
@@ -442,21 +451,21 @@ def _signature(function: Any, dtype: str) -> dict[str, str]:
     return {name: of(name) for name in function.arg_names}
 
 
-# A problem of each mode of the tile table; "featured" uses all features at once, which needs the most memory.
+# A problem of each mode of the tile table, with as much of what belongs to it as there is: that needs the most memory.
+_EXTRAS = {"sinks": True, "seq_lens": True}
 MODE_CASES: dict[str, dict[str, Any]] = {
     "even": {},
     "tail": {"seq_lens": True},
     "causal": {"window_right": 0},
-    "featured": {
-        "window_left": 256,
-        "window_right": 128,
-        "softcap": 30.0,
-        "alibi": True,
-        "sinks": True,
-        "seq_lens": True,
+    "biased": {"window_right": 0, "bias": "qk", **_EXTRAS},
+    "featured": {"window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, **_EXTRAS},
+    "crowded": {
+        "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "bias": "qk", "dropout": True,
+        **_EXTRAS,
     },
-}
-# Each feature by itself or as it is mostly used, and head dims that do not fill a tile.
+}  # fmt: skip
+# Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
+# attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
@@ -469,7 +478,21 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"alibi": True, "window_right": 0},
     {"sinks": True},
     {"sinks": True, "window_right": 0},
-)
+    {"layout": VARLEN},
+    {"layout": VARLEN, "window_right": 0},
+    {"layout": VARLEN, "window_left": 256, "window_right": 0, "softcap": 30.0, "alibi": True, "sinks": True},
+    {"layout": VARLEN, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
+     "dropout": True},
+    {"dropout": True},
+    {"dropout": True, "window_right": 0},
+    {"dropout": True, "layout": VARLEN, "window_right": 0},
+    {"bias": "qk"},
+    {"bias": "k"},
+    {"bias": "q", "window_right": 0},
+    {"bias": "1"},
+    {"bias": "qk", "dropout": True},
+    {"bias": "k", "dropout": True, "seq_lens": True},
+)  # fmt: skip
 HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},
     {"head_dim": 16},
@@ -479,7 +502,20 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 160, "seq_lens": True},
     {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
     {"head_dim": 250, "window_right": 0},
+    {"head_dim": 320, "layout": VARLEN},
+    {"head_dim": 64, "head_dim_v": 512},
+    {"head_dim": 512, "window_right": 0},
+    {"head_dim": 576, "head_dim_v": 64},
 )
+
+
+def attention_jobs(target: str, changes: dict[str, Any]) -> Iterator[Job]:
+    """The jobs of every kernel of one call: `changes` as for `example`, with the dimensions of a bias in "bias"."""
+    dims = changes.get("bias", "")
+    width = changes.get("head_dim", 128)
+    problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
+    for kernel in ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
+        yield attention_job(problem, kernel, bias=dims)
 
 
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
@@ -487,18 +523,18 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
 
     `full`: every feature in every dtype with every head-dim class, instead of float16 with 128.
     """
-    head_dims = (64, 128, 256)
-    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype (their rows are the same) and the
-    # features all at once.
+    head_dims = configs.HEAD_DIM_CLASSES
+    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype and the features all at once.
     lean = configs.family(target) is NPUArch.A5 and not full
-    dtypes = [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")]
-    changes: list[dict[str, Any]] = [
-        {"dtype": dtype, "head_dim": head_dim, **mode}
-        for dtype in dtypes
-        for head_dim in head_dims
-        for mode in MODE_CASES.values()
-    ]
-    for dtype in dtypes if full else ("float16",):
+    changes: list[dict[str, Any]] = []
+    for dtype in configs.DTYPE_BYTES:
+        cases = dict(MODE_CASES)
+        if dtype == "bfloat16" and not full:  # the rows are float16's
+            cases = {} if lean else {mode: cases[mode] for mode in ("even", "causal", "crowded")}
+        if lean:  # where these have the tiles of the crowded rows
+            cases = {mode: case for mode, case in cases.items() if mode not in ("biased", "featured")}
+        changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
+    for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
             {"dtype": dtype, "head_dim": head_dim, **case}
@@ -506,7 +542,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
             for case in (() if lean else FEATURE_CASES)
         ]
     for change in changes:
-        yield from (attention_job(example(target, **change), kernel) for kernel in ("fwd", "dkdv", "dq"))
+        yield from attention_jobs(target, change)
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
 
@@ -514,7 +550,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
 def helper_jobs(target: str) -> Iterator[Job]:
     """The kernels without matrix products."""
     for dtype in configs.DTYPE_BYTES:
-        for head_dim in (64, 256):
+        for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield dsinks_job()

@@ -36,6 +36,7 @@ from diyfa.backends.npu.primitives import (
     dot,
     dot_add,
     key_range,
+    load_lse,
     load_row,
     load_tile,
     mask_tile,
@@ -150,7 +151,7 @@ def _bwd_dq_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-            lse = load_row(lse_base, row0, rows, BLOCK_M)
+            lse = load_lse(lse_base, row0, sq, BLOCK_M)
             delta = load_row(delta_base, row0, rows, BLOCK_M)
             slope = 0.0
             if ALIBI:
@@ -272,13 +273,11 @@ def _bwd_dkdv_kernel(
                 )
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-                lse = load_row(lse_base, row0, rows, BLOCK_M)
+                lse = load_lse(lse_base, row0, sq, BLOCK_M)
                 delta = load_row(delta_base, row0, rows, BLOCK_M)
                 slope = 0.0
                 if ALIBI:
                     slope = tl.load(slopes_ptr + b * stride_slope_b + h)
-                    # Beyond the rows a score is not 0 then, and its weight must be: inf times dout's zeros is NaN.
-                    lse = tl.where((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32), lse, float("inf"))
                 rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
                 s, tanh = score_tile(
                     dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
@@ -405,12 +404,10 @@ def _bwd_dbias_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-            lse = load_row(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M)
+            lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
             )
-            # Beyond the rows a weight must be 0 whatever the score.
-            lse = tl.where((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32), lse, float("inf"))
             slope = 0.0
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)

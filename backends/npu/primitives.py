@@ -37,6 +37,13 @@ def load_row(base_ptr, row0, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_lse(base_ptr, row0, rows, BLOCK: tl.constexpr):
+    """Load [BLOCK] log-sum-exps; inf beyond the rows, where every weight exp(s - lse) is 0 then, whatever the score."""
+    offs = tl.arange(0, BLOCK) + row0
+    return tl.load(base_ptr + offs, mask=offs < rows, other=float("inf"))
+
+
+@triton.jit
 def store_row(base_ptr, values, row0, rows, BLOCK: tl.constexpr):
     """Store [BLOCK] values of a vector of length `rows` from `row0` on."""
     ptr = tl.make_block_ptr(base_ptr, (rows,), (1,), (row0,), (BLOCK,), (0,))
