@@ -29,7 +29,7 @@ from diyfa.backends.npu.configs import (
     preprocess_rows,
 )
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
     add_bias,
     base_of,
@@ -48,7 +48,7 @@ from diyfa.backends.npu.primitives import (
     task_of,
     tile_needs_mask,
 )
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
 @kernel
@@ -535,7 +535,6 @@ def attention_bwd(
 
     `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
     """
-    q, k, v = tensors.q, tensors.k, tensors.v
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
@@ -543,8 +542,11 @@ def attention_bwd(
     delta = torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
-    named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    stride = {name: bhsd_strides(x, problem.layout)[:3] for name, x in named.items()}
+    stride = {name: addressed(x, problem.layout)[1] for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+    q, stride["q"] = addressed(tensors.q, problem.layout)
+    k, stride["k"] = addressed(tensors.k, problem.layout)
+    v, stride["v"] = addressed(tensors.v, problem.layout)
+    dout, stride["dout"] = addressed(dout, problem.layout)
     bias = as_read(tensors.attn_bias)
     feature_strides = (0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides)
     shared: dict[str, object] = {
@@ -591,6 +593,7 @@ def attention_bwd(
             **launch_options(tile, problem.arch),
         )  # fmt: skip
         if dbias is not None:
+            tensors = tensors._replace(q=q, k=k, v=v)
             _launch_dbias(problem, tensors, lse, dout, delta, bias, dbias, stride, feature_strides, sizes, shared)
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](

@@ -21,7 +21,7 @@ from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options
 from diyfa.backends.npu.primitives import (
     add_bias,
     base_of,
@@ -39,7 +39,7 @@ from diyfa.backends.npu.primitives import (
     task_of,
     tile_needs_mask,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.problem import AttentionProblem, AttentionTensors
 
 # Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet, and no
 # greater than a bias that masks with float32's lowest value.
@@ -164,9 +164,9 @@ def _fwd_kernel(
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
-    q, k, v = tensors.q, tensors.k, tensors.v
     tile: AttentionTile = fwd_tile(problem)
-    strides = [bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out)]
+    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
+    (q, k, v, out), strides = zip(*inputs, strict=True)
     slopes = tensors.alibi_slopes
     bias = as_read(tensors.attn_bias)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
