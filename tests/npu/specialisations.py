@@ -1,4 +1,4 @@
-"""How many kernels would be compiled for shape_of_call of many sizes: `python tests/npu/specialisations.py`, one JSON object.
+"""How many kernels would be compiled for calls of many sizes: `python tests/npu/specialisations.py`, one JSON object.
 
 Needs triton-ascend without its interpreter, and no device: a launch is replaced by the key under which Triton would
 look for the compiled kernel.
@@ -31,9 +31,9 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Non
     keys[self.__name__].add("".join(types) + str((constants, options)))
 
 
-def call(shape_of_call: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **features: Any) -> None:
+def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **features: Any) -> None:
     """One forward and backward call; nothing is computed."""
-    batch, heads, heads_kv, seqlen_q, seqlen_k = shape_of_call
+    batch, heads, heads_kv, seqlen_q, seqlen_k = sizes
     head_dim = 40
     problem = aot.example(
         TARGET, layout=layout, batch=batch, heads_q=heads, heads_kv=heads_kv, seqlen_q=seqlen_q,
@@ -50,8 +50,8 @@ def call(shape_of_call: tuple[int, ...], layout: str, bias: tuple[int, ...] | No
         problem = problem.replace(total_q=batch * seqlen_q, total_k=batch * seqlen_k)
     offsets = torch.zeros(batch + 1, dtype=torch.int32) if layout == "thd" else None
     q, k, v = tensor(heads, seqlen_q), tensor(heads_kv, seqlen_k), tensor(heads_kv, seqlen_k)
-    sizes = (batch, heads, seqlen_q, seqlen_k)
-    attn_bias = None if bias is None else torch.empty([n or m for n, m in zip(bias, sizes, strict=True)])
+    full = (batch, heads, seqlen_q, seqlen_k)
+    attn_bias = None if bias is None else torch.empty([n or m for n, m in zip(bias, full, strict=True)])
     tensors = AttentionTensors(
         q, k, v, 0.1,
         torch.ones(batch, dtype=torch.int32) if problem.seq_lens else None,
