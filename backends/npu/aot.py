@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs
+from diyfa.backends.npu import configs, configs_v1
 from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem
 
 JOBS = 2  # back-half processes at a time
@@ -366,6 +366,49 @@ def attention_job(
     )
 
 
+def v1_job(problem: AttentionProblem) -> Job:
+    """The job of the "v1" forward kernel for `problem`."""
+    from diyfa.backends.npu import fwd_v1
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    tile = configs_v1.v1_tile(problem)
+    function = fwd_v1._fwd_v1_kernel
+    constants: dict[str, Any] = {
+        **configs_v1.v1_flags(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "INTERPRET": False,
+    }
+    constants |= {} if problem.seq_lens else {"seq_lens_ptr": None}
+    return Job(
+        "attention_fwd/v1", _case(problem, tile), function,
+        _signature(function, _TRITON_DTYPES[problem.dtype]), constants,
+        tile.compile_options(problem.arch), must_bind=tile.bound, must_pipeline=tile.pipelined,
+    )  # fmt: skip
+
+
+def v1_finish_job(problem: AttentionProblem) -> Job:
+    """The job of what follows the "v1" kernel: rounding the output, forming lse."""
+    from diyfa.backends.npu import fwd_v1
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = fwd_v1._fwd_v1_finish_kernel
+    return Job(
+        "attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", function,
+        _signature(function, _TRITON_DTYPES[problem.dtype]),
+        {
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+            "BLOCK_M": configs.preprocess_rows(problem),
+            "INTERPRET": False,
+        },
+    )  # fmt: skip
+
+
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     """The job of delta = rowsum(dout * out) - dlse."""
     from diyfa.backends.npu import bwd
@@ -429,7 +472,11 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     )  # fmt: skip
 
 
-_FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"}
+_FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"} | {
+    f"{new}{name}_ptr"
+    for new in ("", "new_")
+    for name in ("running", "m", "l")  # the state that "v1" keeps in memory
+}
 _INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 _FP32_SCALARS = {
     "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
@@ -543,8 +590,20 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
         ]
     for change in changes:
         yield from attention_jobs(target, change)
+    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
+
+
+def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
+    """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
+    features = ({}, {"window_right": 0}, {"window_left": 256, "window_right": 128, "seq_lens": True})
+    for dtype in dtypes:
+        for head_dim in (64, 128, 256):
+            yield from (v1_job(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features)
+            yield v1_finish_job(example(target, dtype=dtype, head_dim=head_dim))
+    yield v1_job(example(target, head_dim=40, head_dim_v=80, window_right=0))
+    yield v1_finish_job(example(target, head_dim=40, head_dim_v=80))
 
 
 def helper_jobs(target: str) -> Iterator[Job]:

@@ -110,6 +110,17 @@ def task_of(task, blocks, heads, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
+    """Query rows and keys of sample `b` that take part."""
+    sq = seqlen_q
+    sk = seqlen_k
+    if SEQ_LENS:
+        sk = tl.load(seq_lens_ptr + b)
+        sq = tl.minimum(sk, seqlen_q)
+    return sq, sk
+
+
+@triton.jit
 def packed_rows(cu_seqlens_ptr, b, total):
     """Sequence `b` of a packed tensor of `total` rows -> (first row, rows), never outside the tensor."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
@@ -125,11 +136,7 @@ def sequence(
     """What takes part in sample `b` -> (its first row of q, its first row of k, query rows, keys)."""
     start_q = 0
     start_k = 0
-    sq = seqlen_q
-    sk = seqlen_k
-    if SEQ_LENS:
-        sk = tl.load(seq_lens_ptr + b)
-        sq = tl.minimum(sk, seqlen_q)
+    sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
     if VARLEN:
         start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
         start_k, sk = packed_rows(cu_seqlens_k_ptr, b, total_k)

@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
     "V of another D": {"head_dim": 192, "head_dim_v": 128},
     "seq_lens": {"seq_lens": True},
+    "packed sequences": {"layout": "thd", "total_q": 4096, "total_k": 4096},
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi": True},
     "attn_bias": {"bias": True},
