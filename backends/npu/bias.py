@@ -1,7 +1,8 @@
 """How kernels see attn_bias: which of its dimensions exist, and how far apart they lie.
 
 A bias that is broadcast over keys or over rows has kernels of its own, which load one value a row or one row a tile
-instead of a tile; a block pointer with a stride of 0 would not do, since the compiler divides by it.
+instead of a tile. A block pointer with a stride of 0 would not do, nor one whose rows overlap: the compiler finds row
+and column of a tile again by dividing its offset by the stride between rows.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ def _described(bias: torch.Tensor) -> Bias:
     return Bias(bias, ("q" if m else "") + ("k" if n else "") or "1", (b, h, m))
 
 
-def _last_is_contiguous(bias: torch.Tensor) -> bool:
+def _fits_kernels(bias: torch.Tensor) -> bool:
+    """Whether kernels can read (or write) it as it lies."""
     *_, m, n = _four_strides(bias)
-    return n == 1 or (n == 0 and m in (0, 1))
+    if bias.dtype not in NATIVE:
+        return False
+    return n == 1 and (m == 0 or m >= bias.shape[-1]) if n else m in (0, 1)
 
 
 def as_read(bias: torch.Tensor | None) -> Bias:
     """`bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
 
-    One that kernels cannot read as it lies (a dtype the chip has not, keys that are not contiguous) is copied first,
-    without what it repeats.
+    One that kernels cannot read as it lies (a dtype the chip has not, keys that are not contiguous, rows that overlap) is
+    copied first, without what it repeats.
     """
     if bias is None:
         return Bias()
-    if bias.dtype not in NATIVE or not _last_is_contiguous(bias):
+    if not _fits_kernels(bias):
         for dim, stride in enumerate(bias.stride()):
             if stride == 0:
                 bias = bias.narrow(dim, 0, 1)
@@ -58,7 +62,7 @@ def as_read(bias: torch.Tensor | None) -> Bias:
 
 def as_written(gradient: torch.Tensor) -> Bias:
     """A buffer like `gradient` for the kernel that writes it: itself, or one to be copied from."""
-    if gradient.dtype in NATIVE and _last_is_contiguous(gradient):
+    if _fits_kernels(gradient):
         return _described(gradient)
     dtype = gradient.dtype if gradient.dtype in NATIVE else torch.float32
     return _described(gradient.new_empty(gradient.shape, dtype=dtype))

@@ -11,6 +11,7 @@ import torch
 
 import diyfa
 from diyfa import reference_attention
+from diyfa.backends.npu.bias import as_read
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAN = float("nan")
@@ -144,7 +145,7 @@ class Dense:
     dtype: torch.dtype = F16
     bias: tuple[int, ...] = ()
     bias_dtype: torch.dtype | None = None
-    bias_view: str = ""  # "expanded", "transposed"
+    bias_view: str = ""  # "expanded", "transposed", "overlapping": row i begins one value after row i - 1
     seq_lens: tuple[int, ...] = ()
     alibi: bool = False
     sinks: bool = False
@@ -158,6 +159,7 @@ DENSE = [
     Dense("bias-fp64", dtype=F32, bias=(2, 1, 1, 70), bias_dtype=F64),
     Dense("bias-expanded", bias=(1, 2, 40, 1), bias_view="expanded"),
     Dense("bias-transposed", dtype=F32, bias=(2, 40, 70), bias_view="transposed"),
+    Dense("bias-overlapping", dtype=F32, bias=(109,), bias_view="overlapping"),
     Dense("bias-1d", dtype=F32, bias=(70,)),
     Dense("bias-scalar", dtype=F32, bias=(1, 1), heads=4),
     Dense("bias-heads", dtype=F32, bias=(2, 1, 1)),
@@ -192,6 +194,8 @@ def dense_inputs(case: Dense) -> tuple[dict[str, Any], tuple[str, ...], torch.Te
             bias = bias.expand(b, h, sq, sk)
         if case.bias_view == "transposed":
             bias = bias.mT.contiguous().mT
+        if case.bias_view == "overlapping":
+            bias = bias.as_strided((sq, sk), (1, 1))
         inputs["attn_bias"] = bias
         leaves += ("attn_bias",)
     if case.alibi:  # slopes below 0 make scores grow with the distance: beyond the rows they must not overflow
@@ -211,6 +215,8 @@ def run_dense(case: Dense, npu: torch.device) -> dict[str, torch.Tensor]:
     on_npu = place(inputs, npu)
     if case.bias_view == "expanded":
         on_npu["attn_bias"] = inputs["attn_bias"][:1, :, :, :1].to(npu).expand(inputs["attn_bias"].shape)
+    if case.bias_view == "overlapping":
+        on_npu["attn_bias"] = inputs["attn_bias"]._base.to(npu).as_strided(inputs["attn_bias"].shape, (1, 1))
     if case.bias_view == "transposed":
         on_npu["attn_bias"] = inputs["attn_bias"].mT.to(npu).mT
     return differentiate(diyfa.flash_attention, on_npu, leaves, dout.to(npu), dlse.to(npu))
@@ -223,6 +229,24 @@ def test_features(npu: torch.device, case: Dense) -> None:
     if case.bias:
         assert actual["dattn_bias"].dtype == inputs["attn_bias"].dtype
     check(actual, inputs, leaves, dout, dlse)
+
+
+def test_a_bias_is_copied_only_where_kernels_need_it() -> None:
+    whole = torch.randn(2, 3, 40, 70)
+    for bias in (whole, whole[:, :1], whole[:1, :, 5:30, 7:], whole[..., :1].clone(), whole[0, 0, 0], whole.half()):
+        assert as_read(bias).tensor is bias
+    expanded = whole[:1, :, :, :1].clone().expand(2, 3, 40, 70)
+    assert as_read(expanded) == (expanded, "q", (0, 40, 1))
+    for bias in (
+        whole.mT,
+        whole.double(),
+        whole[..., ::2],
+        torch.randn(109).as_strided((40, 70), (1, 1)),
+        whole[..., :1],
+    ):
+        read = as_read(bias)
+        assert read.tensor is not None and read.tensor is not bias
+        assert read.tensor.is_contiguous() and torch.equal(read.tensor, bias.float())
 
 
 @pytest.mark.parametrize("name", ["bias-scalar", "dropout-bias"])
