@@ -20,6 +20,12 @@ _PUBLIC: dict[str, str] = {
     "flash_attention_varlen": "diyfa.attention",
     "explain": "diyfa.attention",
     "dropout_mask": "diyfa.dropout",
+    "flash_attn_func": "diyfa.flash_attn_interface",
+    "flash_attn_kvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_qkvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_kvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_varlen_qkvpacked_func": "diyfa.flash_attn_interface",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
     "kernels_for": "diyfa.registry",
@@ -56,6 +62,12 @@ if TYPE_CHECKING:
     from diyfa.attention import flash_attention_v2 as flash_attention_v2
     from diyfa.attention import flash_attention_varlen as flash_attention_varlen
     from diyfa.dropout import dropout_mask as dropout_mask
+    from diyfa.flash_attn_interface import flash_attn_func as flash_attn_func
+    from diyfa.flash_attn_interface import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_func as flash_attn_varlen_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+    from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from diyfa.matmul import triton_matmul as triton_matmul
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend

@@ -175,6 +175,10 @@ def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionT
         sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
         variant,
     ) = features  # fmt: skip
+    # Small vectors are read by plain index; only odd callers pass strided ones.
+    alibi_slopes, sinks, seq_lens = (
+        x if x is None or x.is_contiguous() else x.contiguous() for x in (alibi_slopes, sinks, seq_lens)
+    )
     if cu_seqlens_k is None:  # the same offsets on both sides are passed once
         cu_seqlens_k = cu_seqlens_q
     tensors = AttentionTensors(

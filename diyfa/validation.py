@@ -71,23 +71,23 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
             raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
 
 
-def check_window(window: object) -> tuple[int, int]:
+def check_window(window: object, name: str = "window") -> tuple[int, int]:
     """A pair (left, right) of integers, each -1 (unbounded) or more."""
     try:
         left, right = (int(x) for x in window)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        raise TypeError(f"window must be a pair of integers (left, right), got {window!r}") from None
+        raise TypeError(f"{name} must be a pair of integers (left, right), got {window!r}") from None
     if left < -1 or right < -1:
         raise ValueError(f"window sizes must be -1 (unbounded) or more, got ({left}, {right})")
     return left, right
 
 
-def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float) -> None:
+def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scale_name: str = "sm_scale") -> None:
     """Scale finite, softcap not negative, dropout probability in [0, 1)."""
     if sm_scale is not None and not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale must be a number, got {type(sm_scale).__name__}")
+        raise TypeError(f"{scale_name} must be a number, got {type(sm_scale).__name__}")
     if sm_scale is not None and (sm_scale != sm_scale or sm_scale in (float("inf"), float("-inf"))):
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+        raise ValueError(f"{scale_name} must be finite, got {sm_scale}")
     if not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
     if not 0 <= softcap < float("inf"):

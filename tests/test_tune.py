@@ -47,8 +47,8 @@ class FakeKernel:
         return self.durations[self.runs[-1]]
 
 
-def make_tuner(kernel, model="Test GPU", may_measure=True):
-    return tune.Tuner(kernel.timer, device=lambda: (0, model), may_measure=lambda: may_measure)
+def make_tuner(kernel, model="Test GPU", may_measure=True, rounds=1):
+    return tune.Tuner(kernel.timer, device=lambda: (0, model), may_measure=lambda: may_measure, rounds=rounds)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,16 @@ def own_cache(tmp_path, monkeypatch):
 def the_file(folder):
     (path,) = (folder / "tune").glob("*.json")
     return path
+
+
+def test_candidates_are_measured_in_turns():
+    """A slow spell of the device (here: the whole first round) meets every candidate and decides nothing."""
+    kernel = FakeKernel()
+    spell = iter([10.0] * len(TILES))
+    tuner = make_tuner(kernel, rounds=3)
+    tuner._timer = lambda call: kernel.timer(call) * next(spell, 1.0)
+    assert tuner.best("k", "bucket", TILES, kernel.run, TILES[0]) == Tile(64)
+    assert kernel.runs == [32, 64, 128] * 3
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 + 1, 2**32)])

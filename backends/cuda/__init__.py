@@ -10,8 +10,11 @@ import torch
 from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "seq_lens", "head_dim_v"})
-MAX_HEAD_DIM = 256
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"}
+)
+V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -41,7 +44,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="FlashAttention: key/value blocks outermost, one program for each head",
             launch=fwd_v1.attention_forward,
-            unsupported=lambda problem: _needs_tile(problem, "fwd"),
+            unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=fwd_v1.config,
         ),
         Kernel(
@@ -89,8 +92,11 @@ class CudaBackend:
         if problem.dtype == "bfloat16" and not spec.has_bf16:
             return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
         if isinstance(problem, AttentionProblem):
-            if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-                return f"Unsupported head_dim: up to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+            if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
+                return (
+                    f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
+                    f"{problem.head_dim} and {problem.head_dim_v}"
+                )
             return refuse_features(problem, FEATURES, "the cuda backend")
         return None
 

@@ -1,4 +1,4 @@
-"""What the attention launchers share: the softmax scale a kernel takes, and which tile it runs with."""
+"""What the attention launchers share: the arguments that describe a call, and which tile it runs with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,119 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+import torch
+
 from diyfa.backends.cuda import tune
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
-from diyfa.problem import AttentionProblem
+from diyfa.backends.cuda.dropout import keep_threshold
+from diyfa.backends.cuda.tiles import padded_head_dim
+from diyfa.problem import AttentionProblem, AttentionTensors
 
 _forced: dict[str, AttentionConfig] = {}
 
 
-def softmax_scale(sm_scale: float) -> tuple[float, bool]:
-    """(|sm_scale|, negate scores first): the running maximum is taken before scaling, which needs a positive scale.
+# Arguments whose value no kernel is compiled for: lengths, windows and strides that follow from them change from call
+# to call. Alignment of what is read one number at a time changes nothing either.
+RUNTIME_SIZES = (
+    "stride_lb", "stride_lh", "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
+    "window_right", "threshold",
+)  # fmt: skip
+UNALIGNED_POINTERS = (
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seq_lens_ptr", "slopes_ptr", "rng_state_ptr", "sinks_ptr", "lse_ptr",
+    "delta_ptr",
+)  # fmt: skip
 
+
+def has_adjusted_scores(problem: AttentionProblem) -> bool:
+    """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
+    return problem.softcap != 0.0 or problem.alibi or problem.bias
+
+
+def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
+    """(scale, negate products first) of the forward kernel.
+
+    Plain scores are scaled inside the exponential, after the running maximum was taken: that needs a positive scale.
     A scale of 0 becomes the smallest that keeps -inf a mask and every exponential at 1.
     """
+    if has_adjusted_scores(problem):
+        return sm_scale / (problem.softcap or 1.0), False
     return abs(sm_scale) or 1e-30, sm_scale < 0
+
+
+def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Strides of attn_bias over (B, H, Sq, Sk), 0 where it is broadcast."""
+    if bias is None:
+        return 0, 0, 0, 0
+    full = bias.expand(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    b, h, m, n = full.stride()
+    return b, h, m, n
+
+
+def feature_pointers(tensors: AttentionTensors) -> tuple[torch.Tensor | None, ...]:
+    """The optional tensors that every attention kernel takes, in the order of its arguments."""
+    slopes = tensors.alibi_slopes
+    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seq_lens)
+    return *lengths, slopes, tensors.attn_bias, tensors.rng_state
+
+
+def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> tuple[float, ...]:
+    """Strides of the optional tensors and of the statistics, sizes and factors, in the order of the arguments."""
+    slopes = tensors.alibi_slopes
+    rows = problem.total_q if problem.varlen else problem.seqlen_q
+    return (
+        0 if problem.varlen else problem.heads_q * rows,
+        rows,
+        0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        *bias_strides(problem, tensors.attn_bias),
+        problem.heads_q,
+        problem.heads_q // problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        problem.window_left,
+        problem.window_right,
+        scale,
+        problem.softcap,
+        keep_threshold(tensors.dropout_p),
+        1.0 / (1.0 - tensors.dropout_p),
+    )
+
+
+def feature_constants(problem: AttentionProblem) -> dict[str, object]:
+    """The constexprs that every attention kernel takes."""
+    return {
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,
+        "HAS_SEQ_LENS": problem.seq_lens,
+        "VARLEN": problem.varlen,
+        "SOFTCAP": problem.softcap != 0.0,
+        "ALIBI": problem.alibi,
+        "BIAS": problem.bias,
+        "DROPOUT": problem.dropout,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "PRECISION": "ieee",
+    }
+
+
+def launch_key(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[object, ...]:
+    """What a prepared launch depends on besides its tile: all that is not read from the tensors themselves."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    bias, slopes = tensors.attn_bias, tensors.alibi_slopes
+    return (
+        problem,
+        tensors.sm_scale,
+        tensors.dropout_p,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype),
+        None if slopes is None else slopes.stride(),
+        q.device,
+    )
 
 
 @contextmanager
@@ -43,8 +143,8 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         tune.bucket_size(problem.seqlen_k),
         problem.head_dim,
         problem.head_dim_v,
-        problem.causal,
-        problem.seq_lens,
+        tuple(sorted(problem.features)),
+        tune.bucket_size(problem.window_left + 1),
         problem.aligned,
     )
 

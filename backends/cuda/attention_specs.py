@@ -8,23 +8,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda import bwd, fwd, fwd_v1
+from diyfa.backends.cuda import bwd, bwd_dkdv, bwd_dq, fwd, fwd_v1
 from diyfa.backends.cuda.aot import CompileSpec
+from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.problem import AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 # Pointers whose element type is not the inputs'.
 _POINTER_TYPES = {
+    "cu_seqlens_q_ptr": "*i32",
+    "cu_seqlens_k_ptr": "*i32",
     "seq_lens_ptr": "*i32",
+    "slopes_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
+    "rng_state_ptr": "*i64",
     "lse_ptr": "*fp32",
     "dlse_ptr": "*fp32",
     "delta_ptr": "*fp32",
     "running_ptr": "*fp32",
     "m_ptr": "*fp32",
 }
+# Optional tensors, and the constant that says whether a kernel reads them.
+_OPTIONAL = {
+    "cu_seqlens_q_ptr": "VARLEN",
+    "cu_seqlens_k_ptr": "VARLEN",
+    "seq_lens_ptr": "HAS_SEQ_LENS",
+    "slopes_ptr": "ALIBI",
+    "bias_ptr": "BIAS",
+    "sinks_ptr": "SINKS",
+    "rng_state_ptr": "DROPOUT",
+    "dlse_ptr": "HAS_DLSE",
+}
+_FLOATS = frozenset({"scale", "sm_scale", "softcap", "keep_scale"})
 # Allocated by the launchers, so aligned whatever the inputs are.
-_RESULTS = frozenset({"o_ptr", "lse_ptr", "delta_ptr", "running_ptr", "m_ptr", "dk_ptr", "dv_ptr", "dq_ptr"})
+_RESULTS = frozenset(
+    {"o_ptr", "lse_ptr", "delta_ptr", "dbias_ptr", "running_ptr", "m_ptr", "dk_ptr", "dv_ptr", "dq_ptr"}
+)
 # Tensors that TMA reads, with the block whose rows they are read by.
 _DESCRIBED = {"q_ptr": "BLOCK_M", "do_ptr": "BLOCK_M", "k_ptr": "BLOCK_N", "v_ptr": "BLOCK_N"}
 _WIDTH = {"q_ptr": "BLOCK_D", "k_ptr": "BLOCK_D", "v_ptr": "BLOCK_DV", "do_ptr": "BLOCK_DV"}
@@ -57,7 +77,7 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
     for name in fn.arg_names:
         if name in constants:
             constexprs[name] = constants[name]
-        elif (name == "seq_lens_ptr" and not problem.seq_lens) or name == "dlse_ptr":
+        elif name in _OPTIONAL and not constants[_OPTIONAL[name]]:
             constexprs[name] = None
         elif config.form == "tma" and name in _DESCRIBED:
             rows, width = constants[_DESCRIBED[name]], constants[_WIDTH[name]]
@@ -67,12 +87,12 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
             if problem.aligned or name in _RESULTS:
                 aligned.add(name)
         else:
-            signature[name] = "fp32" if name == "scale" else "i32"
-            if name.startswith("stride_") and problem.aligned:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+            if name.startswith("stride_") and problem.aligned and name not in RUNTIME_SIZES:
                 aligned.add(name)
-    mask = "causal" if problem.causal else "full"
-    ragged = " seq_lens" if problem.seq_lens else "" if problem.aligned else " unaligned"
-    case = f"{problem.dtype} D={problem.head_dim} {mask}{ragged} {config.block_m}x{config.block_n} {config.form}"
+    features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+    ragged = "" if problem.aligned else " unaligned"
+    case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
     return CompileSpec(
         kernel,
         f"{case} w{config.num_warps} s{config.num_stages}",
@@ -93,7 +113,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
             yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
         v1 = fwd_v1.config(problem)
         yield _spec("attention_fwd/v1", fwd_v1._fwd_v1_kernel, problem, v1, fwd_v1.constants(problem, v1, False))
-        for kind, fn in (("dkdv", bwd._bwd_dkdv_kernel), ("dq", bwd._bwd_dq_kernel)):
+        for kind, fn in (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel)):
             for config in candidates(kind, problem):
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
         constants = bwd.preprocess_constants(problem, False)

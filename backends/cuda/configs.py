@@ -1,8 +1,8 @@
 """Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
 
 `forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
-the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors, no seq_lens), "portable"
-through block pointers or plain addresses.
+the candidates. Form "tma" reads through host descriptors (sm_90 and later; aligned tensors, all of one length),
+"portable" through block pointers or plain addresses.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
         (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
         (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
+        (128, C(64, 64, 4, 3, "portable", _H200 + "packed, causal 1k: 8 % over 128x128")),
         (128, C(128, 128, 8, 3, "portable", _H200 + "359/439/449")),
         (128, C(64, 32, 4, 3, "portable", _H200 + "causal 1k 275")),
         (256, C(64, 64, 4, 3, "tma", _H200 + "424/528/560")),
@@ -194,7 +195,35 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(32, 32, 8, 1)),
     ),
 }
-_TABLES = {"fwd": _FORWARD, "dkdv": _BACKWARD_DKDV, "dq": _BACKWARD_DQ}
+# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One
+# ladder for every GPU; 1024 stands for MLA's 576 features of q and k.
+_WIDE: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (512, C(64, 32, 8, 2, "tma")),
+        (512, C(32, 32, 8, 1, spill_budget=256)),
+        (512, C(16, 16, 8, 1)),
+        (1024, C(32, 16, 8, 1)),
+        (1024, C(16, 16, 8, 1)),
+    ),
+    "dkdv": (
+        (512, C(32, 32, 8, 1, spill_budget=1024)),
+        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (1024, C(16, 16, 8, 1, spill_budget=512)),
+    ),
+    "dq": (
+        (512, C(32, 32, 8, 1, spill_budget=128)),
+        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (1024, C(16, 16, 8, 1, spill_budget=128)),
+    ),
+}
+_WIDE_FLOAT32: tuple[Row, ...] = (
+    (512, C(16, 16, 8, 1, spill_budget=64)),
+    (1024, C(16, 16, 8, 1, spill_budget=64)),
+)
+_TABLES = {
+    kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
+    for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
+}
 
 
 def gpu_class(problem: AttentionProblem) -> str:
@@ -221,7 +250,9 @@ def has_tma(problem: AttentionProblem) -> bool:
     """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
     spec = gpu_spec(problem.arch)
     work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
-    return bool(spec and spec.has_tma and problem.aligned and not problem.seq_lens and work >= TMA_MIN_WORK)
+    # A descriptor ends where the tensor ends: it would read the rows behind a shorter sequence, and NaN among them.
+    ragged = problem.seq_lens or problem.varlen
+    return bool(spec and spec.has_tma and problem.aligned and not ragged and work >= TMA_MIN_WORK)
 
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
@@ -244,6 +275,12 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
     return shared_bytes(kind, config, problem) <= spec.shared_per_block
 
 
+# These keep more of every score in registers, so lighter tiles come first (H200, 2026-11-21, D=64 and 128, S=4096: the
+# plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
+PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
+LIGHT_SCORES_PER_WARP = 1024
+
+
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
 
@@ -254,9 +291,10 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
     if not rows:
         return
     narrowest, first = rows[0]
-    for widest, config in rows:
-        if widest == narrowest and config.form == first.form:
-            yield config
+    tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
+    if problem.features & PER_SCORE_FEATURES:
+        tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
+    yield from tiles
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:

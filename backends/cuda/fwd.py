@@ -2,9 +2,10 @@
 
 Each program owns BLOCK_M queries of one head and walks over the keys in blocks of BLOCK_N: scores stay on chip, the
 softmax is kept up to date by rescaling (online softmax), the normalisation comes once at the end. What differs from
-the paper: the walk is split into blocks that every query sees (no mask at all) and blocks that the causal diagonal or
-the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads that share
-keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
+the paper: the walk is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
+diagonal or the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads
+that share keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
+Optional features are compile-time flags: a call without them runs none of their instructions.
 """
 
 from __future__ import annotations
@@ -13,32 +14,34 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention_launch import softmax_scale, tuned_config
+from diyfa.backends.cuda.attention_launch import (
+    RUNTIME_SIZES,
+    UNALIGNED_POINTERS,
+    feature_constants,
+    feature_pointers,
+    feature_scalars,
+    launch_key,
+    softmax_scale,
+    tuned_config,
+)
 from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
-from diyfa.backends.cuda.tiles import (
-    LN2,
-    LOG2E,
-    box,
-    cdiv,
-    head_base,
-    load_tile,
-    padded_head_dim,
-    sequence_bounds,
-    store_tile,
-)
+from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.tiles import LN2, LOG2E, POINTER, box, cdiv, head_base, load_tile, store_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED: tl.constexpr):
-    """Bring running maximum, sum and output to the new block of raw scores s [BLOCK_M, BLOCK_N].
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
+    """Bring running maximum, sum and output to the new block of scores s [BLOCK_M, BLOCK_N].
 
-    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2.
+    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2. GUARD:
+    a row may have seen nothing but -inf so far.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # [BLOCK_M]
-    if MASKED:  # a row that has seen no key yet stays at -inf: measure from 0 to avoid inf - inf
+    if GUARD:  # measure from 0 to avoid inf - inf
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         m_ref = m_new
@@ -53,151 +56,158 @@ def _attend_blocks(
     l_i,  # [BLOCK_M]
     m_i,  # [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
-    k_ref,
-    v_ref,
-    b,
-    hk,
-    start,
-    end,
-    offs_m,
-    offset,
-    n_keys,
-    stride_kn,
-    stride_vn,
-    scale_log2,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    NEGATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Key blocks [start, end); MASKED compares positions, otherwise every query sees every key of the blocks."""
+    k_ref, v_ref, bias_base,
+    b, hk, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_word0, row_word1, column_key0, column_key1, threshold,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
+    NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
+
+    MASKED compares positions, otherwise every query sees every key of the blocks.
+    """
+    PRECISE: tl.constexpr = q.dtype == tl.float32
     for start_n in tl.range(start, end, BLOCK_N):
+        if MASKED and HAS_LEFT:
+            start_n += tl.where(start_n >= gap_at, gap, 0)
         start_n = tl.multiple_of(start_n, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ref, b, hk, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, FORM)
         s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
         if NEGATE:
             s = -s
+        if ADJUSTED:
+            s, _ = scores_log2(
+                s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
+                bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+            )  # fmt: skip
         if MASKED:
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            visible = offs_n[None, :] < n_keys
-            if CAUSAL:
-                visible = visible & (offs_m[:, None] + offset >= offs_n[None, :])
+            visible = visible_pairs(
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
             s = tl.where(visible, s, float("-inf"))
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED)
+        # Adjusted scores are in units of log2 already.
+        scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
+        if DROPOUT:  # after the sum: the weights are normalised by all of them
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            p = tl.where(keep_tile(row_word0, row_word1, column_word0, column_word1, threshold), p, 0.0)
         v = load_tile(v_ref, b, hk, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, FORM)
         acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
     return acc, l_i, m_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seq_lens_ptr,
-    o_ptr,
-    lse_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
+    q_ptr, k_ptr, v_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
-    seqlen_q,
-    seqlen_k,
-    scale,
-    CAUSAL: tl.constexpr,
-    NEGATE: tl.constexpr,
-    HAS_SEQ_LENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    scale, softcap, threshold,
+    keep_scale,  # 1 / (1 - p) of the dropout
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     block_m = pid % blocks_m
-    if CAUSAL:  # longest first: the last programs to start are short ones
+    if HAS_RIGHT:  # longest first: the last programs to start are short ones
         block_m = blocks_m - 1 - block_m
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     hk = h // group
-    n_queries, n_keys = sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS)
-    offset = n_keys - n_queries  # query i is aligned with key i + offset
-
+    first_q, first_k, n_queries, n_keys = sequence_of(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, HAS_SEQ_LENS, VARLEN
+    )
     row0 = block_m * BLOCK_M
+    # The grid covers the longest sequence; a shorter one has nothing here, not even rows to fill with zeros.
+    if VARLEN and row0 >= n_queries:
+        return
+    offset = n_keys - n_queries  # query i is aligned with key i + offset
     offs_m = row0 + tl.arange(0, BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, stride_qb, stride_qh, FORM)
-    k_ref = head_base(k_ptr, b, hk, stride_kb, stride_kh, FORM)
-    v_ref = head_base(v_ptr, b, hk, stride_vb, stride_vh, FORM)
+    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, FORM)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, VARLEN, FORM)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
     q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
+    begin, full_begin, full_end, end = key_blocks(
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
 
-    # Keys [0, full) are seen by every query of the block, [full, end) by some.
-    end = n_keys
-    full = n_keys
-    if CAUSAL:
-        end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset, 0))
-        full = tl.minimum(n_keys, tl.maximum(row0 + offset + 1, 0))
-    if HAS_SEQ_LENS:
-        end = tl.where(row0 < n_queries, end, 0)
-        full = tl.where(row0 < n_queries, full, 0)
-    full = full // BLOCK_N * BLOCK_N
-
-    scale_log2 = scale * LOG2E
+    ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+    bias_base = bias_ptr
+    if BIAS:
+        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    if DROPOUT:
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # a key without a value that every row has already seen; -inf is no sink
+        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, b, hk, 0, full, offs_m, offset, n_keys, stride_kn, stride_vn, scale_log2,
-        CAUSAL, False, NEGATE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, row0, offs_m, offset, n_queries,
+        n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
+        row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
+    gap = full_end - full_begin
+    if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
+        masked_begin = begin
+        masked_end = end - gap
+    else:
+        masked_begin = full_end
+        masked_end = end
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, b, hk, full, end, offs_m, offset, n_keys, stride_kn, stride_vn, scale_log2,
-        CAUSAL, True, NEGATE, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap, row0, offs_m,
+        offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
+        softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    if DROPOUT:
+        out *= keep_scale
     lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
-    lse_row = lse_ptr + (b.to(tl.int64) * heads_q + h) * seqlen_q
-    tl.store(lse_row + offs_m, lse, mask=offs_m < seqlen_q)
-    o_base = o_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-    store_tile(o_base, out, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+    n_rows = n_queries if VARLEN else seqlen_q  # rows of other sequences follow those of this one
+    lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
+    # Results go through addresses in every form.
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, VARLEN, POINTER)
+    store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
 
 
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
     """The kernel's constexprs."""
     return {
-        "CAUSAL": problem.causal,
+        **feature_constants(problem),
+        "SINKS": problem.sinks,
         "NEGATE": negate,
-        "HAS_SEQ_LENS": problem.seq_lens,
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "PRECISION": "ieee",
         "FORM": form_of(config),
     }
 
@@ -207,12 +217,11 @@ _launches = Launches()
 
 def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: AttentionConfig) -> Launch:
     q, k, v = tensors.q, tensors.k, tensors.v
-    key = (problem, config, tensors.sm_scale, q.stride(), k.stride(), v.stride(), q.device)
 
     def make() -> Launch:
-        scale, negate = softmax_scale(tensors.sm_scale)
+        scale, negate = softmax_scale(problem, tensors.sm_scale)
         values = constants(problem, config, negate)
-        boxes: tuple[Box | None, ...] = (None,) * 6
+        boxes: tuple[Box | None, ...] = (None,) * 12
         if config.form == "tma":
             rows = (config.block_m, config.block_n, config.block_n)
             widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
@@ -222,27 +231,22 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             )
         scalars = (
             *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
-            problem.heads_q,
-            problem.heads_q // problem.heads_kv,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            scale,
+            *feature_scalars(problem, tensors, scale),
         )
         grid = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
-        fixed = problem.aligned and not problem.seq_lens
-        return Launch(_fwd_kernel, grid, boxes, scalars, values, schedule(config), fixed)
+        return Launch(_fwd_kernel, grid, boxes, scalars, values, schedule(config), problem.aligned and not problem.bias)
 
-    return _launches.get(key, make)
+    return _launches.get((config, *launch_key(problem, tensors), out.stride()), make)
 
 
 def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the forward kernel, which fills out and lse."""
-    q = tensors.q
+    pointers = (tensors.q, tensors.k, tensors.v, *feature_pointers(tensors), tensors.sinks, out, lse)
 
     def run(config: AttentionConfig) -> None:
-        _launch(problem, tensors, out, config)(q, tensors.k, tensors.v, tensors.seq_lens, out, lse)
+        _launch(problem, tensors, out, config)(*pointers)
 
-    with on_device(q):
+    with on_device(tensors.q):
         run(tuned_config("fwd", problem, run))

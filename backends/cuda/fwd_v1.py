@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention_launch import softmax_scale
+from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale
 from diyfa.backends.cuda.configs import AttentionConfig, default_config
 from diyfa.backends.cuda.dots import dot, round_to
 from diyfa.backends.cuda.launch import on_device
+from diyfa.backends.cuda.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import (
     LN2,
     LOG2E,
@@ -26,7 +27,6 @@ from diyfa.backends.cuda.tiles import (
     head_base,
     load_tile,
     padded_head_dim,
-    sequence_bounds,
     store_tile,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
@@ -34,7 +34,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 V1_SPILL_BUDGET = 384  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_v1_kernel(
     q_ptr,
     k_ptr,
@@ -60,8 +60,11 @@ def _fwd_v1_kernel(
     group,
     seqlen_q,
     seqlen_k,
+    window_left,
+    window_right,
     scale,
-    CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     NEGATE: tl.constexpr,
     HAS_SEQ_LENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -76,12 +79,12 @@ def _fwd_v1_kernel(
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
     hk = h // group
-    n_queries, n_keys = sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS)
+    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, HAS_SEQ_LENS, False)
     offset = n_keys - n_queries
-    q_base = head_base(q_ptr, b, h, stride_qb, stride_qh, FORM)
-    k_base = head_base(k_ptr, b, hk, stride_kb, stride_kh, FORM)
-    v_base = head_base(v_ptr, b, hk, stride_vb, stride_vh, FORM)
-    o_base = head_base(o_ptr, b, h, stride_ob, stride_oh, FORM)
+    q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, False, FORM)
+    k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, False, FORM)
+    v_base = head_base(v_ptr, b, hk, 0, stride_vb, stride_vh, stride_vn, False, FORM)
+    o_base = head_base(o_ptr, b, h, 0, stride_ob, stride_oh, stride_om, False, FORM)
     row = (b.to(tl.int64) * heads_q + h) * seqlen_q
     running = running_ptr + row * HEAD_DIM_V
     m_row = m_ptr + row
@@ -100,18 +103,18 @@ def _fwd_v1_kernel(
         offs_n = col0 + tl.arange(0, BLOCK_N)
         k = load_tile(k_base, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
         v = load_tile(v_base, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
-        first = 0
-        if CAUSAL:
-            first = tl.maximum(col0 - offset, 0) // BLOCK_M * BLOCK_M
-        for row0 in tl.range(first, n_queries, BLOCK_M, num_stages=1):
+        first, _, _, last = query_blocks(
+            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+        for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, BLOCK_M)
             q = load_tile(q_base, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
             s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
             if NEGATE:
                 s = -s
-            visible = offs_n[None, :] < n_keys
-            if CAUSAL:
-                visible = visible & (offs_m[:, None] + offset >= offs_n[None, :])
+            visible = visible_pairs(
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
             s = tl.where(visible, s * scale_log2, float("-inf"))
 
             m_old = tl.load(m_row + offs_m, mask=offs_m < n_queries, other=float("-inf"))
@@ -148,7 +151,7 @@ def attention_forward(
     rows = (problem.batch, problem.heads_q, problem.seqlen_q)
     running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
     m = q.new_empty(rows, dtype=torch.float32)
-    scale, negate = softmax_scale(tensors.sm_scale)
+    scale, negate = softmax_scale(problem, tensors.sm_scale)
     tile = config(problem)
     with on_device(q):
         _fwd_v1_kernel[(problem.batch * problem.heads_q,)](
@@ -165,6 +168,8 @@ def attention_forward(
             problem.heads_q // problem.heads_kv,
             problem.seqlen_q,
             problem.seqlen_k,
+            problem.window_left,
+            problem.window_right,
             scale,
             **constants(problem, tile, negate),
             num_warps=tile.num_warps,
@@ -182,7 +187,8 @@ def config(problem: AttentionProblem) -> AttentionConfig:
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
     """The kernel's constexprs."""
     return {
-        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,
         "NEGATE": negate,
         "HAS_SEQ_LENS": problem.seq_lens,
         "HEAD_DIM": problem.head_dim,

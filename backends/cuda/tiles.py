@@ -1,4 +1,4 @@
-"""How a kernel reads and writes a tile of one head,: the step all attention kernels share.
+"""How a kernel reads and writes a tile of one head: the step all attention kernels share.
 
 A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
 There are three forms of access, and this file is the one place that knows them apart:
@@ -54,10 +54,12 @@ def box(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Box:
 
 
 @triton.jit
-def head_base(ref, b, h, stride_b, stride_h, FORM: tl.constexpr):
-    """Address of head h of sample b; a descriptor covers all heads and passes through."""
+def head_base(ref, b, h, first, stride_b, stride_h, stride_row, VARLEN: tl.constexpr, FORM: tl.constexpr):
+    """Address of head h of sample b, first row `first` (VARLEN); a descriptor covers all and passes through."""
     if FORM != DESCRIPTOR:
         ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        if VARLEN:
+            ref = ref + first.to(tl.int64) * stride_row
     return ref
 
 
@@ -131,12 +133,3 @@ def store_tile(
         addresses = base + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
         mask = (rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM)
         tl.store(addresses, round_to(tile, base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sequence_bounds(seq_lens_ptr, b, seqlen_q, seqlen_k, HAS_SEQ_LENS: tl.constexpr):
-    """Lengths of sample b -> (queries, keys); lengths that the caller could not check are clamped to the memory."""
-    if HAS_SEQ_LENS:
-        keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
-        return tl.minimum(keys, seqlen_q), keys
-    return seqlen_q, seqlen_k

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import statistics
 import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -48,9 +49,10 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config")  # a frozen dataclass of plain values
 Rows = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> {"config", "ms", "measured"}
 FILE_FORMAT = 1
-WARMUP_MS, MEASURE_MS = 20, 80
+WARMUP_MS, MEASURE_MS = 10, 30
+ROUNDS = 4  # every candidate is measured so often, in turns, so that a drifting clock meets them all alike
 # How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
-# same kernel timed twice for 80 ms differs by up to 3 % on an H200, whose clock follows its power.
+# same kernel timed twice differs by up to 3 % on an H200, whose clock follows its power.
 MARGIN = 0.03
 
 
@@ -158,8 +160,9 @@ class Tuner:
         timer: Callable[[Callable[[], None]], float] = _bench,
         device: Callable[[], tuple[int, str] | None] | None = None,
         may_measure: Callable[[], bool] | None = None,
+        rounds: int = ROUNDS,
     ) -> None:
-        self._timer = timer
+        self._timer, self._rounds = timer, rounds
         self._device = device or _current_device
         self._may_measure = may_measure or _not_capturing
         self._known: dict[tuple[int, str, Hashable], Any] = {}
@@ -219,14 +222,18 @@ class Tuner:
         run: Callable[[Config], None],
         default: Config,
     ) -> Config:
-        times: list[tuple[float, int]] = []
-        for i, config in enumerate(candidates):
-            try:
-                times.append((self._timer(lambda config=config: run(config)), i))  # type: ignore[misc]
-            except Exception as error:
-                if not cannot_run(error):
-                    raise
-                log.info("%s %r: %r cannot run: %s", kernel, bucket, config, error)
+        rounds: dict[int, list[float]] = {i: [] for i in range(len(candidates))}
+        for _ in range(self._rounds):
+            for i in list(rounds):
+                config = candidates[i]
+                try:
+                    rounds[i].append(self._timer(lambda config=config: run(config)))  # type: ignore[misc]
+                except Exception as error:
+                    if not cannot_run(error):
+                        raise
+                    log.info("%s %r: %r cannot run: %s", kernel, bucket, config, error)
+                    del rounds[i]
+        times = [(statistics.median(ms), i) for i, ms in rounds.items()]
         if not times:
             log.warning("%s %r: none of %d candidates could run", kernel, bucket, len(candidates))
             return default

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import npu_spec
-from diyfa.backends.npu import configs
+from diyfa.backends.npu import configs, configs_v1
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -40,6 +40,10 @@ def _kernel_module(name: str) -> Any:
 
 def _launch_fwd(*args: Any) -> Any:
     return _kernel_module("fwd").attention_fwd(*args)
+
+
+def _launch_fwd_v1(*args: Any) -> Any:
+    return _kernel_module("fwd_v1").attention_fwd(*args)
 
 
 def _launch_bwd(*args: Any) -> Any:
@@ -82,6 +86,14 @@ class NPUBackend:
             _launch_fwd,
             _attention_unsupported,
             configs.fwd_tile,
+        ),
+        Kernel(
+            "v1",
+            "attention_fwd",
+            "FlashAttention: key/value blocks outermost, the running output in memory, whole heads for each cube core",
+            _launch_fwd_v1,
+            lambda problem: _attention_unsupported(problem) or configs_v1.v1_unsupported(problem),
+            configs_v1.v1_tile,
         ),
         Kernel(
             "v2",

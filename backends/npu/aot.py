@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs
+from diyfa.backends.npu import configs, configs_v1
 from diyfa.problem import AttentionProblem, CompileReport, MatmulProblem
 
 JOBS = 2  # back-half processes at a time
@@ -177,6 +177,30 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
+    hivm, error, notes = _lower(linalg, target, options)
+    if hivm is None:
+        return Compiled(error=error, mixed=mixed, notes=notes)
+    return Compiled(
+        mixed=mixed,
+        bound="to_be_bubbled_slice" in hivm,
+        pipelined=pipeline_depth(hivm),
+        memory=peak_memory(hivm),
+        notes=notes,
+    )
+
+
+def hivm_of(job: Job, target: str) -> str:
+    """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
+    check_front_half()
+    linalg, _ = to_linalg(job, target)
+    hivm, error, _ = _lower(linalg, target, job.options)
+    if hivm is None:
+        raise RuntimeError(error)
+    return hivm
+
+
+def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+    """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
     with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
@@ -197,22 +221,15 @@ def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return Compiled(error=f"the compiler did not end within {TIMEOUT_S} s", mixed=mixed)
+            return None, f"the compiler did not end within {TIMEOUT_S} s", ()
         log = done.stdout + done.stderr
         result = Path(folder, "module.hivm.opt.mlir")
         notes = tuple(
             dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line)
         )
         if not result.is_file():
-            return Compiled(error=_first_error(log, done.returncode), mixed=mixed, notes=notes)
-        hivm = result.read_text()
-    return Compiled(
-        mixed=mixed,
-        bound="to_be_bubbled_slice" in hivm,
-        pipelined=pipeline_depth(hivm),
-        memory=peak_memory(hivm),
-        notes=notes,
-    )
+            return None, _first_error(log, done.returncode), notes
+        return result.read_text(), "", notes
 
 
 def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> CompileReport:
@@ -320,6 +337,49 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
     )
 
 
+def v1_job(problem: AttentionProblem) -> Job:
+    """The job of the "v1" forward kernel for `problem`."""
+    from diyfa.backends.npu import fwd_v1
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    tile = configs_v1.v1_tile(problem)
+    function = fwd_v1._fwd_v1_kernel
+    constants: dict[str, Any] = {
+        **configs_v1.v1_flags(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "INTERPRET": False,
+    }
+    constants |= {} if problem.seq_lens else {"seq_lens_ptr": None}
+    return Job(
+        "attention_fwd/v1", _case(problem, tile), function,
+        _signature(function, _TRITON_DTYPES[problem.dtype]), constants,
+        tile.compile_options(problem.arch), must_bind=tile.bound, must_pipeline=tile.pipelined,
+    )  # fmt: skip
+
+
+def v1_finish_job(problem: AttentionProblem) -> Job:
+    """The job of what follows the "v1" kernel: rounding the output, forming lse."""
+    from diyfa.backends.npu import fwd_v1
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = fwd_v1._fwd_v1_finish_kernel
+    return Job(
+        "attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", function,
+        _signature(function, _TRITON_DTYPES[problem.dtype]),
+        {
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+            "BLOCK_M": configs.preprocess_rows(problem),
+            "INTERPRET": False,
+        },
+    )  # fmt: skip
+
+
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     """The job of delta = rowsum(dout * out) - dlse."""
     from diyfa.backends.npu import bwd
@@ -383,7 +443,11 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     )  # fmt: skip
 
 
-_FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"}
+_FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr", "dsinks_ptr"} | {
+    f"{new}{name}_ptr"
+    for new in ("", "new_")
+    for name in ("running", "m", "l")  # the state that "v1" keeps in memory
+}
 _FP32_SCALARS = {"sm_scale", "softcap", "softcap_doubled", "softcap_rate"}
 
 
@@ -465,8 +529,20 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
         ]
     for change in changes:
         yield from (attention_job(example(target, **change), kernel) for kernel in ("fwd", "dkdv", "dq"))
+    yield from v1_jobs(target, dtypes)
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
+
+
+def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
+    """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
+    features = ({}, {"window_right": 0}, {"window_left": 256, "window_right": 128, "seq_lens": True})
+    for dtype in dtypes:
+        for head_dim in (64, 128, 256):
+            yield from (v1_job(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features)
+            yield v1_finish_job(example(target, dtype=dtype, head_dim=head_dim))
+    yield v1_job(example(target, head_dim=40, head_dim_v=80, window_right=0))
+    yield v1_finish_job(example(target, head_dim=40, head_dim_v=80))
 
 
 def helper_jobs(target: str) -> Iterator[Job]:

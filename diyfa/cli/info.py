@@ -18,7 +18,7 @@ from diyfa.bench.record import cpu_name, versions
 from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
 from diyfa.device import CANN_REMEDY, describe, detect, npu_status
-from diyfa.problem import VARLEN, AttentionProblem, Backend, MatmulProblem
+from diyfa.problem import AttentionProblem, Backend, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend
 
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -38,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
     "V of another D": {"head_dim": 192, "head_dim_v": 128},
     "seq_lens": {"seq_lens": True},
-    "packed sequences": {"layout": VARLEN, "total_q": 4096, "total_k": 4096},
+    "packed sequences": {"layout": "thd", "total_q": 4096, "total_k": 4096},
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi": True},
     "attn_bias": {"bias": True},

@@ -107,7 +107,9 @@ def on_device(case: Case, x: torch.Tensor, device: torch.device) -> torch.Tensor
     return x.to(device)
 
 
-def run(case: Case, inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def run(
+    case: Case, inputs: dict[str, torch.Tensor], device: torch.device, variant: str = "auto"
+) -> dict[str, torch.Tensor]:
     """Forward and backward by diyfa on the device; everything back on the CPU in (B, H, S, D)."""
     call = diyfa.flash_attention_v2 if case.layout in ("bshd", "packed") else diyfa.flash_attention
     if case.layout == "packed":  # gradients arrive through the slices' base
@@ -115,7 +117,7 @@ def run(case: Case, inputs: dict[str, torch.Tensor], device: torch.device) -> di
         leaves = {name: packed[:, :, i].detach().requires_grad_() for i, name in enumerate("qkv")}
     else:
         leaves = {name: on_device(case, inputs[name], device).requires_grad_() for name in "qkv"}
-    features: dict[str, Any] = {"window": case.window, "softcap": case.softcap}
+    features: dict[str, Any] = {"window": case.window, "softcap": case.softcap, "variant": variant}
     if case.alibi:
         features["alibi_slopes"] = slopes(case).to(device)
     if case.seq_lens:
@@ -147,10 +149,9 @@ def slopes(case: Case) -> torch.Tensor:
     return torch.tensor([2.0 ** -(h + 1) for h in range(case.heads)])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_against_dense(npu: torch.device, case: Case) -> None:
+def check_against_dense(case: Case, npu: torch.device, variant: str) -> None:
     inputs = make_inputs(case)
-    actual = run(case, inputs, npu)
+    actual = run(case, inputs, npu, variant)
     call = Call(
         case.causal,
         case.window,
@@ -165,6 +166,31 @@ def test_against_dense(npu: torch.device, case: Case) -> None:
     truth = dense.with_gradients(clean, call, dout, dlse, torch.float64)
     rough = dense.with_gradients(clean, call, dout, dlse, case.dtype)
     dense.check(actual, truth, rough, dense.score_gradient_terms(clean, dout))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_dense(npu: torch.device, case: Case) -> None:
+    check_against_dense(case, npu, "auto")
+
+
+V1_CASES = [case for case in CASES if not (case.softcap or case.alibi or case.sinks)]
+
+
+@pytest.mark.parametrize("case", V1_CASES, ids=lambda case: case.name)
+def test_v1_against_dense(npu: torch.device, case: Case) -> None:
+    """The other schedule, and gradients from the output and lse it leaves."""
+    check_against_dense(case, npu, "v1")
+
+
+def test_v1_refusals(npu: torch.device) -> None:
+    q = torch.randn(1, 1, 16, 32, dtype=F16).to(npu)
+    assert diyfa.kernels_for("npu") == ["v2", "v1"]
+    assert diyfa.explain(q, q, q, variant="v1").kernel == "v1"
+    with pytest.raises(ValueError, match="v1 does not implement softcap"):
+        diyfa.flash_attention(q, q, q, softcap=3.0, variant="v1")
+    wide = torch.randn(1, 1, 16, 264, dtype=F16).to(npu)
+    with pytest.raises(ValueError, match="head_dim 264 is beyond 256"):
+        diyfa.flash_attention(wide, wide, wide, variant="v1")
 
 
 def test_gradients_are_deterministic(npu: torch.device) -> None:

@@ -1,0 +1,82 @@
+"""Dropout's mask inside a tile, bit for bit what `diyfa.dropout` defines.
+
+A kernel forms the keys of its head once, the words of its rows once, those of its columns for each block, and the tile
+from both pairs of words: two additions, one product and one comparison for each score.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.dropout import drop_threshold
+
+WEYL = tl.constexpr(0x9E3779B9)
+MIX_MULTIPLIER = tl.constexpr(0x846CA68B)
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """The `threshold` of `keep_tile`: compared with all 32 bits of an element, so the level moves up by 8 bits.
+
+    A multiple of 256 for every probability, so Triton specialises no kernel for one of them.
+    """
+    return drop_threshold(dropout_p) * 256
+
+
+@triton.jit
+def head_keys(rng_state_ptr, b, h):
+    """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), uint32.
+
+    `rng_state_ptr`: int64 [seed, offset] in device memory. `b` and `h` are the sample and the query head, integers or
+    vectors of them.
+    """
+    seed = tl.load(rng_state_ptr).to(tl.uint64, bitcast=True)
+    offset = tl.load(rng_state_ptr + 1).to(tl.uint64, bitcast=True)
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = h.to(tl.uint32)
+    c1 = b.to(tl.uint32)
+    c2 = offset.to(tl.uint32) + c0 * 0
+    c3 = (offset >> 32).to(tl.uint32) + c0 * 0
+    multiplier0 = tl.full((), 0xD2511F53, tl.uint32)
+    multiplier1 = tl.full((), 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, multiplier0)
+        high1 = tl.umulhi(c2, multiplier1)
+        low0 = c0 * multiplier0
+        low1 = c2 * multiplier1
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def position_words(key0, key1, positions):
+    """Two words for each of `positions` (integers, [BLOCK]) -> ([BLOCK], [BLOCK]) uint32.
+
+    With the row keys for query positions, with the column keys for key positions, both counted from the start of their
+    own sequence.
+    """
+    x = positions.to(tl.uint32) * WEYL
+    return _mix(x + key0), _mix(x + key1)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 15)) * MIX_MULTIPLIER
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def keep_tile(first0, first1, second0, second1, threshold):
+    """Which softmax weights are kept -> bool [BLOCK_FIRST, BLOCK_SECOND].
+
+    Row words first: [BLOCK_M, BLOCK_N]. Column words first: the same mask transposed, [BLOCK_N, BLOCK_M], for kernels
+    that hold transposed scores.
+    """
+    x = (first0[:, None] + second0[None, :]) * (first1[:, None] + second1[None, :])
+    return x.to(tl.int32, bitcast=True) >= threshold

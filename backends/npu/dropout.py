@@ -1,0 +1,89 @@
+"""Dropout's mask inside a tile, bit for bit what `diyfa.dropout` defines, in forms the vector unit has.
+
+A kernel forms the keys of its head once (on the scalar unit), the words of its rows once, those of its columns for each
+block, and the tile from both pairs of words: seven vector operations for each score with the select. What shapes it:
+
+* Integer comparisons run on the scalar unit, so the upper 24 bits of an element are compared in fp32, where they are
+  exact.
+* The compiler turns logical and arithmetic right shifts of 32 bits into the same instruction, the arithmetic one. So
+  words are int32, and a shift that must fill with zeros has a mask.
+* The vector unit has no exclusive or: (x | y) - (x & y) is one operation less than what the compiler makes of it.
+* Vectors of 64-bit integers and the upper half of a 32-bit product are scalar loops, so only a head's keys have them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.dropout import drop_threshold
+
+# The constants of the definition as signed words.
+WEYL = tl.constexpr(0x9E3779B9 - 2**32)
+MIX_MULTIPLIER = tl.constexpr(0x846CA68B - 2**32)
+WORD = tl.constexpr(0xFFFFFFFF)
+
+
+def keep_threshold(dropout_p: float) -> float:
+    """The `threshold` of `keep_tile`, an integer of 24 bits passed as fp32."""
+    return float(drop_threshold(dropout_p))
+
+
+@triton.jit
+def head_keys(rng_state_ptr, b, h):
+    """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), int32 scalars.
+
+    `rng_state_ptr`: int64 [seed, offset] in device memory; `b` and `h` are the sample and the query head.
+    """
+    seed = tl.load(rng_state_ptr)
+    offset = tl.load(rng_state_ptr + 1)
+    k0 = seed & WORD
+    k1 = (seed >> 32) & WORD
+    c0 = h.to(tl.int64)
+    c1 = b.to(tl.int64)
+    c2 = offset & WORD
+    c3 = (offset >> 32) & WORD
+    for _ in tl.static_range(10):
+        product0 = c0 * 0xD2511F53
+        product1 = c2 * 0xCD9E8D57
+        c0 = ((product1 >> 32) & WORD) ^ c1 ^ k0
+        c1 = product1 & WORD
+        c2 = ((product0 >> 32) & WORD) ^ c3 ^ k1
+        c3 = product0 & WORD
+        k0 = (k0 + 0x9E3779B9) & WORD
+        k1 = (k1 + 0xBB67AE85) & WORD
+    return c0.to(tl.int32), c1.to(tl.int32), c2.to(tl.int32), c3.to(tl.int32)
+
+
+@triton.jit
+def position_words(key0, key1, positions):
+    """Two words for each of `positions` (int32 [BLOCK]) -> ([BLOCK], [BLOCK]) int32.
+
+    With the row keys for query positions, with the column keys for key positions, both counted from the start of their
+    own sequence.
+    """
+    x = positions * WEYL
+    return _mix(x + key0), _mix(x + key1)
+
+
+@triton.jit
+def _mix(x):
+    return _xor_shifted(_xor_shifted(x, 15) * MIX_MULTIPLIER, 16)
+
+
+@triton.jit
+def _xor_shifted(x, BITS: tl.constexpr):
+    """x ^ (x >> BITS) with zeros shifted in."""
+    shifted = (x >> BITS) & ((1 << (32 - BITS)) - 1)
+    return (x | shifted) - (x & shifted)
+
+
+@triton.jit
+def keep_tile(first0, first1, second0, second1, threshold):
+    """Which softmax weights are kept -> bool [BLOCK_FIRST, BLOCK_SECOND]; `threshold` fp32.
+
+    Row words first: [BLOCK_M, BLOCK_N]. Column words first: the same mask transposed, [BLOCK_N, BLOCK_M], for kernels
+    that hold transposed scores.
+    """
+    x = (first0[:, None] + second0[None, :]) * (first1[:, None] + second1[None, :])
+    return (x >> 8).to(tl.float32) >= threshold

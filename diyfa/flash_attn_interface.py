@@ -1,0 +1,592 @@
+"""The functions of flash_attn 2.8, with its names, arguments, defaults, layouts and results.
+
+    from diyfa.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+Argument by argument they mean what flash_attn's documentation says (layout (B, S, H, D), softmax scale 1/sqrt(D) by
+default, causal masks and windows aligned to the bottom right, dropout on the softmax weights). What differs:
+
+* the log-sum-exp that `return_attn_probs=True` returns has a gradient;
+* the dropout mask is `diyfa.dropout_mask`, the same on every device;
+* packed inputs get their gradient in one packed tensor, nothing is copied in either direction;
+* head dimensions up to 512, V of another head dimension than K, float32 inputs, NPUs.
+
+There is no `backend=` argument: the tensors' device decides, or `diyfa.use_backend`, or DIYFA_BACKEND.
+
+Below the public functions stand the private ones that sequence-parallel libraries build on (`_flash_attn_forward`,
+`_flash_attn_backward` and their varlen twins). They have no autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa import ops, registry, validation
+from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, normalised_window
+from diyfa.attn_probs import signed_probabilities
+from diyfa.problem import VARLEN
+
+# out alone, or (out, softmax_lse, S_dmask)
+FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Window = tuple[int, int]
+
+_NO_PAGES = "a paged KV cache (block_table) is served by flash_attn_with_kvcache, which diyfa does not have yet"
+
+
+class _Lengths(NamedTuple):
+    """Where packed sequences begin and how long the longest are."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _max_seqlen(name: str, value: Any) -> int:
+    """An int or an integer tensor of one element (on an accelerator its value has to be waited for)."""
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_floating_point()):
+        raise TypeError(f"{name} must be an integer, got a {value.dtype} tensor of shape {tuple(value.shape)}")
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> _Lengths:
+    longest_q, longest_k = _max_seqlen("max_seqlen_q", max_seqlen_q), _max_seqlen("max_seqlen_k", max_seqlen_k)
+    return _Lengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+
+
+def _unpacked(name: str, packed: torch.Tensor, parts: int, varlen: bool) -> tuple[torch.Tensor, ...]:
+    """Views of what `packed` holds: (…, parts, H, D) -> parts times (…, H, D)."""
+    validation.check_tensors(**{name: packed})
+    leading = "(total" if varlen else "(batch, seqlen"
+    if packed.dim() != (4 if varlen else 5) or packed.shape[-3] != parts:
+        raise ValueError(f"{name} must have shape {leading}, {parts}, heads, head_dim), got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: _Lengths | None,
+    softmax_scale: float | None,
+    window_size: Any,
+    softcap: float,
+    alibi_slopes: Any,
+    dropout_p: float,
+) -> Window:
+    """Everything that can be said about q, k, v and the options without waiting for a device; returns the window."""
+    validation.check_scalars(softmax_scale, softcap, dropout_p, scale_name="softmax_scale")
+    window = UNBOUNDED if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
+    if lengths is not None:
+        validation.check_varlen(q, k, v, *lengths)
+        batch, seqlen_q, seqlen_k = lengths.cu_seqlens_q.shape[0] - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
+    else:
+        validation.check_qkv(q, k, v, (0, 2, 1, 3))
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if alibi_slopes is not None:
+        validation.check_tensors(alibi_slopes=alibi_slopes)
+        validation.check_features(q, batch, q.shape[-2], seqlen_q, seqlen_k, alibi_slopes, None, None)
+    return window
+
+
+def _attend(
+    packing: str,
+    owners: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    qkv: tuple[torch.Tensor, ...],
+    lengths: _Lengths | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> FlashAttnResult:
+    """One call. `owners` are the tensors as the user packed them, `qkv` the views in them."""
+    q, k, v = qkv
+    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
+    rng_state = new_rng_state(q.device) if dropout_p else None
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    first, second, third = owners
+    if lengths is not None:
+        out, lse = attend_varlen(
+            first, second, third, *lengths, causal, scale, window, softcap, alibi_slopes, None, dropout_p, rng_state,
+            bool(deterministic), "auto", None, packing,
+        )  # fmt: skip
+    else:
+        out, lse = ops.attention(
+            first,
+            second,
+            third,
+            layout="bshd",
+            sm_scale=scale,
+            window=normalised_window(window, causal, q.shape[1], k.shape[1]),
+            softcap=float(softcap),
+            dropout_p=float(dropout_p),
+            alibi_slopes=alibi_slopes,
+            rng_state=rng_state,
+            deterministic=bool(deterministic),
+            packing=packing,
+        )
+    if not return_attn_probs:
+        return out
+    if rng_state is None:
+        return out, lse, q.new_empty(0)
+    bounds = (window[0], 0 if causal else window[1])
+    probabilities = signed_probabilities(
+        q, k, lse, lengths, scale, bounds, float(softcap), alibi_slopes, float(dropout_p), rng_state
+    )
+    return out, lse, probabilities
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> FlashAttnResult:
+    """Attention of (B, S, H, D) tensors.
+
+    Args:
+        q: (B, Sq, H, D); float16, bfloat16 or float32. Last stride 1, others free.
+        k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv); H a multiple of Hk.
+        dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
+        softmax_scale: factor of the scores; default 1/sqrt(D).
+        causal: query i sees keys j <= i + Sk - Sq.
+        window_size: (left, right), a pair, list or tensor of integers: query i sees keys from i + Sk - Sq - left to
+            i + Sk - Sq + right; -1 is unbounded; with `causal` right is at most 0.
+        softcap: scores become softcap · tanh(score / softcap); 0 is off.
+        alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
+        deterministic: gradients are bitwise equal from run to run.
+        return_attn_probs: return `softmax_lse` and `S_dmask`, too.
+
+    Returns:
+        out (B, Sq, H, Dv), or with `return_attn_probs` the triple
+
+        * out;
+        * softmax_lse (B, H, Sq) float32, natural logarithm, differentiable; +inf for a row that sees no key;
+        * S_dmask: empty when dropout_p is 0, else the softmax weights before dropout, negative (-0.0 for a weight of
+          zero) where they were dropped, (B, H, Sq, Sk) padded with zeros to multiples of 128, in q's dtype and
+          without a gradient. It is formed densely, by plain PyTorch, and waits for the device: for tests only.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit or no kernel can run the call, before anything is launched.
+    """
+    validation.check_tensors(q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
+    return _attend(
+        "", (q, k, v), (q, k, v), None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> FlashAttnResult:
+    """`flash_attn_func` of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), whose gradient comes packed like it."""
+    validation.check_tensors(q=q, kv=kv)
+    q, kv = autocast(q, kv)
+    return _attend(
+        "kv", (q, kv, None), (q, *_unpacked("kv", kv, 2, False)), None, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> FlashAttnResult:
+    """`flash_attn_func` of qkv (B, S, 3, H, D), whose gradient comes packed like it."""
+    validation.check_tensors(qkv=qkv)
+    (qkv,) = autocast(qkv)
+    return _attend(
+        "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, False), None, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> FlashAttnResult:
+    """`flash_attn_func` for sequences of different lengths packed one after another.
+
+    Args:
+        q, k, v: (Tq, H, D), (Tk, Hk, D), (Tk, Hk, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device: sequence b is the rows from [b] to [b + 1].
+        max_seqlen_q, max_seqlen_k: at least the longest sequence of each side; an int or a tensor of one element.
+        block_table: must be None: paged keys and values come with the KV-cache function.
+        others: as for `flash_attn_func`; positions count from the start of each sequence.
+
+    Returns:
+        out (Tq, H, Dv), or (out, softmax_lse (H, Tq), S_dmask (B, H, max_seqlen_q, max_seqlen_k) padded likewise).
+    """
+    if block_table is not None:
+        raise ValueError(_NO_PAGES)
+    validation.check_tensors(q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
+    return _attend(
+        "", (q, k, v), (q, k, v), _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> FlashAttnResult:
+    """`flash_attn_varlen_func` of q (Tq, H, D) and kv (Tk, 2, Hk, D), whose gradient comes packed like it."""
+    validation.check_tensors(q=q, kv=kv)
+    q, kv = autocast(q, kv)
+    return _attend(
+        "kv", (q, kv, None), (q, *_unpacked("kv", kv, 2, True)),
+        _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> FlashAttnResult:
+    """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
+    validation.check_tensors(qkv=qkv)
+    (qkv,) = autocast(qkv)
+    longest = _max_seqlen("max_seqlen", max_seqlen)
+    return _attend(
+        "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, True), _Lengths(cu_seqlens, cu_seqlens, longest, longest),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+# ---- What sequence-parallel libraries call ----------------------------------------------------------------------
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: _Lengths | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if return_softmax and not dropout_p:
+        raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
+    validation.check_tensors(q=q, k=k, v=v)
+    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    rng_state = new_rng_state(q.device) if dropout_p else q.new_empty(2, dtype=torch.int64)
+    with torch.no_grad():
+        out, lse = torch.ops.diyfa.attention_fwd(
+            q, k, v, **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
+            deterministic=False,
+        )  # fmt: skip
+        probabilities = q.new_empty(0)
+        if return_softmax:
+            bounds = (window[0], 0 if causal else window[1])
+            probabilities = signed_probabilities(
+                q, k, lse, lengths, scale, bounds, float(softcap), alibi_slopes, float(dropout_p), rng_state
+            )
+    return out, lse, probabilities, rng_state
+
+
+def _features(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: _Lengths | None,
+    dropout_p: float,
+    scale: float,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Keyword arguments that every attention operator takes, but `deterministic`."""
+    seqlen_q, seqlen_k = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
+    left, right = normalised_window(window, causal, seqlen_q, seqlen_k)
+    return {
+        "cu_seqlens_q": None if lengths is None else lengths.cu_seqlens_q,
+        "cu_seqlens_k": None if lengths is None else lengths.cu_seqlens_k,
+        "seq_lens": None,
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": None,
+        "sinks": None,
+        "rng_state": rng_state if dropout_p else None,
+        "max_seqlen_q": 0 if lengths is None else lengths.max_seqlen_q,
+        "max_seqlen_k": 0 if lengths is None else lengths.max_seqlen_k,
+        "sm_scale": scale,
+        "window_left": left,
+        "window_right": right,
+        "softcap": float(softcap),
+        "dropout_p": float(dropout_p),
+        "layout": "bshd" if lengths is None else VARLEN,
+        "needs_grad": True,
+        "bias_grad": False,
+        "backend": registry.forced_backend(),
+        "variant": "auto",
+    }
+
+
+_ROWS_AT_ONCE = 4096
+
+
+def _softmax_d(dout: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out), laid out like the log-sum-exp; a few rows at a time, to need little memory."""
+    delta = torch.empty_like(softmax_lse)
+    rows = -3
+    for start in range(0, out.shape[rows], _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, out.shape[rows] - start)
+        product = dout.narrow(rows, start, count).to(delta.dtype) * out.narrow(rows, start, count)
+        delta.narrow(-1, start, count).copy_(product.sum(-1).transpose(-1, -2))
+    return delta
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    lengths: _Lengths | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
+    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    lse_shape = (q.shape[1], q.shape[0]) if lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    expected = [("dout", dout, out_shape, q.dtype), ("out", out, out_shape, q.dtype)]
+    expected.append(("softmax_lse", softmax_lse, lse_shape, lse_dtype))
+    for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if given is not None:
+            validation.check_tensors(**{name: given})
+            expected.append((name, given, tuple(like.shape), q.dtype))
+            if given.stride(-1) != 1 and given.shape[-1] != 1 and given.numel():
+                raise ValueError(f"the last dimension of {name} must have stride 1, got strides {given.stride()}")
+    for name, x, shape, dtype in expected:
+        validation.check_same_device(q, **{name: x})
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must be {validation.dtype_name(dtype)}, got {validation.dtype_name(x.dtype)}")
+    if dropout_p:
+        if rng_state is None:
+            raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
+        validation.check_rng_state(rng_state, q)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    features = _features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state)
+    with torch.no_grad():
+        dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
+        softmax_lse = softmax_lse.contiguous()
+        dq, dk, dv = (
+            torch.empty_like(like) if given is None else given for given, like in zip(gradients, (q, k, v), strict=True)
+        )
+        torch.ops.diyfa.attention_bwd_out(
+            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, **features, deterministic=bool(deterministic)
+        )
+        return _softmax_d(dout, out, softmax_lse)
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, softmax_lse, S_dmask, rng_state) of one block, without autograd.
+
+    S_dmask is empty unless `return_softmax` (which needs dropout_p > 0); rng_state (2,) int64 says nothing when
+    dropout_p is 0.
+    """
+    window = (window_size_left, window_size_right)
+    return _forward(q, k, v, None, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_softmax)
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_flash_attn_forward` of packed sequences. Rows of no sequence are zero with or without `zero_tensors`."""
+    if block_table is not None:
+        raise ValueError(_NO_PAGES)
+    for name, given in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
+        if given is not None:
+            raise ValueError(f"{name} is not implemented: cut the sequences with cu_seqlens_k")
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = (window_size_left, window_size_right)
+    return _forward(q, k, v, lengths, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_softmax)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write the gradients of one block of keys into dq, dk, dv (last stride 1, any others).
+
+    `out` and `softmax_lse` may be those of the attention over more keys than k: the gradients are then this block's
+    share, which ring attention adds up. Returns rowsum(dout · out) (B, H, Sq), without flash_attn's padded rows.
+    """
+    window = (window_size_left, window_size_right)
+    return _backward(
+        dout, q, k, v, out, softmax_lse, (dq, dk, dv), None, dropout_p, softmax_scale, causal, window, softcap,
+        alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    """`_flash_attn_backward` of packed sequences; softmax_lse and what it returns are (H, Tq)."""
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = (window_size_left, window_size_right)
+    return _backward(
+        dout, q, k, v, out, softmax_lse, (dq, dk, dv), lengths, dropout_p, softmax_scale, causal, window, softcap,
+        alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+
+
+# flash_attn has each of them twice, as a Python function and as the operator that wraps it.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward

@@ -1,0 +1,70 @@
+"""A kernel that writes a tile of a dropout mask with a backend's helpers, and what the compilers are asked about it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mask_kernel(
+    rng_state_ptr, keep_ptr, b, h, row0, column0, threshold, rows, columns,
+    HEAD_KEYS: tl.constexpr, POSITION_WORDS: tl.constexpr, KEEP_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The mask at (b, h), all its tiles from (row0, column0) on -> keep [rows, columns] float32, 1 where kept."""
+    row_key0, row_key1, column_key0, column_key1 = HEAD_KEYS(rng_state_ptr, b, h)
+    for m0 in range(0, rows, BLOCK_M):
+        offs_m = tl.arange(0, BLOCK_M)
+        r0, r1 = POSITION_WORDS(row_key0, row_key1, offs_m + (row0 + m0))
+        for n0 in range(0, columns, BLOCK_N):
+            offs_n = tl.arange(0, BLOCK_N)
+            c0, c1 = POSITION_WORDS(column_key0, column_key1, offs_n + (column0 + n0))
+            if TRANSPOSED:
+                keep = KEEP_TILE(c0, c1, r0, r1, threshold)  # [BLOCK_N, BLOCK_M]
+                tile = tl.make_block_ptr(keep_ptr, (columns, rows), (1, columns), (n0, m0), (BLOCK_N, BLOCK_M), (0, 1))
+            else:
+                keep = KEEP_TILE(r0, r1, c0, c1, threshold)  # [BLOCK_M, BLOCK_N]
+                tile = tl.make_block_ptr(keep_ptr, (rows, columns), (columns, 1), (m0, n0), (BLOCK_M, BLOCK_N), (1, 0))
+            tl.store(tile, tl.where(keep, 1.0, 0.0), boundary_check=(0, 1))
+
+
+def constants(helpers, block_m, block_n, transposed):
+    """The kernel's constexprs for the module `diyfa.backends.<backend>.dropout`."""
+    return {
+        "HEAD_KEYS": helpers.head_keys,
+        "POSITION_WORDS": helpers.position_words,
+        "KEEP_TILE": helpers.keep_tile,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "TRANSPOSED": transposed,
+    }
+
+
+def signature(threshold):
+    """Types of the other arguments; `threshold` is "i32" or "fp32"."""
+    integers = dict.fromkeys(("b", "h", "row0", "column0", "rows", "columns"), "i32")
+    return {"rng_state_ptr": "*i64", "keep_ptr": "*fp32", "threshold": threshold, **integers}
+
+
+def cuda_specs(arch):
+    """For `diyfa.backends.cuda.aot`."""
+    from diyfa.backends.cuda import dropout
+    from diyfa.backends.cuda.aot import CompileSpec
+
+    for transposed in (False, True):
+        for num_warps, block_m, block_n in ((4, 64, 32), (8, 64, 64)):
+            yield CompileSpec(
+                "dropout", f"{block_m}x{block_n}{' transposed' if transposed else ''}", mask_kernel,
+                signature("i32"), constants(dropout, block_m, block_n, transposed), num_warps, 1,
+            )  # fmt: skip
+
+
+def npu_jobs():
+    """For `diyfa.backends.npu.aot`."""
+    from diyfa.backends.npu import dropout
+    from diyfa.backends.npu.aot import Job
+
+    for transposed in (False, True):
+        case = "64x128 transposed" if transposed else "64x128"
+        yield Job("dropout", case, mask_kernel, signature("fp32"), constants(dropout, 64, 128, transposed))

@@ -1,0 +1,113 @@
+"""Padding and unpadding: values, the five results of flash_attn 2.8, gradients, refusals."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from diyfa import bert_padding
+from diyfa.bert_padding import (
+    index_first_axis,
+    index_first_axis_residual,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
+
+# Right, left and middle padding, and an empty row.
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("unpad_input", ["hidden_states", "attention_mask", "unused_mask"]),
+        ("unpad_input_for_concatenated_sequences", ["hidden_states", "attention_mask_in_length"]),
+        ("pad_input", ["hidden_states", "indices", "batch", "seqlen"]),
+        ("index_first_axis", ["input", "indices"]),
+        ("index_put_first_axis", ["values", "indices", "first_axis_dim"]),
+    ],
+)
+def test_signatures(name: str, arguments: list[str]) -> None:
+    assert list(inspect.signature(getattr(bert_padding, name)).parameters) == arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_unpad_input(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = tokens(5, 5, *shape)
+    flat, indices, cu_seqlens, longest, used = unpad_input(x, MASK.to(dtype))
+    assert torch.equal(flat, x[MASK.bool()])
+    assert indices.dtype == torch.int64 and torch.equal(x.flatten(0, 1)[indices], flat)
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [0, 3, 6, 9, 9, 14]
+    assert isinstance(longest, int) and longest == 5
+    assert used.dtype == torch.int32 and used.tolist() == [3, 3, 3, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_unused_places_are_kept_but_not_counted(dtype: torch.dtype) -> None:
+    unused = torch.tensor([[0, 0, 0, 1, 0], *[[0] * 5] * 3, [0] * 5])
+    x = tokens(5, 5, 2)
+    flat, _, cu_seqlens, longest, used = unpad_input(x, MASK.to(dtype), unused.to(dtype))
+    assert torch.equal(flat, x[(MASK + unused).bool()])
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 4, 7, 10, 10, 15], 5, [3, 3, 3, 0, 5])
+
+
+def test_round_trip_and_its_gradient() -> None:
+    x = tokens(5, 5, 2, 3)
+    flat, indices, *_ = unpad_input(x, MASK)
+    padded = pad_input(flat * 2, indices, 5, 5)
+    keep = MASK[..., None, None]
+    assert padded.shape == x.shape and torch.equal(padded, 2 * x * keep)
+    (grad,) = torch.autograd.grad(padded.square().sum(), x)
+    assert torch.equal(grad, 8 * x.detach() * keep)
+
+
+def test_padding_never_reaches_the_tokens() -> None:
+    x = tokens(5, 5, 2).detach()
+    x[MASK == 0] = float("nan")
+    flat, indices, *_ = unpad_input(x, MASK)
+    assert bool(flat.isfinite().all()) and bool(pad_input(flat, indices, 5, 5).isfinite().all())
+
+
+def test_concatenated_sequences() -> None:
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    x = tokens(3, 6, 2)
+    flat, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(flat, torch.cat((x[0, :5], x[1, :5], x[2])))
+    assert (cu_seqlens.tolist(), longest) == ([0, 2, 5, 8, 10, 16], 6)
+    assert cu_seqlens.dtype == torch.int32 and indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
+
+
+def test_gradients() -> None:
+    x, indices = tokens(6, 2, 3), torch.tensor([4, 0, 4])
+    assert torch.autograd.gradcheck(lambda x: index_first_axis(x, indices), x)  # a row taken twice gets both gradients
+    assert torch.autograd.gradcheck(lambda x: index_first_axis_residual(x, indices), x)
+    values, places = tokens(3, 2), torch.tensor([5, 1, 2])
+    assert torch.autograd.gradcheck(lambda v: index_put_first_axis(v, places, 7), values)
+    put = index_put_first_axis(values, places, 7)
+    assert put.shape == (7, 2) and torch.equal(put[places], values) and int(put.count_nonzero()) == 6
+
+
+def test_nothing_to_keep() -> None:
+    x = tokens(2, 4, 3)
+    flat, indices, cu_seqlens, longest, used = unpad_input(x, torch.zeros(2, 4))
+    assert (flat.shape, cu_seqlens.tolist(), longest, used.tolist()) == ((0, 3), [0, 0, 0], 0, [0, 0])
+    assert torch.equal(pad_input(flat, indices, 2, 4), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(5), torch.ones(5, 4), torch.ones(5, 5, 1)])
+def test_wrong_masks(mask: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(batch, seqlen\) = \(5, 5\)"):
+        unpad_input(tokens(5, 5, 2), mask)
+    with pytest.raises(ValueError, match="unused_mask must have shape"):
+        unpad_input(tokens(5, 5, 2), MASK, mask)
+    with pytest.raises(ValueError, match="attention_mask_in_length must have shape"):
+        unpad_input_for_concatenated_sequences(tokens(5, 5, 2), mask)

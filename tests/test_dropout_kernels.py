@@ -1,0 +1,95 @@
+"""Dropout inside kernels: every backend's helpers give the bits of the definition, whatever the tile."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+
+import pytest
+import torch
+from subprocesses import ROOT, run_python
+from targets import TARGETS
+
+from diyfa.dropout import dropout_mask
+
+pytest.importorskip("triton")
+# The helpers of both backends run in any Triton's interpreter; on a device only its own.
+BACKENDS = [name for name in ("cuda", "npu") if name in TARGETS or os.environ.get("TRITON_INTERPRET") == "1"]
+STATES = [(0, 0), (2**63 + 12345, 7), (2**64 - 1, 2**40 + 3)]
+P = 0.3
+# row0, column0, rows, columns
+ORIGINS = [(0, 0, 70, 50), (128, 4096, 33, 129), (65537, 5, 17, 40), (2**31 - 80, 2**31 - 70, 64, 64)]
+
+
+def signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+def mask_in_tiles(backend, state, b, h, origin, block_m, block_n, transposed):
+    """Elements [rows, columns] of the mask from the kernel."""
+    from dropout_kernels import constants, mask_kernel
+
+    helpers = importlib.import_module(f"diyfa.backends.{backend}.dropout")
+    row0, column0, rows, columns = origin
+    device = TARGETS[backend].device if backend in TARGETS else "cpu"
+    rng_state = torch.tensor([signed(x) for x in state]).to(device)
+    keep = torch.full((rows, columns), -1.0).to(device)
+    mask_kernel[(1,)](
+        rng_state, keep, b, h, row0, column0, helpers.keep_threshold(P), rows, columns,
+        **constants(helpers, block_m, block_n, transposed),
+    )  # fmt: skip
+    keep = keep.cpu()
+    assert bool(((keep == 0) | (keep == 1)).all())
+    return keep.bool()
+
+
+def mask_of_the_definition(state, b, h, origin):
+    """The same elements, without forming the two billion before them."""
+    from diyfa.dropout import drop_threshold, element_levels, head_keys, position_words
+
+    row0, column0, rows, columns = origin
+    i, j = torch.arange(rows) + row0, torch.arange(columns) + column0
+    keys = head_keys(b + 1, h + 1, *state)
+    words = [position_words(key[b, h], x) for key, x in zip(keys, (i, i, j, j), strict=True)]
+    return element_levels(*words) >= drop_threshold(P)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (64, 32), (32, 128)])
+def test_tiles_hold_the_defined_bits(backend, block_m, block_n, transposed) -> None:
+    for state in STATES:
+        for origin in ORIGINS:
+            keep = mask_in_tiles(backend, state, 2, 3, origin, block_m, block_n, transposed)
+            assert torch.equal(keep, mask_of_the_definition(state, 2, 3, origin)), (state, origin)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_whole_mask(backend) -> None:
+    """Every head of a small call, against the public function."""
+    mask = dropout_mask(2, 3, 40, 37, P, seed=99, offset=2)
+    for b in range(2):
+        for h in range(3):
+            assert torch.equal(mask_in_tiles(backend, (99, 2), b, h, (0, 0, 40, 37), 16, 32, False), mask[b, h])
+
+
+COMPILE_CUDA = """
+import json, sys
+from dataclasses import asdict
+import dropout_kernels
+from diyfa.backends.cuda import aot
+print(json.dumps([asdict(r) for r in aot.compile_all("{arch}", [dropout_kernels.cuda_specs])]))
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_cuda_helpers_compile(arch, tmp_path) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
+    out = run_python(
+        COMPILE_CUDA.format(arch=arch), ROOT / "tests", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
+    reports = json.loads(out)
+    assert len(reports) == 4
+    for report in reports:
+        assert report["ok"] and report["spill_bytes"] == 0, report

@@ -1,0 +1,623 @@
+"""The flash_attn 2.8 surface: signatures, results under the error budget, packed gradients, refusals, private pairs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from targets import TARGETS, Target
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import diyfa
+from diyfa import flash_attn_interface, registry
+from diyfa.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from diyfa.problem import AttentionProblem
+from diyfa.testing import error_budget, measure_error, poisoned_allocations
+
+F16 = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_backend():
+    with diyfa.use_backend("cpu"):
+        yield
+
+
+# ---- Signatures -------------------------------------------------------------------------------------------------
+
+TAIL = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+MIDDLE = "dropout_p, softmax_scale, causal, window_size_left{l}, window_size_right{l}, softcap{c}, alibi_slopes{a}"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv, {TAIL}",
+    "flash_attn_kvpacked_func": f"q, kv, {TAIL}",
+    "flash_attn_varlen_func": f"q, k, v, {VARLEN}, {TAIL}, block_table=None",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {TAIL}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {VARLEN}, {TAIL}",
+}
+PRIVATE_SIGNATURES = {
+    "_flash_attn_forward": f"q, k, v, {MIDDLE.format(l='', c='', a='')}, return_softmax",
+    "_flash_attn_varlen_forward": f"q, k, v, {VARLEN}, {MIDDLE.format(l='=-1', c='=0.0', a='=None')}, "
+    "return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False",
+    "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {MIDDLE.format(l='', c='', a='')}, "
+    "deterministic, rng_state=None",
+    "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {VARLEN}, "
+    f"{MIDDLE.format(l='', c='', a='')}, deterministic, rng_state=None, zero_tensors=False",
+}
+
+
+def signature(function: Any) -> str:
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(plain)).strip("()") if len(plain) > 1 else plain[0].name
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_public_signatures(name: str) -> None:
+    assert signature(getattr(flash_attn_interface, name)) == SIGNATURES[name]
+    assert getattr(diyfa, name) is getattr(flash_attn_interface, name)
+    assert name in diyfa.__all__
+
+
+@pytest.mark.parametrize("name", PRIVATE_SIGNATURES)
+def test_private_signatures(name: str) -> None:
+    assert signature(getattr(flash_attn_interface, name)) == PRIVATE_SIGNATURES[name]
+    assert getattr(flash_attn_interface, f"_wrapped{name}") is getattr(flash_attn_interface, name)
+
+
+# ---- Results ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in words. `lens` are the lengths (query, key) of packed sequences; without them it is a batch of 2."""
+
+    packing: str = ""
+    heads: int = 4
+    heads_kv: int = 4
+    seqlen_q: int = 37
+    seqlen_k: int = 37
+    head_dim: int = 32
+    head_dim_v: int = 32
+    lens: tuple[tuple[int, int], ...] = ()
+    alibi: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def varlen(self) -> bool:
+        return bool(self.lens)
+
+
+LENS = ((17, 17), (1, 1), (40, 40), (0, 0), (9, 9))
+UNEVEN = ((17, 30), (5, 0), (0, 7), (33, 12), (1, 40))
+CALLS = {
+    "dense": Call(),
+    "dense_causal_gqa": Call(heads_kv=2, seqlen_q=20, seqlen_k=51, options={"causal": True}),
+    "dense_rows_without_keys": Call(seqlen_q=50, seqlen_k=20, options={"causal": True}),
+    "dense_window_list": Call(options={"window_size": [7, 3]}),
+    "dense_window_tensor": Call(options={"window_size": torch.tensor([7, 3]), "softcap": 4.0}),
+    "dense_causal_caps_right": Call(options={"window_size": (9, 9), "causal": True}),
+    "dense_scale": Call(options={"softmax_scale": 0.3}),
+    "dense_alibi": Call(alibi="h", options={"causal": True}),
+    "dense_alibi_batch": Call(alibi="bh", seqlen_k=61),
+    "dense_dv": Call(head_dim_v=16),
+    "dense_dropout": Call(heads_kv=2, options={"dropout_p": 0.3, "causal": True}),
+    "qkv": Call("qkv", options={"causal": True}),
+    "qkv_deterministic": Call("qkv", options={"deterministic": True, "softmax_scale": 0.2}),
+    "qkv_dropout": Call("qkv", options={"dropout_p": 0.17}),
+    "kv": Call("kv", seqlen_k=60),
+    "kv_gqa_window": Call("kv", heads_kv=1, options={"window_size": (11, 0)}),
+    "varlen": Call(lens=LENS),
+    "varlen_uneven": Call(heads_kv=2, lens=UNEVEN),
+    "varlen_uneven_causal": Call(lens=UNEVEN, options={"causal": True}),
+    "varlen_window_softcap": Call(lens=UNEVEN, options={"window_size": (6, 6), "softcap": 3.0}),
+    "varlen_alibi": Call(lens=LENS, alibi="h", options={"causal": True}),
+    "varlen_alibi_batch": Call(lens=UNEVEN, alibi="bh"),
+    "varlen_dv": Call(lens=UNEVEN, head_dim_v=16),
+    "varlen_dropout": Call(lens=UNEVEN, heads_kv=2, options={"dropout_p": 0.25}),
+    "varlen_qkv": Call("qkv", lens=LENS, options={"causal": True}),
+    "varlen_qkv_dropout": Call("qkv", lens=LENS, options={"causal": True, "dropout_p": 0.1}),
+    "varlen_kv": Call("kv", lens=UNEVEN, heads_kv=2),
+}
+ON_EVERY_BACKEND = ("dense_causal_gqa", "qkv", "kv", "varlen_uneven_causal", "varlen_qkv", "varlen_kv", "qkv_dropout")
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def leaves(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k, v as the oracle takes them: separate, on the CPU."""
+    generator = torch.Generator().manual_seed(5)
+    rows_q = (sum(a for a, _ in call.lens),) if call.varlen else (2, call.seqlen_q)
+    rows_k = (sum(b for _, b in call.lens),) if call.varlen else (2, call.seqlen_k)
+    shapes = (
+        (*rows_q, call.heads, call.head_dim),
+        (*rows_k, call.heads_kv, call.head_dim),
+        (*rows_k, call.heads_kv, call.head_dim_v),
+    )
+    return tuple(torch.randn(s, generator=generator).to(F16).to(dtype).requires_grad_() for s in shapes)
+
+
+def slopes(call: Call) -> torch.Tensor | None:
+    batch = len(call.lens) or 2
+    shape = {"": None, "h": (call.heads,), "bh": (batch, call.heads)}[call.alibi]
+    return None if shape is None else torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.3
+
+
+def cotangents(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    dout = torch.randn(out.shape, generator=generator).to(F16)
+    return dout.to(out), torch.randn(lse.shape, generator=generator).to(lse)
+
+
+def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str = "cpu") -> Any:
+    """The function of the surface that fits; packed tensors are made from q, k, v, so their gradients come apart."""
+    alibi = slopes(call)
+    options = {**call.options, "alibi_slopes": None if alibi is None else alibi.to(device), "return_attn_probs": True}
+    cu_q, cu_k = (cumulative([pair[side] for pair in call.lens]).to(device) for side in (0, 1))
+    longest_q, longest_k = (max((pair[side] for pair in call.lens), default=0) for side in (0, 1))
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    if call.packing == "qkv":
+        qkv = torch.stack((q, k, v), -3)
+        if call.varlen:
+            return flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor(longest_q), **options)
+        return flash_attn_qkvpacked_func(qkv, **options)
+    if call.packing == "kv":
+        kv = torch.stack((k, v), -3)
+        if call.varlen:
+            return flash_attn_varlen_kvpacked_func(q, kv, **lengths, **options)
+        return flash_attn_kvpacked_func(q, kv, **options)
+    if call.varlen:
+        return flash_attn_varlen_func(q, k, v, **lengths, **options)
+    return flash_attn_func(q, k, v, **options)
+
+
+def oracle(call: Call, rng_state: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """out, lse and gradients by the reference, computed in `dtype`."""
+    options = dict(call.options)
+    left, right = (int(x) for x in options.get("window_size", (-1, -1)))
+    inputs = leaves(call, dtype)
+    packed = {}
+    if call.varlen:
+        packed = {f"cu_seqlens_{s}": cumulative([pair[i] for pair in call.lens]) for i, s in enumerate("qk")}
+    out, lse = diyfa.reference_attention(
+        *inputs,
+        causal=options.get("causal", False),
+        sm_scale=options.get("softmax_scale"),
+        window=(left, right),
+        softcap=options.get("softcap", 0.0),
+        alibi_slopes=slopes(call),
+        dropout_p=options.get("dropout_p", 0.0),
+        rng_state=rng_state,
+        layout="thd" if call.varlen else "bshd",
+        return_lse=True,
+        **packed,
+    )
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, cotangents(out, lse))]
+
+
+def assert_within(actual: list[torch.Tensor], call: Call, rng_state: torch.Tensor) -> None:
+    expected, yardstick = oracle(call, rng_state, torch.float64), oracle(call, rng_state, F16)
+    for name, got, want, low in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
+        assert got.shape == want.shape and got.dtype == low.dtype, name
+        allowed = error_budget(want, measure_error(low, want), low.dtype, 1.0)
+        error = measure_error(got.cpu(), want)
+        assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, allowed {allowed}"
+
+
+def run(call: Call, device: str = "cpu") -> tuple[list[torch.Tensor], torch.Tensor]:
+    """out, lse and gradients, and the rng_state that the call drew."""
+    from diyfa.attention import new_rng_state
+
+    inputs = [x.detach().to(device).requires_grad_() for x in leaves(call, F16)]
+    torch.manual_seed(11)
+    rng_state = new_rng_state(torch.device(device)).cpu()
+    torch.manual_seed(11)
+    with poisoned_allocations():
+        out, lse, _ = attend(call, *inputs, device)
+        gradients = torch.autograd.grad((out, lse), inputs, cotangents(out.cpu(), lse.cpu()) if device == "cpu" else
+                                        tuple(x.to(device) for x in cotangents(out.cpu(), lse.cpu())))  # fmt: skip
+    return [out.detach(), lse.detach(), *gradients], rng_state
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results(name: str) -> None:
+    results, rng_state = run(CALLS[name])
+    assert_within(results, CALLS[name], rng_state)
+
+
+def missing(target: Target, call: Call) -> bool:
+    """Whether the backend says that it cannot run such a call."""
+    backend = registry.load_backend(target.backend)
+    arch = backend.arch(torch.device(target.device))
+    sizes = (2, call.heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
+    problem = AttentionProblem(
+        backend.device_type, arch, "float16", "thd" if call.varlen else "bshd", *sizes,
+        window_right=0 if call.options.get("causal") else -1, dropout="dropout_p" in call.options,
+        needs_grad=True, total_q=sum(a for a, _ in call.lens), total_k=sum(b for _, b in call.lens),
+    )  # fmt: skip
+    return any(
+        all(k.unsupported(problem) for k in backend.kernels if k.op == op) or backend.unsupported(problem) is not None
+        for op in ("attention_fwd", "attention_bwd")
+    )
+
+
+@pytest.mark.parametrize("name", ON_EVERY_BACKEND)
+@pytest.mark.parametrize("backend", [n for n, t in TARGETS.items() if n != "cpu" and t.computes])
+def test_results_on_every_backend(backend: str, name: str) -> None:
+    target, call = TARGETS[backend], CALLS[name]
+    with diyfa.use_backend(backend):
+        if missing(target, call):
+            with pytest.raises(ValueError, match="does not implement"):
+                run(call, target.device)
+            return
+        results, rng_state = run(call, target.device)
+    assert_within(results, call, rng_state)
+
+
+# ---- What return_attn_probs adds --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "dropout_p" in call.options])
+def test_s_dmask_is_the_softmax_with_a_sign(name: str) -> None:
+    call = CALLS[name]
+    inputs = leaves(call, torch.float32)
+    torch.manual_seed(3)
+    rng_state = torch.randint(0, 2**32, (2,), dtype=torch.int64)
+    torch.manual_seed(3)
+    out, _, s_dmask = attend(call, *inputs)
+    assert not s_dmask.requires_grad
+    batch = len(call.lens) or 2
+    assert s_dmask.shape == (batch, call.heads, 128, 128) and s_dmask.dtype == torch.float32
+    p, seed, offset = call.options["dropout_p"], *rng_state.tolist()
+    lens = call.lens or ((call.seqlen_q, call.seqlen_k),) * 2
+    longest = [max(pair[side] for pair in lens) for side in (0, 1)]
+    keep = diyfa.dropout_mask(batch, call.heads, *longest, p, seed, offset)
+    q, k, v = (x.repeat_interleave(call.heads // x.shape[-2], -2) for x in inputs)
+    row_q = row_k = 0
+    for b, (len_q, len_k) in enumerate(lens):
+        at_q = slice(row_q, row_q + len_q) if call.varlen else (b,)
+        at_k = slice(row_k, row_k + len_k) if call.varlen else (b,)
+        row_q, row_k = row_q + len_q, row_k + len_k
+        qb, kb, vb = (x.transpose(0, 1).double() for x in (q[at_q], k[at_k], v[at_k]))  # [H, S, D]
+        scores = qb @ kb.mT * call.head_dim**-0.5
+        if call.options.get("causal"):
+            scores = scores.masked_fill(torch.ones(len_q, len_k).triu(len_k - len_q + 1).bool(), -torch.inf)
+        weights = scores.softmax(-1).nan_to_num(0.0)
+        block = s_dmask[b, :, :len_q, :len_k]
+        torch.testing.assert_close(block.abs().double(), weights, rtol=1e-5, atol=1e-6)
+        seen = scores > -torch.inf
+        assert torch.equal(block.signbit(), ~keep[b, :, :len_q, :len_k] & seen)
+        # What flash_attn's own users do with it: rebuild the output.
+        rebuilt = torch.where(block.signbit(), 0.0, block).double() @ vb / (1 - p)
+        torch.testing.assert_close(out[at_q].transpose(0, 1).double(), rebuilt, rtol=1e-4, atol=1e-5)
+        assert int(s_dmask[b, :, len_q:].count_nonzero() + s_dmask[b, :, :, len_k:].count_nonzero()) == 0
+
+
+def test_s_dmask_is_empty_without_dropout() -> None:
+    q = torch.randn(1, 5, 2, 8)
+    assert isinstance(flash_attn_func(q, q, q), torch.Tensor)
+    out, lse, s_dmask = flash_attn_func(q, q, q, return_attn_probs=True)
+    assert (out.shape, lse.shape, s_dmask.shape) == ((1, 5, 2, 8), (1, 2, 5), (0,))
+
+
+def test_softmax_lse_has_a_gradient() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    got = torch.autograd.grad(lse.sin().sum(), (q, k))
+    scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * 8**-0.5
+    torch.testing.assert_close(got, torch.autograd.grad(scores.logsumexp(-1).sin().sum(), (q, k)))
+
+
+def test_dropout_draws_anew_and_repeats_with_the_generator() -> None:
+    q = torch.randn(1, 30, 2, 8)
+    torch.manual_seed(0)
+    first, second = flash_attn_func(q, q, q, dropout_p=0.5), flash_attn_func(q, q, q, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(flash_attn_func(q, q, q, 0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_checkpointing_repeats_the_dropout() -> None:
+    """Activation checkpointing runs the call twice; both times the mask must be the same."""
+    leaf = torch.randn(2, 20, 3, 2, 8, requires_grad=True)
+
+    def attend(qkv):
+        return flash_attn_qkvpacked_func(qkv * 1.0, dropout_p=0.5, causal=True)
+
+    gradients = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(4)
+        out = attend(leaf) if reentrant is None else checkpoint(attend, leaf, use_reentrant=reentrant)
+        out.square().sum().backward()
+        gradients.append(leaf.grad)
+        leaf.grad = None
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+
+
+# ---- Packed gradients -------------------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Every operator that runs: its name, and where its tensor arguments and results lie. It keeps no tensor alive,
+    or autograd would have to copy gradients instead of keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[int], list[int]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        storages = [x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)]
+        written = [x.data_ptr() for x in results if isinstance(x, torch.Tensor)]
+        self.calls.append((function.name(), storages, written))
+        return result
+
+    def only(self, name: str) -> tuple[list[int], list[int]]:
+        found = [(storages, written) for called, storages, written in self.calls if called == name]
+        assert len(found) == 1, f"{name} was called {len(found)} times"
+        return found[0]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_packed_gradients_are_written_in_place(packing: str, varlen: bool) -> None:
+    """The kernel reads views of the packed input, writes slices of one tensor, and that tensor is the gradient."""
+    rows = (40,) if varlen else (2, 20)
+    packed = torch.randn(*rows, len(packing), 2, 8, requires_grad=True)
+    q = torch.randn(*rows, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, 15, 40], dtype=torch.int32)
+    args = {(True, "qkv"): (packed, cu, 25), (True, "kv"): (q, packed, cu, cu, 25, 25),
+            (False, "qkv"): (packed,), (False, "kv"): (q, packed)}[varlen, packing]  # fmt: skip
+    function = getattr(diyfa, f"flash_attn_{'varlen_' if varlen else ''}{packing}packed_func")
+    with Recorder() as forward:
+        out = function(*args)
+    storages, _ = forward.only("diyfa::attention_fwd")
+    base = packed.untyped_storage().data_ptr()
+    assert [x == base for x in storages[:3]] == [packing == "qkv", True, True]
+    dout = torch.randn_like(out)
+    with Recorder() as backward:
+        out.backward(dout)
+    _, gradients = backward.only("diyfa::attention_bwd")
+    assert packed.grad is not None
+    assert packed.grad.data_ptr() == (gradients[0] if packing == "qkv" else gradients[1])
+    assert packed.grad.shape == packed.shape and packed.grad.is_contiguous()
+    names = {name for name, _, _ in [*forward.calls, *backward.calls]}
+    assert not names & {"aten::cat", "aten::stack", "aten::copy_", "aten::clone", "aten::_to_copy", "aten::add.Tensor"}
+
+
+# ---- Refusals ---------------------------------------------------------------------------------------------------
+
+Q = torch.zeros(2, 8, 4, 16, dtype=F16)
+T = torch.zeros(8, 4, 16, dtype=F16)
+CU = torch.tensor([0, 3, 8], dtype=torch.int32)
+PACKED = (T, T, T, CU, CU, 5, 5)
+ERRORS = {
+    "rank": (flash_attn_func, (Q[0], Q[0], Q[0]), {}, ValueError, "Expected"),
+    "not_a_tensor": (flash_attn_func, (Q, [1], Q), {}, TypeError, r"k must be a torch\.Tensor"),
+    "dtype": (flash_attn_func, (Q.int(), Q.int(), Q.int()), {}, TypeError, "Unsupported dtype"),
+    "dtypes": (flash_attn_func, (Q, Q.float(), Q), {}, TypeError, "dtypes must match"),
+    "device": (flash_attn_func, (Q, Q.to("meta"), Q), {}, ValueError, "same device"),
+    "heads": (flash_attn_func, (Q, Q[:, :, :3], Q[:, :, :3]), {}, ValueError, "multiple of the key/value heads"),
+    "stride": (flash_attn_func, (Q.mT.contiguous().mT, Q, Q), {}, ValueError, "q must have stride 1"),
+    "scale": (flash_attn_func, (Q, Q, Q), {"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite"),
+    "scale_type": (flash_attn_func, (Q, Q, Q), {"softmax_scale": "1"}, TypeError, "softmax_scale must be a number"),
+    "dropout": (flash_attn_func, (Q, Q, Q), {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
+    "dropout_negative": (flash_attn_func, (Q, Q, Q), {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\)"),
+    "softcap": (flash_attn_func, (Q, Q, Q), {"softcap": -1.0}, ValueError, "softcap"),
+    "window": (flash_attn_func, (Q, Q, Q), {"window_size": 4}, TypeError, "window_size must be a pair"),
+    "window_values": (flash_attn_func, (Q, Q, Q), {"window_size": (-3, 0)}, ValueError, "-1 .unbounded. or more"),
+    "window_length": (flash_attn_func, (Q, Q, Q), {"window_size": torch.zeros(3)}, TypeError, "pair of integers"),
+    "alibi": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": [1.0] * 4}, TypeError, r"alibi_slopes must be a torch\.Ten"),
+    "alibi_dtype": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": torch.ones(4).half()}, TypeError, "float32"),
+    "alibi_shape": (flash_attn_func, (Q, Q, Q), {"alibi_slopes": torch.ones(3, 4)}, ValueError, "alibi_slopes must"),
+    "qkv_rank": (flash_attn_qkvpacked_func, (Q,), {}, ValueError, r"qkv must have shape \(batch, seqlen, 3, heads"),
+    "qkv_parts": (flash_attn_qkvpacked_func, (Q[:, :, None],), {}, ValueError, r"qkv must.*got \(2, 8, 1, 4, 16\)"),
+    "qkv_type": (flash_attn_qkvpacked_func, (None,), {}, TypeError, r"qkv must be a torch\.Tensor"),
+    "kv_parts": (flash_attn_kvpacked_func, (Q, Q[:, :, None]), {}, ValueError, r"kv must have shape.*seqlen, 2"),
+    "kv_batch": (flash_attn_kvpacked_func, (Q[:1], torch.stack((Q, Q), 2)), {}, ValueError, "same batch"),
+    "varlen_rank": (flash_attn_varlen_func, (Q, *PACKED[1:]), {}, ValueError, r"packed \(total, heads, head_dim\)"),
+    "varlen_qkv": (flash_attn_varlen_qkvpacked_func, (T, CU, 5), {}, ValueError, r"qkv must have shape \(total, 3"),
+    "varlen_kv": (flash_attn_varlen_kvpacked_func, (T, T, *PACKED[3:]), {}, ValueError, r"kv must have .*\(total, 2"),
+    "cu_dtype": (flash_attn_varlen_func, (T, T, T, CU.long(), *PACKED[4:]), {}, TypeError, "cu_seqlens_q must be int"),
+    "cu_type": (flash_attn_varlen_func, (T, T, T, [0, 8], *PACKED[4:]), {}, TypeError, r"cu_seqlens_q must be a torch"),
+    "cu_order": (flash_attn_varlen_func, (T, T, T, CU.flip(0), CU, 8, 8), {}, ValueError, "must ascend"),
+    "cu_beyond": (flash_attn_varlen_func, (T, T, T, CU, CU * 2, 8, 16), {}, ValueError, "cu_seqlens_k must ascend"),
+    "cu_count": (flash_attn_varlen_func, (T, T, T, CU, CU[:2], 8, 8), {}, ValueError, "as many sequences"),
+    "max_short": (flash_attn_varlen_func, (T, T, T, CU, CU, 4, 5), {}, ValueError, "beyond max_seqlen_q=4"),
+    "max_type": (flash_attn_varlen_func, (T, T, T, CU, CU, "a", 5), {}, TypeError, "max_seqlen_q must be an integer"),
+    "max_none": (flash_attn_varlen_func, (T, T, T, CU, CU, 5, None), {}, TypeError, "max_seqlen_k must be an integer"),
+    "max_tensor": (flash_attn_varlen_func, (T, T, T, CU, CU, CU, 5), {}, TypeError, "max_seqlen_q must be an integer"),
+    "pages": (flash_attn_varlen_func, PACKED, {"block_table": CU[None]}, ValueError, "block_table.*flash_attn_with_kv"),
+    "private_pages": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"block_table": CU[None]}, ValueError,
+                      "block_table"),
+    "leftpad": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"leftpad_k": CU}, ValueError, "leftpad_k"),
+    "seqused": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"seqused_k": CU}, ValueError, "seqused_k"),
+    "return_softmax": (_flash_attn_forward, (Q, Q, Q, 0.0, None, False, -1, -1, 0.0, None, True), {}, ValueError,
+                       "dropout_p > 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_come_before_any_launch(name: str) -> None:
+    function, args, kwargs, exception, pattern = ERRORS[name]
+    with Recorder() as recorder, pytest.raises(exception, match=pattern):
+        function(*args, **kwargs)
+    assert not [called for called, _, _ in recorder.calls if called.startswith("diyfa::")]
+
+
+def test_cpu_tensors_need_a_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_forced_backend", "")
+    with pytest.raises(ValueError, match="CUDA tensors required"):
+        flash_attn_func(Q, Q, Q)
+
+
+# ---- torch.compile, autocast ------------------------------------------------------------------------------------
+
+
+def test_compile_fullgraph() -> None:
+    torch.compiler.reset()
+    cu = torch.tensor([0, 9, 20], dtype=torch.int32)
+
+    def step(qkv, q, kv):
+        dense = flash_attn_qkvpacked_func(qkv[None], causal=True, window_size=(8, 3))
+        varlen = flash_attn_varlen_qkvpacked_func(qkv, cu, 11, causal=True, softcap=3.0)
+        cross, lse, _ = flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 11, 11, return_attn_probs=True)
+        return (dense.sin() + varlen).sum() + cross.cos().sum() + lse.sum()
+
+    inputs = [torch.randn(20, 3, 2, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 2, 8)]
+    inputs = [x.requires_grad_() for x in inputs]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(step(*inputs), inputs)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
+
+
+def test_autocast_computes_packed_inputs_in_its_dtype() -> None:
+    qkv = torch.randn(2, 9, 3, 2, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_attn_qkvpacked_func(qkv)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert qkv.grad is not None and qkv.grad.dtype == torch.float32
+    assert torch.equal(out, flash_attn_qkvpacked_func(qkv.bfloat16()))
+
+
+# ---- The private pairs ------------------------------------------------------------------------------------------
+
+
+def ring(q, k, v, dout, blocks: int, cu=None):
+    """Attention over blocks of keys, combined through their log-sum-exps, and its gradients: one process's share of
+    ring attention for each block. With `cu`, packed sequences whose keys are cut into equal parts."""
+    rows = -3
+    keys = list(zip(k.chunk(blocks, rows), v.chunk(blocks, rows), strict=True))
+    options = {"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": False, "window_size_left": -1,
+               "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}  # fmt: skip
+    parts = []
+    for k_block, v_block in keys:
+        if cu is None:
+            parts.append(_flash_attn_forward(q=q, k=k_block, v=v_block, return_softmax=False, **options)[:2])
+        else:
+            longest = int(cu.diff().max())
+            lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": torch.tensor([0, k_block.shape[0]], dtype=torch.int32),
+                       "max_seqlen_q": longest, "max_seqlen_k": k_block.shape[0]}  # fmt: skip
+            parts.append(_flash_attn_varlen_forward(q=q, k=k_block, v=v_block, **lengths, **options)[:2])
+    lse = torch.stack([p[1] for p in parts]).logsumexp(0)
+    out = sum(part * (part_lse - lse).exp().transpose(-1, -2)[..., None] for part, part_lse in parts)
+    dq, gradients = torch.zeros_like(q), []
+    for k_block, v_block in keys:
+        dq_block, dk_block, dv_block = (torch.full_like(x, float("nan")) for x in (q, k_block, v_block))
+        args = dict(dout=dout, q=q, k=k_block, v=v_block, out=out, softmax_lse=lse, dq=dq_block, dk=dk_block,
+                    dv=dv_block, deterministic=False, rng_state=None, **options)  # fmt: skip
+        if cu is None:
+            delta = _flash_attn_backward(**args)
+        else:
+            delta = _flash_attn_varlen_backward(**args, cu_seqlens_q=cu, cu_seqlens_k=torch.tensor(
+                [0, k_block.shape[0]], dtype=torch.int32), max_seqlen_q=int(cu.diff().max()),
+                max_seqlen_k=k_block.shape[0])  # fmt: skip
+        torch.testing.assert_close(delta, (dout * out).sum(-1).transpose(-1, -2))
+        dq += dq_block
+        gradients.append((dk_block, dv_block))
+    return out, lse, dq, torch.cat([g[0] for g in gradients], rows), torch.cat([g[1] for g in gradients], rows)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_ring_attention(varlen: bool) -> None:
+    """Blocks with the global out and lse give the gradients of the whole."""
+    rows = (24,) if varlen else (2, 24)
+    q, dout = (torch.randn(*rows, 4, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(*rows, 2, 8, dtype=torch.float64) for _ in range(2))
+    cu = torch.tensor([0, 24], dtype=torch.int32) if varlen else None
+    got = ring(q, k, v, dout, 3, cu)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    batched = [x[None] for x in leaves] if varlen else leaves
+    out, lse = diyfa.reference_attention(*batched, layout="bshd", return_lse=True)
+    out, lse = (out[0], lse[0]) if varlen else (out, lse)
+    expected = (out, lse, *torch.autograd.grad(out, leaves, dout))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_private_backward_repeats_the_dropout(varlen: bool) -> None:
+    """The rng_state of the forward pass gives the gradients of that very mask."""
+    rows = (30,) if varlen else (2, 15)
+    q, k, v = (torch.randn(*rows, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 11, 30], dtype=torch.int32)
+    lengths = (cu, cu, 19, 19) if varlen else ()
+    forward, backward = (
+        (_flash_attn_varlen_forward, _flash_attn_varlen_backward)
+        if varlen
+        else (_flash_attn_forward, _flash_attn_backward)
+    )
+    out, lse, s_dmask, rng_state = forward(q, k, v, *lengths, 0.4, None, True, 5, -1, 2.0, None, True)
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.int64 and not out.requires_grad
+    assert bool(s_dmask.signbit().any())
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if varlen else {}
+    want = diyfa.reference_attention(
+        q, k, v, True, window=(5, -1), softcap=2.0, dropout_p=0.4, rng_state=rng_state,
+        layout="thd" if varlen else "bshd", **packed,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)
+    dout = torch.randn_like(out)
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    backward(dout, q, k, v, out, lse, *gradients, *lengths, 0.4, None, True, 5, -1, 2.0, None, True, rng_state)
+    torch.testing.assert_close(tuple(gradients), torch.autograd.grad(want, (q, k, v), dout))
+    with pytest.raises(ValueError, match="needs the rng_state"):
+        backward(dout, q, k, v, out, lse, *gradients, *lengths, 0.4, None, True, 5, -1, 2.0, None, True)
+
+
+def test_private_backward_fills_slices_and_leaves_the_rest() -> None:
+    """Gradients may be parts of larger buffers, and may be left out."""
+    q, k, v = (torch.randn(2, 9, 2, 8) for _ in range(3))
+    rest = (0.0, None, True, -1, -1, 0.0, None)
+    out, lse, _, _ = _flash_attn_forward(q, k, v, *rest, False)
+    dout = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
+    buffers = torch.full((2, 12, 3, 2, 8), 7.0)
+    _flash_attn_backward(dout, q, k, v, out, lse, *buffers[:, :9].unbind(2), *rest, False)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(diyfa.reference_attention(*leaves, True, layout="bshd"), leaves, dout)
+    torch.testing.assert_close(torch.stack(expected, 2), buffers[:, :9])
+    assert bool((buffers[:, 9:] == 7.0).all())
+    dk = torch.empty_like(k)
+    _flash_attn_backward(dout, q, k, v, out, lse, None, dk, None, *rest, False)
+    torch.testing.assert_close(dk, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "exception", "pattern"),
+    [
+        ({"out": Q[:, :4]}, ValueError, r"out must have shape \(2, 8, 4, 16\), got \(2, 4, 4, 16\)"),
+        ({"dout": Q.float()}, TypeError, "dout must be float16, got float32"),
+        ({"softmax_lse": torch.zeros(2, 8, 4)}, ValueError, r"softmax_lse must have shape \(2, 4, 8\)"),
+        ({"softmax_lse": torch.zeros(2, 4, 8).half()}, TypeError, "softmax_lse must be float32"),
+        ({"dq": torch.zeros(2, 8, 4, 32).half()[..., ::2]}, ValueError, "dq must have stride 1"),
+        ({"dk": Q.to("meta")}, ValueError, "same device"),
+        ({"dv": [1]}, TypeError, r"dv must be a torch\.Tensor"),
+        ({"dropout_p": 0.5, "rng_state": CU}, TypeError, "rng_state must be int64"),
+    ],
+)
+def test_private_backward_errors(changed: dict[str, Any], exception: type[Exception], pattern: str) -> None:
+    arguments = {name: Q.clone() for name in ("dout", "q", "k", "v", "out", "dq", "dk", "dv")}
+    arguments |= {"softmax_lse": torch.zeros(2, 4, 8), "dropout_p": 0.0, "softmax_scale": None, "causal": False}
+    arguments |= {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+    with pytest.raises(exception, match=pattern):
+        _flash_attn_backward(**{**arguments, "deterministic": False, **changed})
