@@ -404,12 +404,19 @@ def _rms(x: torch.Tensor) -> float:
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
-def expected_error(sigma: torch.Tensor) -> Error:
-    """What errors of these standard deviations amount to, with what chance adds: much to the mean of a few errors."""
-    if sigma.numel() == 0:
-        return Error(0.0, 0.0)
-    chance = 1 + (LARGEST_DEVIATION - 1) / sigma.numel() ** 0.5
-    return Error(LARGEST_DEVIATION * float(sigma.max()), chance * _rms(sigma))
+def expected_error(sigma: torch.Tensor, by_row: bool = False) -> Error:
+    """What errors of these standard deviations amount to, with what chance adds: much to the mean of a few errors.
+
+    `by_row`: the errors of a row (the last dimension) come from one source, as when one weight multiplies a key.
+    """
+    squares = sigma.detach().double().square()
+    total = float(squares.sum())
+    if total == 0:
+        return NO_ERROR
+    sources = squares.sum(-1) if by_row else squares
+    count = total**2 / float(sources.square().sum())  # as many errors of one size would vary as these do
+    chance = 1 + (LARGEST_DEVIATION - 1) / count**0.5
+    return Error(LARGEST_DEVIATION * float(squares.max()) ** 0.5, chance * (total / squares.numel()) ** 0.5)
 
 
 @lru_cache(maxsize=64)
@@ -470,7 +477,7 @@ def float32_errors(case: AttentionCase) -> dict[str, Error]:
     if case.bias:
         shape = inputs.options["attn_bias"].shape
         found["dbias"] = dscores.square().sum_to_size((1,) * (4 - len(shape)) + tuple(shape)).sqrt()
-    return {name: expected_error(x) for name, x in found.items()}
+    return {name: expected_error(x, by_row=name in ("out", "dq", "dk", "dv")) for name, x in found.items()}
 
 
 def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, unavoidable: Error = NO_ERROR) -> Error:
