@@ -17,12 +17,12 @@ from diyfa.testing import (
     error_budget,
     expected_error,
     expected_results,
-    float32_errors,
     low_precision_results,
     make_inputs,
     measure_error,
     poisoned_allocations,
     run_case,
+    unavoidable_errors,
     yardsticks,
 )
 
@@ -95,10 +95,10 @@ def test_expected_error_allows_for_chance() -> None:
 @pytest.mark.parametrize(
     "name", ["everything", "everything_dropout", "varlen_everything", "gqa_4_2", "3d", "bias_rows"]
 )
-def test_float32_errors_are_the_size_of_float32_errors(name: str) -> None:
+def test_float32_errors_are_the_size_of_unavoidable_errors(name: str) -> None:
     """PyTorch's own float32 results err by no more, and by no less than a fraction: the model is no blank cheque."""
     case = replace(CASES[name], dtype="float32")
-    low, expected, model = low_precision_results(case), expected_results(case), float32_errors(case)
+    low, expected, model = low_precision_results(case), expected_results(case), unavoidable_errors(case)
     for result, got, want in zip(low._fields, low, expected, strict=True):
         if want is not None:
             rounding = error_budget(want, Error(0.0, 0.0), torch.float32)
@@ -113,7 +113,7 @@ def test_the_unavoidable_is_found_where_pytorch_is_exact() -> None:
     """One key: PyTorch's weight is exp(0) = 1, a recomputed one is off by the rounding of score and log-sum-exp."""
     case = AttentionCase("one key", seqlen_q=8, seqlen_k=1, head_dim=64, sm_scale=1.0, dtype="float32")
     assert yardsticks(case)["out"].max_abs == 0
-    assert 1e-6 < float32_errors(case)["dv"].rms < 1e-4
+    assert 1e-6 < unavoidable_errors(case)["dv"].rms < 1e-4
     assert_within_budget(run_case(attention_function(case, backend="cpu"), make_inputs(case)), case)
 
 
