@@ -104,14 +104,16 @@ def agrees_in_float64(attend, reference, leaves, lse_shape) -> None:
     upstream = (torch.randn_like(got[0]), torch.randn(lse_shape, dtype=torch.float64))
     grads = [torch.autograd.grad(x, leaves, upstream) for x in (got, want)]
     for a, b in zip(*grads, strict=True):
-        # The gradient of the sinks is float32, as they are.
-        torch.testing.assert_close(a, b, rtol=1e-6 if a.dtype == torch.float32 else 1e-10, atol=1e-10)
+        # The gradient of the sinks is float32, as they are; the reference adds that of each sequence in float32.
+        single = a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-6 if single else 1e-10, atol=1e-5 if single else 1e-10)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_are_exact_to_float64(name: str, variant: str, dropout_p: float) -> None:
+    torch.manual_seed(0)
     q, k, v, bias = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((3, 4, 300, 16), (3, 2, 280, 16), (3, 2, 280, 8), (3, 1, 300, 280))
@@ -136,6 +138,7 @@ def test_features_are_exact_to_float64(name: str, variant: str, dropout_p: float
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_packed_sequences_are_exact_to_float64(name: str, variant: str, dropout_p: float) -> None:
+    torch.manual_seed(0)
     q, k, v = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((403, 4, 16), (315, 2, 16), (315, 2, 8))
