@@ -20,7 +20,7 @@ _forced: dict[str, AttentionConfig] = {}
 # Arguments whose value no kernel is compiled for: lengths, windows and strides that follow from them change from call
 # to call. Alignment of what is read one number at a time changes nothing either.
 RUNTIME_SIZES = (
-    "stride_lb", "stride_lh", "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
+    "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
     "window_right", "threshold",
 )  # fmt: skip
 UNALIGNED_POINTERS = (
@@ -64,10 +64,7 @@ def feature_pointers(tensors: AttentionTensors) -> tuple[torch.Tensor | None, ..
 def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> tuple[float, ...]:
     """Strides of the optional tensors and of the statistics, sizes and factors, in the order of the arguments."""
     slopes = tensors.alibi_slopes
-    rows = problem.total_q if problem.varlen else problem.seqlen_q
     return (
-        0 if problem.varlen else problem.heads_q * rows,
-        rows,
         0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         *bias_strides(problem, tensors.attn_bias),
         problem.heads_q,

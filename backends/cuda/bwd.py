@@ -35,7 +35,7 @@ from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
-from diyfa.backends.cuda.scores import row_base, sequence_of
+from diyfa.backends.cuda.scores import first_row, sequence_of
 from diyfa.backends.cuda.tiles import PORTABLE_FORM, box, cdiv, head_base, load_tile, padded_head_dim
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
 
@@ -49,7 +49,6 @@ def _bwd_preprocess_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr,
     delta_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
-    stride_lb, stride_lh,
     heads_q, seqlen_q, seqlen_k, total_q, total_k,
     HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORM: tl.constexpr,
@@ -74,7 +73,7 @@ def _bwd_preprocess_kernel(
             dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
         delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
     n_rows = n_queries if VARLEN else seqlen_q
-    delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, VARLEN)
     tl.store(delta_row + offs_m, delta, mask=offs_m < n_rows)
 
 
@@ -147,14 +146,11 @@ class _Backward:
         problem, layout, tensors, dlse = self.problem, self.problem.layout, self.tensors, self.dlse
 
         def make() -> Launch:
-            rows = problem.total_q if problem.varlen else problem.seqlen_q
             dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
             scalars = (
                 *bhsd_strides(self.out, layout)[:3],
                 *bhsd_strides(self.dout, layout)[:3],
                 *((0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides),
-                0 if problem.varlen else problem.heads_q * rows,
-                rows,
                 problem.heads_q,
                 problem.seqlen_q,
                 problem.seqlen_k,

@@ -27,7 +27,7 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.bwd_dq import score_gradient
 from diyfa.backends.cuda.configs import AttentionConfig, default_config
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import row_base, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import first_row, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, cdiv, head_base, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
@@ -43,7 +43,7 @@ def _bwd_dbias_kernel(
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
@@ -104,8 +104,9 @@ def _bwd_dbias_kernel(
         do = load_tile(do_ref, b, h, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, POINTER)
         k = load_tile(k_ref, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, POINTER)
         v = load_tile(v_ref, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)
-        lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-        delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, VARLEN)
+        lse_row = lse_ptr + row
+        delta_row = delta_ptr + row
         lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
         delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         slope = 0.0
@@ -113,7 +114,7 @@ def _bwd_dbias_kernel(
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
         visible = visible_pairs(
-            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
         )
         keep = True
         if DROPOUT:
@@ -122,9 +123,9 @@ def _bwd_dbias_kernel(
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, _ = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
-            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS,
-            DROPOUT, PRECISION,
+            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
+            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP,
+            ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         total += ds
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import query_blocks, row_base, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import first_row, query_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
 
 
@@ -54,7 +54,7 @@ def _dkdv_blocks(
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
             visible = visible_pairs(
-                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, False, HAS_LEFT, HAS_RIGHT
             )
             p_t = tl.where(visible, p_t, 0.0)
         kept_t = p_t
@@ -80,7 +80,7 @@ def _bwd_dkdv_kernel(
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
@@ -112,7 +112,7 @@ def _bwd_dkdv_kernel(
     v = load_tile(v_ref, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
 
     begin, full_begin, full_end, end = query_blocks(
-        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SEQ_LENS
     )
     gap = full_end - full_begin
     masked_end = full_begin  # [begin, full_begin), and with a left bound [full_end, end) in the same loop
@@ -128,8 +128,9 @@ def _bwd_dkdv_kernel(
         h = hk * group + g
         q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, FORM)
         do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, VARLEN, FORM)
-        lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-        delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, VARLEN)
+        lse_row = lse_ptr + row
+        delta_row = delta_ptr + row
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)

@@ -8,7 +8,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
 
 
@@ -63,16 +63,16 @@ def _dq_blocks(
         visible = True
         if MASKED:
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
         keep = True
         if DROPOUT:
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
-            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS,
-            DROPOUT, PRECISION,
+            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
+            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP,
+            ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
@@ -87,7 +87,7 @@ def _bwd_dq_kernel(
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale, sm_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
@@ -118,12 +118,13 @@ def _bwd_dq_kernel(
     v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
     q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
     do = load_tile(do_ref, b, h, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
-    lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-    delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, VARLEN)
+    lse_row = lse_ptr + row
+    delta_row = delta_ptr + row
     lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
     delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
     begin, full_begin, full_end, end = key_blocks(
-        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SEQ_LENS
     )
     gap = full_end - full_begin
     if HAS_LEFT:

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
-from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import LN2, LOG2E, POINTER, box, cdiv, head_base, load_tile, store_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
@@ -87,7 +87,7 @@ def _attend_blocks(
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(visible, s, float("-inf"))
         # Adjusted scores are in units of log2 already.
@@ -108,7 +108,7 @@ def _fwd_kernel(
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
     seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -144,7 +144,7 @@ def _fwd_kernel(
     v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
     q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
     begin, full_begin, full_end, end = key_blocks(
-        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SEQ_LENS
     )
 
     ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
@@ -193,7 +193,7 @@ def _fwd_kernel(
         out *= keep_scale
     lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
     n_rows = n_queries if VARLEN else seqlen_q  # rows of other sequences follow those of this one
-    lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, VARLEN)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
     # Results go through addresses in every form.
     o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, VARLEN, POINTER)

@@ -104,7 +104,17 @@ def _fwd_v1_kernel(
         k = load_tile(k_base, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
         v = load_tile(v_base, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
         first, _, _, last = query_blocks(
-            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+            col0,
+            n_queries,
+            n_keys,
+            offset,
+            window_left,
+            window_right,
+            BLOCK_M,
+            BLOCK_N,
+            HAS_LEFT,
+            HAS_RIGHT,
+            HAS_SEQ_LENS,
         )
         for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, BLOCK_M)
@@ -113,7 +123,7 @@ def _fwd_v1_kernel(
             if NEGATE:
                 s = -s
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(visible, s * scale_log2, float("-inf"))
 

@@ -39,18 +39,20 @@ def sequence_of(
 
 
 @triton.jit
-def row_base(ptr, b, h, first, stride_b, stride_h, VARLEN: tl.constexpr):
-    """Address of the statistics (lse, delta) of head h of sample b: one number for each query, contiguous."""
-    ptr = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+def first_row(b, h, first, heads_q, seqlen_q, total_q, VARLEN: tl.constexpr):
+    """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
     if VARLEN:
-        ptr = ptr + first
-    return ptr
+        row = h.to(tl.int64) * total_q + first
+    else:
+        row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    return row
 
 
 @triton.jit
 def key_blocks(
     row0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr,
 ):  # fmt: skip
     """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
 
@@ -64,8 +66,10 @@ def key_blocks(
     if HAS_RIGHT:
         end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))
         full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
-    end = tl.where(row0 < n_queries, end, 0)
-    full_end = tl.where(row0 < n_queries, full_end, 0) // BLOCK_N * BLOCK_N
+    if HAS_SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
+        end = tl.where(row0 < n_queries, end, 0)
+        full_end = tl.where(row0 < n_queries, full_end, 0)
+    full_end = full_end // BLOCK_N * BLOCK_N
     if HAS_LEFT:
         begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
         full_begin = tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N) * BLOCK_N
@@ -77,7 +81,8 @@ def key_blocks(
 @triton.jit
 def query_blocks(
     col0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr,
 ):  # fmt: skip
     """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
 
@@ -85,7 +90,9 @@ def query_blocks(
     """
     begin = 0
     full_begin = 0
-    end = tl.where(col0 < n_keys, n_queries, 0)
+    end = n_queries
+    if HAS_SEQ_LENS:
+        end = tl.where(col0 < n_keys, n_queries, 0)
     full_end = end
     if HAS_RIGHT:
         begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M
@@ -101,12 +108,18 @@ def query_blocks(
 
 @triton.jit
 def visible_pairs(
-    rows, cols, n_keys, offset, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """Which query sees which key, for a tile that the mask cuts."""
-    visible = cols < n_keys
-    if HAS_RIGHT:
-        visible = visible & (cols <= rows + (offset + window_right))
+    rows, cols, n_keys, offset, window_left, window_right,
+    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
+    if CHECK_END:
+        visible = cols < n_keys
+        if HAS_RIGHT:
+            visible = visible & (cols <= rows + (offset + window_right))
+    elif HAS_RIGHT:
+        visible = cols <= rows + (offset + window_right)
+    else:
+        visible = cols >= 0
     if HAS_LEFT:
         visible = visible & (cols >= rows + (offset - window_left))
     return visible
