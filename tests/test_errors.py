@@ -241,6 +241,12 @@ def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPa
 def test_explain_raises_what_the_call_raises() -> None:
     with pytest.raises(ValueError, match="layout must be one of bhsd, bshd"):
         diyfa.explain(Q, K, V, layout="sbhd", backend="cpu")
+    with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
+        diyfa.explain(Q, K, V, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
+    with pytest.raises(ValueError, match="needs cu_seqlens_q and cu_seqlens_k"):
+        diyfa.explain(QP, KP, VP, layout="thd", backend="cpu")
+    with pytest.raises(ValueError, match="beyond max_seqlen_q=0"):
+        diyfa.explain(QP, KP, VP, layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
     with pytest.raises(TypeError, match="dtypes must match"):
         diyfa.explain(Q, K.float(), V, backend="cpu")
 
