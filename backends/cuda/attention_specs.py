@@ -78,7 +78,9 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
     for name in fn.arg_names:
         if name in constants:
             constexprs[name] = constants[name]
-        elif name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]:
+        elif (name.endswith("_rows_ptr") and constants["FORM"] == constants["EDGE_FORM"]) or (
+            name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
+        ):
             constexprs[name] = None
         elif config.form == "tma" and name in _DESCRIBED:
             rows, width = constants[_DESCRIBED[name]], constants[_WIDTH[name]]

@@ -73,8 +73,8 @@ def _bwd_dbias_kernel(
     b_out = pid // heads_out
     h_out = pid % heads_out
     # Tiles that no query of any head sees are left out of the walk.
-    first_step = 0
-    last_step = walk
+    first_step = pid * 0
+    last_step = first_step + walk
     if REDUCE == NOTHING:
         if LENGTHS == EQUAL:
             begin, _, _, end = key_blocks(
@@ -90,7 +90,7 @@ def _bwd_dbias_kernel(
         if REDUCE == QUERIES:
             begin, _, _, end = query_blocks(
                 block_n * BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
-                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS, False,
             )  # fmt: skip
             first_step = begin // BLOCK_M
             last_step = tl.cdiv(end, BLOCK_M)
@@ -159,7 +159,7 @@ def _bwd_dbias_kernel(
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
-        ds, _ = score_gradient(
+        ds, _tanh = score_gradient(
             q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
             n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,

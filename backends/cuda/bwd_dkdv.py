@@ -13,7 +13,7 @@ from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTE
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import first_row, query_blocks, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
+from diyfa.backends.cuda.tiles import LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _dkdv_blocks(
     stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
     row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, EDGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -39,9 +39,9 @@ def _dkdv_blocks(
     the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
     """
     PRECISE: tl.constexpr = k.dtype == tl.float32
-    CHECK_ROWS: tl.constexpr = MASKED or LENGTHS == EQUAL
+    CHECK_ROWS: tl.constexpr = MASKED or not EDGES
     for start_m in tl.range(start, end, BLOCK_M):
-        if MASKED and (HAS_LEFT or LENGTHS != EQUAL):
+        if MASKED and (HAS_LEFT or EDGES):
             start_m += tl.where(start_m >= gap_at, gap, 0)
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -95,6 +95,7 @@ def _dkdv_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
+    q_rows_ptr, do_rows_ptr,  # q and dO once more, for EDGE_FORM where it is not FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -107,7 +108,7 @@ def _bwd_dkdv_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -122,7 +123,8 @@ def _bwd_dkdv_kernel(
         return
     offset = n_keys - n_queries
     # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
-    HAS_MASK: tl.constexpr = HAS_RIGHT or HAS_LEFT or LENGTHS != EQUAL
+    EDGES: tl.constexpr = FORM != EDGE_FORM
+    HAS_MASK: tl.constexpr = HAS_RIGHT or HAS_LEFT or EDGES
     ONE_LOOP: tl.constexpr = HAS_MASK and BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, BLOCK_N)
@@ -132,11 +134,22 @@ def _bwd_dkdv_kernel(
     v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
 
     begin, full_begin, full_end, end = query_blocks(
-        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
+        col0,
+        n_queries,
+        n_keys,
+        offset,
+        window_left,
+        window_right,
+        BLOCK_M,
+        BLOCK_N,
+        HAS_LEFT,
+        HAS_RIGHT,
+        LENGTHS,
+        EDGES,
     )
     gap = full_end - full_begin
     masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
-    if HAS_LEFT or LENGTHS != EQUAL:
+    if HAS_LEFT or EDGES:
         masked_end = end - gap
     if ONE_LOOP:
         gap = 0
@@ -162,20 +175,24 @@ def _bwd_dkdv_kernel(
             row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
         if HAS_MASK:
+            q_edge, do_edge = q_ref, do_ref
+            if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
+                q_edge = head_base(q_rows_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, EDGE_FORM)
+                do_edge = head_base(do_rows_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, EDGE_FORM)
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, first_q, begin, masked_end,
+                dk, dv, k, v, q_edge, do_edge, lse_row, delta_row, bias_base, b, h, first_q, begin, masked_end,
                 full_begin, gap,
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, first_q, full_begin, full_end, 0, 0,
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
 

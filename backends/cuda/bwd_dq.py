@@ -9,7 +9,7 @@ from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTE
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
+from diyfa.backends.cuda.tiles import EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def _dq_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
+    k_rows_ptr, v_rows_ptr,  # k and v once more, for EDGE_FORM where it is not FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -99,7 +100,7 @@ def _bwd_dq_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -160,13 +161,18 @@ def _bwd_dq_kernel(
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
+    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
     dq = _dq_blocks(
         dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap,
         row0, offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
         stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
+    if LENGTHS != EQUAL:  # what a descriptor read beyond the sequence may be anything
+        dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if LENGTHS == PACKED else seqlen_q
     dq_base = head_base(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqm, LENGTHS, POINTER)
     store_tile(dq_base, dq * sm_scale, row0, n_rows, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D, FORM)

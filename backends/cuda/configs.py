@@ -40,6 +40,16 @@ def form_of(config: AttentionConfig) -> int:
     return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM
 
 
+def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether masked blocks are read in another form: a descriptor knows the end of the tensor, not of a sequence."""
+    return config.form == "tma" and (problem.seq_lens or problem.varlen)
+
+
+def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
+    return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
+
+
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
 # memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there

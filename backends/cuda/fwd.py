@@ -24,7 +24,7 @@ from diyfa.backends.cuda.attention_launch import (
     softmax_scale,
     tuned_config,
 )
-from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
@@ -109,6 +109,7 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
+    k_rows_ptr, v_rows_ptr,  # k and v once more, for EDGE_FORM where it is not FORM
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -124,7 +125,7 @@ def _fwd_kernel(
     DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -177,6 +178,9 @@ def _fwd_kernel(
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
+    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
     gap = full_end - full_begin
     if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
         masked_begin = begin
@@ -190,7 +194,7 @@ def _fwd_kernel(
         offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
@@ -216,6 +220,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
+        "EDGE_FORM": edge_form_of(problem, config),
     }
 
 
@@ -228,7 +233,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         values = constants(problem, config, negate)
-        boxes: tuple[Box | None, ...] = (None,) * 12
+        boxes: tuple[Box | None, ...] = (None,) * 14
         if config.form == "tma":
             rows = (config.block_m, config.block_n, config.block_n)
             widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
@@ -250,10 +255,12 @@ def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the forward kernel, which fills out and lse."""
-    pointers = (tensors.q, tensors.k, tensors.v, *feature_pointers(tensors), tensors.sinks, out, lse)
+    q, k, v = tensors.q, tensors.k, tensors.v
+    features = (*feature_pointers(tensors), tensors.sinks, out, lse)
 
     def run(config: AttentionConfig) -> None:
-        _launch(problem, tensors, out, config)(*pointers)
+        edges = (k, v) if has_edge_form(problem, config) else (None, None)
+        _launch(problem, tensors, out, config)(q, k, v, *edges, *features)
 
     with on_device(tensors.q):
         run(tuned_config("fwd", problem, run))

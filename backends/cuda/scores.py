@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.tiles import EQUAL, LOG2E, PACKED, SEQ_LENS
+from diyfa.backends.cuda.tiles import LOG2E, PACKED, SEQ_LENS
 
 
 @triton.jit
@@ -82,11 +82,12 @@ def key_blocks(
 def query_blocks(
     col0, n_queries, n_keys, offset, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
 
-    Where all sequences have one length the last full block may overrun the queries: those weigh exp(s - inf) = 0.
+    The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
+    do not, and a full block is whole.
     """
     begin = 0
     full_begin = 0
@@ -99,10 +100,10 @@ def query_blocks(
         full_begin = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M) * BLOCK_M
     if HAS_LEFT:
         full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))
-        if LENGTHS == EQUAL:
+        if not EDGES:
             full_end = tl.where(full_end < end, full_end // BLOCK_M * BLOCK_M, end)
         end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))
-    if LENGTHS != EQUAL:
+    if EDGES:
         full_end = full_end // BLOCK_M * BLOCK_M
     full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
     full_end = tl.maximum(full_end, full_begin)

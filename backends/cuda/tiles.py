@@ -85,17 +85,15 @@ def load_tile(
 ):  # fmt: skip
     """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
 
-    What lies beyond n_rows (with CHECK_ROWS) or HEAD_DIM is zero. `first` is the sequence's first row, which a
-    descriptor does not know; nor does it know where a sequence ends, so rows that others may own are cleared here.
+    What lies beyond n_rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
+    sequences are shorter (LENGTHS), rows beyond n_rows hold whatever is there. `first`: the row that the sequence
+    begins at, which other forms have in `ref`.
     """
     if FORM == DESCRIPTOR:
         if LENGTHS == PACKED:
             tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
         else:
             tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-        if CHECK_ROWS and LENGTHS != EQUAL:
-            rows = row0 + tl.arange(0, BLOCK_ROWS)
-            tile = tl.where(rows[:, None] < n_rows, tile, 0.0)
     elif FORM == BLOCK_POINTER:
         block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:

@@ -46,7 +46,7 @@ def _fits_kernels(bias: torch.Tensor) -> bool:
 def as_read(bias: torch.Tensor | None) -> Bias:
     """`bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
 
-    One that kernels cannot read as it lies (a dtype the chip has not, keys that are not contiguous, rows that overlap) is
+    One that kernels cannot read as it lies (a dtype the chip lacks, keys that are not contiguous, rows that overlap) is
     copied first, without what it repeats.
     """
     if bias is None:
