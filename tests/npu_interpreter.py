@@ -45,6 +45,11 @@ def _fill_(self: torch.Tensor, value: Any) -> torch.Tensor:
     return self
 
 
+def _random_(self: torch.Tensor, low: int, high: int | None, *, generator: Any = None) -> torch.Tensor:
+    to_host(self).random_(low, high)
+    return self
+
+
 def _to_copy(self: torch.Tensor, **options: Any) -> torch.Tensor:
     memory_format = options.pop("memory_format", None) or torch.preserve_format
     options = {name: value for name, value in options.items() if name in ("dtype", "device") and value is not None}
@@ -64,6 +69,7 @@ MOVEMENT = {
     "cat": _cat,
     "copy_": _copy_,
     "fill_.Scalar": _fill_,
+    "random_.from": _random_,
     "zero_": lambda self: _fill_(self, 0),
     "_to_copy": _to_copy,
     "clone": _clone,

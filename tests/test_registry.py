@@ -136,6 +136,15 @@ def test_explain() -> None:
     assert named.kernel == "v1" and "variant='v1'" in named.why
 
 
+def test_explain_packed_sequences() -> None:
+    q, cu = torch.zeros(16, 4, 32, dtype=torch.float16), torch.tensor([0, 5, 14], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    said = diyfa.explain(q, q[:, :2], q[:, :2], layout="thd", window=(3, 20), dropout_p=0.5, backend="cpu", **lengths)
+    assert said.kernel == "v2" and said.problem.varlen and said.problem.dropout
+    assert (said.problem.batch, said.problem.seqlen_q, said.problem.total_q, said.problem.heads_kv) == (2, 9, 16, 2)
+    assert (said.problem.window_left, said.problem.window_right) == (3, -1)
+
+
 def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Point:
         def load(self) -> object:

@@ -11,7 +11,7 @@ import torch
 from diyfa.backends.cuda import tune
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.backends.cuda.dropout import keep_threshold
-from diyfa.backends.cuda.tiles import padded_head_dim
+from diyfa.backends.cuda.tiles import lengths_of, padded_head_dim
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 _forced: dict[str, AttentionConfig] = {}
@@ -87,8 +87,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, object]:
     return {
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
-        "HAS_SEQ_LENS": problem.seq_lens,
-        "VARLEN": problem.varlen,
+        "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "ALIBI": problem.alibi,
         "BIAS": problem.bias,

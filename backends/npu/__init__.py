@@ -22,7 +22,12 @@ from diyfa.problem import (
     refuse_features,
 )
 
-FEATURES = frozenset({"causal", "window", "softcap", "seq_lens", "alibi", "sinks", "gqa", "head_dim_v"})
+FEATURES = frozenset(
+    {
+        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa",
+        "head_dim_v",
+    }
+)  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 
@@ -57,9 +62,9 @@ def _launch_matmul(*args: Any) -> Any:
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
     if problem.dtype not in configs.DTYPE_BYTES:
         return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(configs.DTYPE_BYTES)}"
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > configs.MAX_HEAD_DIM:
-        return f"head_dim {widest} is beyond {configs.MAX_HEAD_DIM}, the most whose tiles fit the unified buffer"
+    widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
+    if widest > most:
+        return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
     return refuse_features(problem, FEATURES, "the npu backend")
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu import configs, configs_v1
-from diyfa.problem import AttentionProblem, CompileReport, MatmulProblem
+from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem
 
 JOBS = 2  # back-half processes at a time
 TIMEOUT_S = 300
@@ -301,18 +301,34 @@ def example(target: str, **changes: Any) -> AttentionProblem:
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile) -> str:
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str) -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
+    if problem.bias:
+        features = features.replace("attn_bias", f"attn_bias[{bias}]")
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
-def attention_job(problem: AttentionProblem, kernel: str, tile: configs.AttentionTile | None = None) -> Job:
-    """The job of `kernel` ("fwd", "dq", "dkdv") for `problem`, with the table's tile unless one is given."""
+def attention_job(
+    problem: AttentionProblem,
+    kernel: str,
+    tile: configs.AttentionTile | None = None,
+    bias: str = "qk",
+    bias_dtype: str = "float32",
+) -> Job:
+    """The job of `kernel` ("fwd", "dq", "dkdv", "dbias") for `problem`, with the table's tile unless one is given.
+
+    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
+    """
     from diyfa.backends.npu import bwd, fwd
     from diyfa.backends.npu.compat import padded_head_dim
 
     tile = tile or configs.attention_tile(problem, kernel)
-    function = {"fwd": fwd._fwd_kernel, "dq": bwd._bwd_dq_kernel, "dkdv": bwd._bwd_dkdv_kernel}[kernel]
+    function = {
+        "fwd": fwd._fwd_kernel,
+        "dq": bwd._bwd_dq_kernel,
+        "dkdv": bwd._bwd_dkdv_kernel,
+        "dbias": bwd._bwd_dbias_kernel,
+    }[kernel]
     constants: dict[str, Any] = {
         **configs.attention_flags(problem, kernel),
         "HEAD_DIM": problem.head_dim,
@@ -321,18 +337,31 @@ def attention_job(problem: AttentionProblem, kernel: str, tile: configs.Attentio
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "BIAS": bias if problem.bias else "",
+        "DBIAS": bias,
         "INTERPRET": False,
     }
-    absent = {"seq_lens_ptr": problem.seq_lens, "slopes_ptr": problem.alibi, "sinks_ptr": problem.sinks}
+    absent = {
+        "seq_lens_ptr": problem.seq_lens,
+        "cu_seqlens_q_ptr": problem.varlen,
+        "cu_seqlens_k_ptr": problem.varlen,
+        "slopes_ptr": problem.alibi,
+        "bias_ptr": problem.bias,
+        "rng_state_ptr": problem.dropout,
+        "sinks_ptr": problem.sinks,
+    }
     constants |= {name: None for name, used in absent.items() if not used}
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
+    signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
     return Job(
         kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
-        case=_case(problem, tile),
+        case=_case(problem, tile, bias),
         function=function,
-        signature=_signature(function, _TRITON_DTYPES[problem.dtype]),
+        signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        must_bind=tile.bound,
+        # A sum over rows, at the end of the gradient of a bias without them, keeps both vector cores' work on one.
+        must_bind=tile.bound and (kernel != "dbias" or "q" in bias),
         must_pipeline=tile.pipelined,
     )
 
@@ -448,15 +477,20 @@ _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr",
     for new in ("", "new_")
     for name in ("running", "m", "l")  # the state that "v1" keeps in memory
 }
-_FP32_SCALARS = {"sm_scale", "softcap", "softcap_doubled", "softcap_rate"}
+_INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
+_FP32_SCALARS = {
+    "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
+}  # fmt: skip
 
 
 def _signature(function: Any, dtype: str) -> dict[str, str]:
     """Types of the run-time arguments by their names: pointers of the inputs' dtype unless listed, integers else."""
 
     def of(name: str) -> str:
-        if name == "seq_lens_ptr":
+        if name in _INT32_POINTERS:
             return "*i32"
+        if name == "rng_state_ptr":
+            return "*i64"
         if name.endswith("_ptr"):
             return "*fp32" if name in _FP32_POINTERS else f"*{dtype}"
         return "fp32" if name in _FP32_SCALARS else "i32"
@@ -464,21 +498,21 @@ def _signature(function: Any, dtype: str) -> dict[str, str]:
     return {name: of(name) for name in function.arg_names}
 
 
-# A problem of each mode of the tile table; "featured" uses all features at once, which needs the most memory.
+# A problem of each mode of the tile table, with as much of what belongs to it as there is: that needs the most memory.
+_EXTRAS = {"sinks": True, "seq_lens": True}
 MODE_CASES: dict[str, dict[str, Any]] = {
     "even": {},
     "tail": {"seq_lens": True},
     "causal": {"window_right": 0},
-    "featured": {
-        "window_left": 256,
-        "window_right": 128,
-        "softcap": 30.0,
-        "alibi": True,
-        "sinks": True,
-        "seq_lens": True,
+    "biased": {"window_right": 0, "bias": "qk", **_EXTRAS},
+    "featured": {"window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, **_EXTRAS},
+    "crowded": {
+        "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "bias": "qk", "dropout": True,
+        **_EXTRAS,
     },
-}
-# Each feature by itself or as it is mostly used, and head dims that do not fill a tile.
+}  # fmt: skip
+# Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
+# attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
@@ -491,7 +525,21 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"alibi": True, "window_right": 0},
     {"sinks": True},
     {"sinks": True, "window_right": 0},
-)
+    {"layout": VARLEN},
+    {"layout": VARLEN, "window_right": 0},
+    {"layout": VARLEN, "window_left": 256, "window_right": 0, "softcap": 30.0, "alibi": True, "sinks": True},
+    {"layout": VARLEN, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
+     "dropout": True},
+    {"dropout": True},
+    {"dropout": True, "window_right": 0},
+    {"dropout": True, "layout": VARLEN, "window_right": 0},
+    {"bias": "qk"},
+    {"bias": "k"},
+    {"bias": "q", "window_right": 0},
+    {"bias": "1"},
+    {"bias": "qk", "dropout": True},
+    {"bias": "k", "dropout": True, "seq_lens": True},
+)  # fmt: skip
 HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},
     {"head_dim": 16},
@@ -501,7 +549,20 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 160, "seq_lens": True},
     {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
     {"head_dim": 250, "window_right": 0},
+    {"head_dim": 320, "layout": VARLEN},
+    {"head_dim": 64, "head_dim_v": 512},
+    {"head_dim": 512, "window_right": 0},
+    {"head_dim": 576, "head_dim_v": 64},
 )
+
+
+def attention_jobs(target: str, changes: dict[str, Any]) -> Iterator[Job]:
+    """The jobs of every kernel of one call: `changes` as for `example`, with the dimensions of a bias in "bias"."""
+    dims = changes.get("bias", "")
+    width = changes.get("head_dim", 128)
+    problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
+    for kernel in ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
+        yield attention_job(problem, kernel, bias=dims)
 
 
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
@@ -509,18 +570,18 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
 
     `full`: every feature in every dtype with every head-dim class, instead of float16 with 128.
     """
-    head_dims = (64, 128, 256)
-    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype (their rows are the same) and the
-    # features all at once.
+    head_dims = configs.HEAD_DIM_CLASSES
+    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype and the features all at once.
     lean = configs.family(target) is NPUArch.A5 and not full
-    dtypes = [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")]
-    changes: list[dict[str, Any]] = [
-        {"dtype": dtype, "head_dim": head_dim, **mode}
-        for dtype in dtypes
-        for head_dim in head_dims
-        for mode in MODE_CASES.values()
-    ]
-    for dtype in dtypes if full else ("float16",):
+    changes: list[dict[str, Any]] = []
+    for dtype in configs.DTYPE_BYTES:
+        cases = dict(MODE_CASES)
+        if dtype == "bfloat16" and not full:  # the rows are float16's
+            cases = {} if lean else {mode: cases[mode] for mode in ("even", "causal", "crowded")}
+        if lean:  # where these have the tiles of the crowded rows
+            cases = {mode: case for mode, case in cases.items() if mode not in ("biased", "featured")}
+        changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
+    for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
             {"dtype": dtype, "head_dim": head_dim, **case}
@@ -528,8 +589,8 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
             for case in (() if lean else FEATURE_CASES)
         ]
     for change in changes:
-        yield from (attention_job(example(target, **change), kernel) for kernel in ("fwd", "dkdv", "dq"))
-    yield from v1_jobs(target, dtypes)
+        yield from attention_jobs(target, change)
+    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
 
@@ -548,7 +609,7 @@ def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
 def helper_jobs(target: str) -> Iterator[Job]:
     """The kernels without matrix products."""
     for dtype in configs.DTYPE_BYTES:
-        for head_dim in (64, 256):
+        for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield dsinks_job()

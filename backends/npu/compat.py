@@ -5,9 +5,12 @@ Triton reads `TRITON_INTERPRET` when a kernel is decorated, so this module does 
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
+from typing import Any
 
 # In the interpreter the kernels run on CPU memory. Its `tl.dot` of bfloat16 multiplies bit patterns, so the kernels
 # widen bfloat16 operands there (the INTERPRET flag); float32 products of bfloat16 values are what the cube unit forms.
@@ -33,3 +36,14 @@ def padded_head_dim(head_dim: int) -> int:
     if has_ascend_compiler():
         return -(-head_dim // 16) * 16
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """`triton.jit` that compiles nothing for a value or an alignment: by default Triton makes another kernel for each
+    integer that is 1 and for each that is a multiple of 16, so strides and lengths would come to many. The compile gate
+    promises nothing about the tiles of such variants either."""
+    import triton
+
+    parameters = inspect.signature(function).parameters.values()
+    run_time = [x.name for x in parameters if x.annotation is inspect.Parameter.empty]
+    return triton.jit(function, do_not_specialize=run_time)

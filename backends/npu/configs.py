@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import NPUArch, npu_spec
+from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
-MAX_HEAD_DIM = 256
-PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time
+PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -81,79 +81,119 @@ class TileKey(NamedTuple):
     """Row key of the attention table."""
 
     family: NPUArch  # A2 stands for A3 too: their memories are the same
-    kernel: str  # "fwd", "dq", "dkdv"
+    kernel: str  # "fwd", "dq", "dkdv", "dbias"
     width: int  # bytes of an operand element
     head_dim: int  # the largest of the class
-    mode: str  # "even", "tail", "causal" or "featured"
+    mode: str  # one of `MODES`
 
 
-_HEAD_DIM_CLASSES = (64, 128, 256)
+HEAD_DIM_CLASSES = (64, 128, 256, 576)  # the largest of each
 
 # The kernels differ in how much of the unified buffer their vector part needs:
 #   even      nothing to mask: the keys fill whole tiles
-#   tail      the last tile of keys may be partial (also seq_lens)
+#   tail      the last tile of keys may be partial (also seq_lens, varlen)
 #   causal    causal
-#   featured  a window, softcap or ALiBi, with whatever else
+#   biased    attn_bias, causal or not
+#   featured  a window, softcap or ALiBi; or dropout, with or without a bias
+#   crowded   a window, softcap or ALiBi together with a bias or dropout
+MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
+DBIAS_MODES = MODES[3:]  # there is no gradient of a bias without one
+_CROWDING = frozenset({"attn_bias", "dropout"})
+_FEATURED = frozenset({"window", "softcap", "alibi"})
 
-MODES = ("even", "tail", "causal", "featured")
-
-# (query rows, keys) for each mode. Chosen by one rule, for want of a device to time them on: of the tiles that compile
-# bound, the deepest pipeline, then the largest tile, then the squarest.
-_A2_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
-    # kernel, bytes, head_dim   even        tail        causal      featured
-    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128)),
-    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128)),
-    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
-    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (64, 128)),
-    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (64, 128)),
-    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128)),
-    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64)),
-    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32)),
+# (query rows, keys[, workspace buffers]) for each mode. Chosen by one rule, for want of a device to time them on: of
+# the tiles that compile bound, the deepest pipeline, then the largest tile, then the squarest.
+_Shapes = dict[tuple[str, int, int], tuple[tuple[int, ...], ...]]
+_A2_SHAPES: _Shapes = {
+    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
+    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 2, 576): ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (32, 128)),
+    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 4, 576): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (128, 64), (64, 64)),
+    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 128), (64, 64)),
+    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
+    ("dkdv", 4, 576): ((16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2)),
+    # kernel, bytes, head_dim     biased     featured  crowded
+    ("dbias", 2, 64): ((64, 128), (64, 64), (64, 64)),
+    ("dbias", 2, 128): ((64, 128), (64, 64), (64, 64)),
+    ("dbias", 2, 256): ((64, 128), (64, 64), (64, 64)),
+    ("dbias", 2, 576): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 64): ((64, 128), (64, 64), (64, 64)),
+    ("dbias", 4, 128): ((64, 128), (64, 64), (64, 64)),
+    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
 }
 
 # On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
-_A5_SHAPES: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = {
-    ("fwd", 2, 64): ((128, 64), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
-    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (64, 64)),
-    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128)),
-    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64)),
-    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32)),
+_A5_SHAPES: _Shapes = {
+    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
+    ("fwd", 2, 64): ((128, 64), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (64, 64), (64, 64), (64, 64)),
+    ("fwd", 2, 576): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
+    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("fwd", 4, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 576): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
+    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    # kernel, bytes, head_dim     biased     featured  crowded
+    ("dbias", 2, 64): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 128): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 256): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 576): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 64): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 128): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
 }
 
 
+def modes(kernel: str) -> tuple[str, ...]:
+    """Modes of the table in which `kernel` can be asked for."""
+    return DBIAS_MODES if kernel == "dbias" else MODES
+
+
 def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
-    for chip, shapes, expected in (
-        (NPUArch.A2, _A2_SHAPES, {"bound": True, "pipelined": 4}),
-        (NPUArch.A5, _A5_SHAPES, {"bound": False, "pipelined": 0}),
-    ):
+    for chip, shapes, bound in ((NPUArch.A2, _A2_SHAPES, True), (NPUArch.A5, _A5_SHAPES, False)):
         for (kernel, width, head_dim), tiles in shapes.items():
-            for mode, (block_m, block_n) in zip(MODES, tiles, strict=True):
+            for mode, (block_m, block_n, *rest) in zip(modes(kernel), tiles, strict=True):
+                buffers = rest[0] if rest else 4
                 # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
-                vector_loop = 1 if kernel == "dq" else None
-                tile = AttentionTile(block_m, block_n, vector_loop=vector_loop, **expected)
+                vector_loop = 1 if kernel in ("dq", "dbias") else None
+                pipelined = buffers if bound else 0
+                tile = AttentionTile(block_m, block_n, bound, pipelined, buffers, vector_loop)
                 yield TileKey(chip, kernel, width, head_dim, mode), tile
 
 
@@ -162,15 +202,20 @@ ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
 
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
-    if problem.window_left >= 0 or problem.window_right > 0 or problem.softcap or problem.alibi:
+    features = problem.features
+    if features & _FEATURED:
+        return "crowded" if features & _CROWDING else "featured"
+    if problem.dropout:
         return "featured"
+    if problem.bias:
+        return "biased"
     if problem.causal:
         return "causal"
-    return "tail" if problem.seq_lens or problem.seqlen_k % block_n else "even"
+    return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
-    """The table's row of `kernel` ("fwd", "dq" or "dkdv") for `problem`."""
+    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`."""
     return ATTENTION_TILES[attention_key(problem, kernel)]
 
 
@@ -178,12 +223,12 @@ def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
     """Key of the table's row for `problem`."""
     chip = NPUArch.A5 if family(problem.arch) is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
-    head_dim = next(d for d in _HEAD_DIM_CLASSES if widest <= d)
-    even = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, "even")
-    mode = attention_mode(problem, ATTENTION_TILES[even].block_n)
+    head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
+    row = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, modes(kernel)[0])
+    mode = attention_mode(problem, ATTENTION_TILES[row].block_n)
     if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
         mode = "even"
-    return even._replace(mode=mode)
+    return row._replace(mode=mode)
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
@@ -192,8 +237,9 @@ def fwd_tile(problem: AttentionProblem) -> AttentionTile:
 
 
 def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
-    """The tiles of both backward kernels."""
-    return {"dkdv": attention_tile(problem, "dkdv"), "dq": attention_tile(problem, "dq")}
+    """The tiles of the backward kernels with matrix products."""
+    kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
+    return {kernel: attention_tile(problem, kernel) for kernel in kernels}
 
 
 def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
@@ -238,7 +284,7 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
 
 def preprocess_rows(problem: AttentionProblem) -> int:
     """Rows of out and dout a vector program holds at a time."""
-    return PREPROCESS_ROWS
+    return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
 
 
 def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
@@ -250,15 +296,30 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
         "HAS_RIGHT": problem.window_right > 0,
         "SOFTCAP": problem.softcap != 0.0,
         "SEQ_LENS": problem.seq_lens,
+        "VARLEN": problem.varlen,
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
+        "DROPOUT": problem.dropout,
     }
 
 
-def attention_scalars(problem: AttentionProblem, sm_scale: float) -> tuple[float, float, float, float]:
-    """(sm_scale, softcap, 2 softcap, 2 sm_scale / softcap): scalar arithmetic inside a kernel breaks its pipeline."""
-    cap = problem.softcap
-    return sm_scale, cap, 2.0 * cap, 2.0 * sm_scale / cap if cap else 0.0
+def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
+    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, 2 softcap,
+    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), sm_scale / (1 - p).
+
+    Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
+    """
+    cap, keep = problem.softcap, 1.0 - dropout_p
+    rate = 2.0 * sm_scale / cap if cap else 0.0
+    return sm_scale, cap, 2.0 * cap, rate, float(drop_threshold(dropout_p)), keep, 1.0 / keep, sm_scale / keep
+
+
+def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:
+    """The integers every attention kernel takes, in the order of its arguments."""
+    return (
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k, problem.total_q,
+        problem.total_k, problem.window_left, problem.window_right,
+    )  # fmt: skip
 
 
 MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}

@@ -17,26 +17,33 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
-from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, fwd_tile
-from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.bias import as_read
+from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
+from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
+from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options
 from diyfa.backends.npu.primitives import (
+    add_bias,
+    base_of,
     dot,
     dot_add,
-    effective_lengths,
     key_range,
     load_tile,
     mask_tile,
     narrow,
+    row_base_of,
     running_max,
+    sequence,
     store_row,
     store_tile,
+    task_of,
     tile_needs_mask,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.problem import AttentionProblem, AttentionTensors
 
-# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet.
-LOWEST = tl.constexpr(-3.0e38)
+# Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet, and no
+# greater than a bias that masks with float32's lowest value.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -48,112 +55,134 @@ def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"])
+@kernel
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, seq_lens_ptr, slopes_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_om, stride_slope_b,
-    sm_scale, softcap, softcap_doubled, softcap_rate,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
+    stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    RAGGED: tl.constexpr = SEQ_LENS or VARLEN
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     group = heads_q // heads_kv
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        row0 = (task % row_blocks) * BLOCK_M
-        bh = task // row_blocks
-        b = bh // heads_q
-        h = bh % heads_q
+        b, h, block = task_of(task, row_blocks, heads_q, VARLEN)
+        row0 = block * BLOCK_M
         hk = h // group
-        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
-        lo, hi = key_range(
-            row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
+        start_q, start_k, sq, sk = sequence(
+            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, VARLEN
         )
-        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
-        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
-        v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
-        out_base = out_ptr + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-        q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
-        k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
-        v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
-        q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-        if SINKS:  # the sink is a key without a value that every row has already seen
-            m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
-            l_i = tl.full([BLOCK_M], 1.0, tl.float32)
-        else:
-            m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-            l_i = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        if ALIBI:
-            slope = tl.load(slopes_ptr + b * stride_slope_b + h)
-        for n0 in range(lo, hi, BLOCK_N):
-            k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-            s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
-            if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1)
-                s = softcap - softcap_doubled / (tl.exp(s * softcap_rate) + 1.0)
+        rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
+        if row0 < rows:
+            lo, hi = key_range(
+                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, RAGGED
+            )
+            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, VARLEN)
+            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
+            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
+            out_base = base_of(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, VARLEN)
+            lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
+            q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
+            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
+            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+            q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+            if SINKS:  # the sink is a key without a value that every row has already seen
+                m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
+                l_i = tl.full([BLOCK_M], 1.0, tl.float32)
             else:
-                s = s * sm_scale
+                m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+                l_i = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if ALIBI:
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-            if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                if tile_needs_mask(
-                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                ):
+                slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            if DROPOUT:
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
+            for n0 in range(lo, hi, BLOCK_N):
+                k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+                s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
+                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1)
+                    s = softcap - softcap_doubled / (tl.exp(s * softcap_rate) + 1.0)
+                else:
+                    s = s * sm_scale
+                if ALIBI:
                     rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                    s = mask_tile(
-                        s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+                if BIAS != "":
+                    s = add_bias(
+                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                        BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
-            v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
-            acc = acc * alpha[:, None]
-            acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
-            k_block = tl.advance(k_block, (BLOCK_N, 0))
-            v_block = tl.advance(v_block, (BLOCK_N, 0))
-        # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops what
-        # an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
-        real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
-        l_i = tl.where(real, l_i, 0.0)
-        empty = l_i == 0.0
-        if SINKS:
-            acc = tl.where(hi > lo, acc, 0.0)
-        safe_l = tl.where(empty, 1.0, l_i)
-        out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
-        lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
-        out_block = tl.make_block_ptr(
-            out_base, (seqlen_q, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
-        )
-        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
-        store_row(lse_ptr + bh.to(tl.int64) * seqlen_q, lse, row0, seqlen_q, BLOCK_M)
+                if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                    if tile_needs_mask(
+                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    ):
+                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                        s = mask_tile(
+                            s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
+                            CAUSAL, HAS_LEFT, HAS_RIGHT,
+                        )  # fmt: skip
+                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
+                if DROPOUT:  # of the weights only: the denominator and lse know nothing of it
+                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                    p = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), p, 0.0)
+                v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+                acc = acc * alpha[:, None]
+                acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
+                k_block = tl.advance(k_block, (BLOCK_N, 0))
+                v_block = tl.advance(v_block, (BLOCK_N, 0))
+            # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
+            # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
+            real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            l_i = tl.where(real, l_i, 0.0)
+            empty = l_i == 0.0
+            if SINKS:
+                acc = tl.where(hi > lo, acc, 0.0)
+            safe_l = tl.where(empty, 1.0, l_i)
+            out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
+            if DROPOUT:
+                out = out * keep_scale
+            lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+            out_block = tl.make_block_ptr(
+                out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+            )
+            store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+            store_row(lse_base, lse, row0, rows, BLOCK_M)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the forward kernel, which fills out (like q with v's feature size) and lse (B, H, Sq) fp32."""
-    q, k, v = tensors.q, tensors.k, tensors.v
+    """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
     tile: AttentionTile = fwd_tile(problem)
-    strides = [bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out)]
+    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
+    (q, k, v, out), strides = zip(*inputs, strict=True)
     slopes = tensors.alibi_slopes
+    bias = as_read(tensors.attn_bias)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
     with device_guard(q):
         _fwd_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v, tensors.seq_lens, slopes, tensors.sinks,
+            q, k, v,
+            tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, slopes, bias.tensor, tensors.rng_state,
+            tensors.sinks,
             out, lse,
             *strides[0], *strides[1], *strides[2], *strides[3],
-            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-            *attention_scalars(problem, tensors.sm_scale),
-            problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
-            problem.window_left, problem.window_right,
+            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides,
+            *attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
+            *attention_sizes(problem),
             HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
             BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **attention_flags(problem, "fwd"), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+            **attention_flags(problem, "fwd"), BIAS=bias.dims, INTERPRET=INTERPRETED,
+            **launch_options(tile, problem.arch),
         )  # fmt: skip

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
+from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import preprocess_rows
 from diyfa.backends.npu.configs_v1 import v1_flags, v1_tile
-from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
     dot,
     effective_lengths,
@@ -38,13 +38,13 @@ from diyfa.backends.npu.primitives import (
     store_tile,
     tile_needs_mask,
 )
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.problem import AttentionProblem, AttentionTensors
 
 # The maximum of a row that has seen no key: finite, so that exp(-inf - m) is 0 and not NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
-@triton.jit(do_not_specialize=["batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "window_left", "window_right"])
+@kernel
 def _fwd_v1_kernel(
     q_ptr, k_ptr, v_ptr, seq_lens_ptr,
     running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far, 0 at first
@@ -124,7 +124,7 @@ def _fwd_v1_kernel(
             tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["batch", "heads_q", "seqlen_q"])
+@kernel
 def _fwd_v1_finish_kernel(
     running_ptr, out_ptr, m_ptr,
     lse_ptr,  # (B, H, Sq) fp32: the sums, replaced by the log-sum-exp
@@ -158,14 +158,14 @@ def _fwd_v1_finish_kernel(
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
-    q, k, v = tensors.q, tensors.k, tensors.v
+    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
+    (q, k, v, out), (q_strides, k_strides, v_strides, out_strides) = zip(*inputs, strict=True)
     tile = v1_tile(problem)
     rows = preprocess_rows(problem)
     heads = problem.batch * problem.heads_q
     running = q.new_zeros((*lse.shape, problem.head_dim_v), dtype=torch.float32)
     m = torch.empty_like(lse)
     lse.zero_()
-    q_strides, k_strides, v_strides, out_strides = (bhsd_strides(x, problem.layout)[:3] for x in (q, k, v, out))
     padded_v = padded_head_dim(problem.head_dim_v)
     with device_guard(q):
         _fwd_v1_kernel[(cube_programs(problem.arch, q.device, heads),)](

@@ -11,6 +11,7 @@ import torch
 from diyfa.arch import npu_spec
 from diyfa.backends.npu.compat import INTERPRETED, INTERPRETER_PROGRAMS
 from diyfa.backends.npu.configs import AttentionTile, MatmulTile
+from diyfa.problem import bhsd_strides
 
 
 @cache
@@ -49,6 +50,15 @@ def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
     return nullcontext() if x.device.type == "cpu" else torch.npu.device(x.device)
+
+
+def addressed(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """`x` and its strides of batch, head and row; a copy where all rows are one (an expanded gradient): the compiler
+    divides by the stride between rows."""
+    if bhsd_strides(x, layout)[2] == 0:
+        x = x.contiguous()
+    b, h, m, _ = bhsd_strides(x, layout)
+    return x, (b, h, max(m, 1))  # still 0 where there is only one row
 
 
 def launch_options(tile: AttentionTile | MatmulTile, arch: str) -> dict[str, Any]:

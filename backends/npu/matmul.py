@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.compat import INTERPRETED
+from diyfa.backends.npu.compat import INTERPRETED, kernel
 from diyfa.backends.npu.configs import MatmulTile, matmul_tile
 from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
 from diyfa.backends.npu.primitives import dot_add, narrow
@@ -33,7 +33,7 @@ def load_operand(
     return tile
 
 
-@triton.jit(do_not_specialize=["m", "n", "k"])
+@kernel
 def _matmul_kernel(
     a_ptr, b_ptr,
     c_ptr,

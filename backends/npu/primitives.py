@@ -37,6 +37,13 @@ def load_row(base_ptr, row0, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_lse(base_ptr, row0, rows, BLOCK: tl.constexpr):
+    """Load [BLOCK] log-sum-exps; inf beyond the rows, where every weight exp(s - lse) is 0 then, whatever the score."""
+    offs = tl.arange(0, BLOCK) + row0
+    return tl.load(base_ptr + offs, mask=offs < rows, other=float("inf"))
+
+
+@triton.jit
 def store_row(base_ptr, values, row0, rows, BLOCK: tl.constexpr):
     """Store [BLOCK] values of a vector of length `rows` from `row0` on."""
     ptr = tl.make_block_ptr(base_ptr, (rows,), (1,), (row0,), (BLOCK,), (0,))
@@ -85,6 +92,24 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def task_of(task, blocks, heads, VARLEN: tl.constexpr):
+    """The `task`-th piece of work of a persistent grid -> (sample, head, block of the sequence).
+
+    Packed sequences differ in length, so there the head runs fastest: neighbouring tasks cost the same, and round-robin
+    over the programs shares long sequences evenly.
+    """
+    if VARLEN:
+        h = task % heads
+        b = task // heads // blocks
+        block = task // heads % blocks
+    else:
+        block = task % blocks
+        b = task // blocks // heads
+        h = task // blocks % heads
+    return b, h, block
+
+
+@triton.jit
 def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
     """Query rows and keys of sample `b` that take part."""
     sq = seqlen_q
@@ -96,12 +121,56 @@ def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexp
 
 
 @triton.jit
+def packed_rows(cu_seqlens_ptr, b, total):
+    """Sequence `b` of a packed tensor of `total` rows -> (first row, rows), never outside the tensor."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
+    return start, end - start
+
+
+@triton.jit
+def sequence(
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """What takes part in sample `b` -> (its first row of q, its first row of k, query rows, keys)."""
+    start_q = 0
+    start_k = 0
+    sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+    if VARLEN:
+        start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
+        start_k, sk = packed_rows(cu_seqlens_k_ptr, b, total_k)
+    return start_q, start_k, sq, sk
+
+
+@triton.jit
+def base_of(ptr, b, h, start, stride_b, stride_h, stride_m, VARLEN: tl.constexpr):
+    """Address of the first row of sample b and head h; packed sequences have a start and no batch stride."""
+    base = ptr + h.to(tl.int64) * stride_h
+    if VARLEN:
+        base += start.to(tl.int64) * stride_m
+    else:
+        base += b.to(tl.int64) * stride_b
+    return base
+
+
+@triton.jit
+def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
+    """Address of the first value of sample b and head h in a dense (B, H, Sq) or (H, Tq)."""
+    if VARLEN:
+        base = ptr + h.to(tl.int64) * total + start
+    else:
+        base = ptr + (b * heads + h).to(tl.int64) * seqlen
+    return base
+
+
+@triton.jit
 def key_range(
     row0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
+    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N. RAGGED: rows may be too many."""
     offset = sk - sq
     lo = 0
     hi = sk
@@ -111,7 +180,7 @@ def key_range(
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+    if RAGGED:  # noqa: SIM102 - when compiled, then at run time
         if row0 >= sq:
             hi = lo
     return lo, hi
@@ -155,3 +224,30 @@ def mask_tile(
     if HAS_LEFT:
         x = tl.where(rel <= (distance + window_left).to(tl.float32), x, fill)
     return x
+
+
+@triton.jit
+def add_bias(
+    s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a tile of the bias; 0 beyond rows and keys.
+
+    BIAS names the dimensions that the bias has: "qk"; "k", the same for all rows; "q", for all keys; "1", for both. The
+    last one is contiguous.
+    """
+    base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    if BIAS == "qk":
+        block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (BLOCK_M, BLOCK_N), (1, 0))
+        bias = tl.load(block, boundary_check=(0, 1), padding_option="zero").to(tl.float32)
+        if TRANSPOSED:
+            bias = tl.trans(bias)
+    elif BIAS == "k":
+        bias = load_row(base, n0, sk, BLOCK_N).to(tl.float32)
+        bias = bias[:, None] if TRANSPOSED else bias[None, :]
+    elif BIAS == "q":
+        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
+        bias = bias[None, :] if TRANSPOSED else bias[:, None]
+    else:
+        bias = tl.load(base).to(tl.float32)
+    return s + bias

@@ -1,0 +1,37 @@
+"""Nothing is compiled for a length, a batch size, a count of heads, a window or a stride."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("specialisations.py")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None,
+    reason="triton-ascend is not installed: see docs/npu.md",
+)
+def test_one_kernel_serves_all_sizes() -> None:
+    """384 calls of different sizes for each set of features. Keys that fill whole tiles have a kernel of their own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout)
+    assert set(counts) >= {"bhsd full", "bshd causal", "thd featured", "bhsd biased"}
+    for call, kernels in counts.items():
+        assert {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"} <= set(kernels), call
+        assert ("_bwd_dbias_kernel" in kernels) == ("biased" in call), call
+        for kernel, count in kernels.items():
+            even_too = (
+                call.endswith("full") and not call.startswith("thd") and kernel in ("_fwd_kernel", "_bwd_dq_kernel")
+            )
+            assert count == (2 if even_too else 1), f"{call}: {count} of {kernel}"
