@@ -226,6 +226,20 @@ _WIDE: dict[str, tuple[Row, ...]] = {
         (1024, C(16, 16, 8, 1, spill_budget=128)),
     ),
 }
+# The bias gradient has one ladder for every GPU: it reads through addresses, and its tile is what it accumulates.
+_BACKWARD_DBIAS: tuple[Row, ...] = (
+    (128, C(64, 64, 8, 2)),
+    (128, C(64, 64, 8, 1)),
+    (128, C(32, 32, 4, 1)),
+    (256, C(32, 32, 8, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
+_BACKWARD_DBIAS_SMALL: tuple[Row, ...] = (
+    (64, C(32, 32, 4, 1)),
+    (256, C(16, 16, 4, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
 _WIDE_FLOAT32: tuple[Row, ...] = (
     (512, C(16, 16, 8, 1, spill_budget=64)),
     (1024, C(16, 16, 8, 1, spill_budget=64)),
@@ -233,6 +247,9 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
 _TABLES = {
     kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
+}
+_TABLES["dbias"] = {
+    name: _BACKWARD_DBIAS if name in ("wgmma", "large", "small") else _BACKWARD_DBIAS_SMALL for name in _FORWARD
 }
 
 
@@ -272,6 +289,8 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
         return size * (m * d + stages * n * (d + dv))
     if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
         return size * (n * (d + dv) + stages * m * (d + dv) + m * n)
+    if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
+        return size * stages * ((m + n) * (d + dv) + m * n)
     return size * (m * (d + dv) + stages * n * (d + dv) + m * n)
 
 
@@ -300,7 +319,10 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
-    if problem.features & PER_SCORE_FEATURES:
+    # At 64 features a wide block of keys wastes more of a short sequence than it gains (H200, 64 ragged sequences:
+    # 351 TFLOP/s against 283).
+    ragged_forward = kind == "fwd" and narrowest <= 64 and (problem.varlen or problem.seq_lens)
+    if problem.features & PER_SCORE_FEATURES or ragged_forward:
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
 
