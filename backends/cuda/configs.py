@@ -318,7 +318,7 @@ def _prefers_light_tiles(kind: str, problem: AttentionProblem, width: int) -> bo
     # D = 64, 343 against 321 at 128).
     if problem.causal and problem.seqlen_k <= 1024:
         return True
-    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged ones: 351 against 283).
+    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged: 351 against 283).
     return width <= 64 and (problem.varlen or problem.seq_lens)
 
 
