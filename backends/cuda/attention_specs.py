@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1
+from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
 from diyfa.backends.cuda.aot import CompileSpec
 from diyfa.backends.cuda.configs import AttentionConfig, candidates, default_config
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
@@ -146,8 +146,47 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
         yield _spec("attention_bwd/dbias", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
 
 
+def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
+    for d, dtype, causal, keys in (
+        (64, "float16", False, 4096),
+        (64, "bfloat16", True, 4096),
+        (128, "bfloat16", False, 4096),
+        (128, "float16", False, 4095),
+        (128, "bfloat16", True, 4096),
+        (256, "bfloat16", False, 4096),
+        (256, "float16", True, 4096),
+    ):
+        problem = _problem(arch, dtype, d, causal).replace(seqlen_q=4096, seqlen_k=keys)
+        if sm90.unsupported(problem):
+            continue
+        from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `unsupported` asks for
+
+        config = sm90.config_of(problem)
+        element = _TRITON_DTYPE[dtype]
+        rows = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
+        rows["o_tensor"] = sm90.CONSUMER_ROWS
+        signature = {
+            name: f"tensordesc<{element}[1,1,{n},{d}],{fwd_sm90.smem_layout(n, d)!r}>" for name, n in rows.items()
+        }
+        sizes = ("heads", "heads_q", "group", "heads_at_once", "seqlen_q", "seqlen_k")
+        signature |= {"lse_ptr": "*fp32", **dict.fromkeys(sizes, "i32"), "scale": "fp32"}
+        mask = "causal" if causal else "full" if keys % config.block_n == 0 else "ragged"
+        yield CompileSpec(
+            "attention_fwd/sm90",
+            f"{dtype} D={d} {mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}",
+            fwd_sm90._fwd_sm90_kernel,
+            signature,
+            fwd_sm90.constants(problem, config, False),
+            4,
+            1,
+            aligned=frozenset({"lse_ptr"}),
+        )
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
+    yield from _hopper_specs(arch)
     backward = (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel))
     for problem in problems(arch):
         for config in candidates("fwd", problem):
