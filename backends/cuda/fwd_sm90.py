@@ -97,6 +97,29 @@ def _producer(
 
 
 @gluon.jit
+def _bar(action: gl.constexpr, number: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, 0; bar." + action + " " + number + ", 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _wait_turn(CONSUMER: gl.constexpr):
+    if CONSUMER == 0:
+        _bar("sync", "8")
+    else:
+        _bar("sync", "9")
+
+
+@gluon.jit
+def _hand_over(CONSUMER: gl.constexpr):
+    if CONSUMER == 0:
+        _bar("arrive", "9")
+    else:
+        _bar("arrive", "8")
+
+
+@gluon.jit
 def _softmax(s, m_i, l_i, start_n, last_key, scale_log2, MASKED: gl.constexpr, NEGATE: gl.constexpr):
     """Products s [64, BLOCK_N] -> (weights p, running maximum, running sum, factor of what was summed before).
 
@@ -122,11 +145,12 @@ def _attend_blocks(
     o,  # [64, D] fp32
     p,  # [64, BLOCK_N], weights of the block before, ready as an operand
     m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, start, end, n_blocks, last_key, scale_log2,
+    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, D: gl.constexpr, MASKED: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
@@ -134,10 +158,14 @@ def _attend_blocks(
         k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
         v = kv_buffers.index(v_slot).reshape([BLOCK_N, D])
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+        if PINGPONG:
+            _wait_turn(CONSUMER)
         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
         o = warpgroup_mma(p, v, o, is_async=True)
+        if PINGPONG:
+            _hand_over(CONSUMER)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha = _softmax(
@@ -146,14 +174,14 @@ def _attend_blocks(
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     return o, p, m_i, l_i, item
 
 
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     CAUSAL: gl.constexpr, CHECK_KEYS: gl.constexpr, NEGATE: gl.constexpr,
     q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
     o_tensor, lse_ptr, o_buffers, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, scale,
@@ -162,11 +190,11 @@ def _consumer(
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     D: gl.constexpr = o_tensor.block_shape[3]
     DTYPE: gl.constexpr = o_tensor.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     MASKED: gl.constexpr = CAUSAL or CHECK_KEYS
 
     q = q_buffers.index(CONSUMER).reshape([ROWS, D])
@@ -175,6 +203,8 @@ def _consumer(
     tiles = gl.cdiv(seqlen_q, BLOCK_M) * heads
     item = 0
     turn = 0
+    if PINGPONG and CONSUMER == 1:  # the first turn is the other's
+        _hand_over(CONSUMER)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, row0, n_blocks = _tile(
             index, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL
@@ -196,7 +226,7 @@ def _consumer(
         k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
@@ -206,15 +236,15 @@ def _consumer(
             s, m_i, l_i, (n_blocks - 1) * BLOCK_N, last_key, scale_log2, MASKED, NEGATE
         )  # fmt: skip
         p = gl.convert_layout(weights.to(DTYPE), P)
-        o = gl.zeros([ROWS, D], gl.float32, O)
+        o = gl.zeros([ROWS, D], gl.float32, OUT)
         if MASKED:
             o, p, m_i, l_i, item = _attend_blocks(
                 o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, 1, n_masked, n_blocks, last_key, scale_log2,
-                BLOCK_N, SLOTS, D, True, NEGATE,
+                CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, True, NEGATE,
             )  # fmt: skip
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, n_masked, n_blocks, n_blocks, last_key, scale_log2,
-            BLOCK_N, SLOTS, D, False, NEGATE,
+            CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, False, NEGATE,
         )  # fmt: skip
         if OWN_O:  # the last scores are there: the next tile's queries may come
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -252,7 +282,7 @@ def _fwd_sm90_kernel(
     heads_q,
     group,  # query heads that share one key head
     heads_at_once, seqlen_q, seqlen_k, scale,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     CAUSAL: gl.constexpr, CHECK_KEYS: gl.constexpr, NEGATE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -285,8 +315,8 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, CAUSAL) + pipe + produce),
             ],
             [4, 1],
@@ -295,9 +325,9 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, CAUSAL) + pipe + produce),
             ],
             [4, 4, 1],
@@ -317,6 +347,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "CONSUMERS": config.consumers,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
+        "PINGPONG": config.pingpong,
         "CAUSAL": problem.causal,
         "CHECK_KEYS": not problem.causal and problem.seqlen_k % config.block_n != 0,
         "NEGATE": negate,

@@ -29,6 +29,7 @@ class Sm90Config:
     consumer_registers: int
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
+    pingpong: bool = False  # consumers issue their products in turns
     measured: str = ""
 
 
