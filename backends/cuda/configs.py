@@ -8,7 +8,7 @@ the candidates. Form "tma" reads through host descriptors (sm_90 and later, alig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
@@ -244,13 +244,38 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
     (512, C(16, 16, 8, 1, spill_budget=64)),
     (1024, C(16, 16, 8, 1, spill_budget=64)),
 )
+# Where sequences differ in length, masked blocks are read by address and rows are not aligned: other tiles win. 64
+# sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward" is of the whole pass.
+_RAGGED: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 384)),
+    ),
+    "dkdv": (
+        (64, C(128, 64, 4, 2, "tma", _H200 + "backward 302, 212", 1280)),
+        (128, C(64, 64, 4, 2, "tma", _H200 + "backward 330, 252", 1280)),
+    ),
+    "dq": (
+        (64, C(64, 64, 4, 2, "tma", _H200 + "backward 300, 216")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "backward 322, 252")),
+    ),
+}
+for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
+    _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
+    _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
+    _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
 _TABLES = {
     kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
 }
 _TABLES["dbias"] = {
-    name: _BACKWARD_DBIAS if name in ("wgmma", "large", "small") else _BACKWARD_DBIAS_SMALL for name in _FORWARD
+    name: _BACKWARD_DBIAS if name in ("wgmma", "wgmma ragged", "large", "small") else _BACKWARD_DBIAS_SMALL
+    for name in _FORWARD
 }
+
+
+def _is_ragged(problem: AttentionProblem) -> bool:
+    return problem.varlen or problem.seq_lens
 
 
 def gpu_class(problem: AttentionProblem) -> str:
@@ -264,7 +289,7 @@ def gpu_class(problem: AttentionProblem) -> str:
     if not problem.aligned or (spec.has_wgmma and narrow_v):
         return "unaligned"
     if spec.has_wgmma:
-        return "wgmma"
+        return "wgmma ragged" if _is_ragged(problem) else "wgmma"
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
@@ -308,18 +333,13 @@ PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
 LIGHT_SCORES_PER_WARP = 1024
 
 
-def _prefers_light_tiles(kind: str, problem: AttentionProblem, width: int) -> bool:
+def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
     """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
     if problem.features & PER_SCORE_FEATURES:
         return True
-    if kind != "fwd":
-        return False
     # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
     # D = 64, 343 against 321 at 128).
-    if problem.causal and problem.seqlen_k <= 1024:
-        return True
-    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged: 351 against 283).
-    return width <= 64 and (problem.varlen or problem.seq_lens)
+    return kind == "fwd" and problem.causal and problem.seqlen_k <= 1024 and not _is_ragged(problem)
 
 
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
@@ -333,7 +353,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
-    if _prefers_light_tiles(kind, problem, narrowest):
+    if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
 
