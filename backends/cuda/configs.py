@@ -318,6 +318,20 @@ PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
 LIGHT_SCORES_PER_WARP = 1024
 
 
+def _prefers_light_tiles(kind: str, problem: AttentionProblem, width: int) -> bool:
+    """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
+    if problem.features & PER_SCORE_FEATURES:
+        return True
+    if kind != "fwd":
+        return False
+    # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
+    # D = 64, 343 against 321 at 128).
+    if problem.causal and problem.seqlen_k <= 1024:
+        return True
+    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged ones: 351 against 283).
+    return width <= 64 and (problem.varlen or problem.seq_lens)
+
+
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
 
@@ -329,10 +343,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
-    # At 64 features a wide block of keys wastes more of a short sequence than it gains (H200, 64 ragged sequences:
-    # 351 TFLOP/s against 283).
-    ragged_forward = kind == "fwd" and narrowest <= 64 and (problem.varlen or problem.seq_lens)
-    if problem.features & PER_SCORE_FEATURES or ragged_forward:
+    if _prefers_light_tiles(kind, problem, narrowest):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
 
