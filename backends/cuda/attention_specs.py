@@ -130,7 +130,8 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
                 aligned.add(name)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-            if name.startswith("stride_") and problem.aligned and not parameter.do_not_specialize:
+            divisible = problem.aligned if name.startswith("stride_") else getattr(problem, name, 1) % 16 == 0
+            if divisible and not parameter.do_not_specialize:
                 aligned.add(name)
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
     if problem.bias_grad:
