@@ -1,8 +1,8 @@
 """Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
 
-`forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
-the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors),
-"portable" through block pointers or plain addresses.
+`default_config(kind, problem)` is a pure function of the problem; the same `fits` prunes the table and the candidates.
+Form "tma" reads through host descriptors (sm_90 and later, aligned tensors), "portable" through block pointers or plain
+addresses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(64, 64, 4, 3)),
         (128, C(128, 64, 8, 3)),
         (128, C(128, 32, 8, 3)),
-        (128, C(64, 32, 4, 3)),
+        (128, C(64, 32, 4, 3, spill_budget=32)),
         (256, C(64, 32, 8, 2)),
     ),
     "small": (
@@ -96,7 +96,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (128, C(64, 64, 8, 2)),
         (128, C(64, 32, 4, 2)),
         (256, C(64, 32, 8, 1)),
-        (256, C(32, 32, 8, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=96)),
         (256, C(32, 16, 4, 1)),
     ),
     "float32": (
@@ -130,7 +130,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
-        (64, C(32, 64, 4, 3, spill_budget=768)),
+        (64, C(32, 64, 4, 3, spill_budget=896)),
         (64, C(32, 32, 4, 2)),
         (128, C(32, 64, 8, 2, spill_budget=576)),
         (128, C(32, 32, 4, 2, spill_budget=128)),
@@ -218,7 +218,7 @@ _WIDE: dict[str, tuple[Row, ...]] = {
     "dkdv": (
         (512, C(32, 32, 8, 1, spill_budget=1024)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=512)),
+        (1024, C(16, 16, 8, 1, spill_budget=640)),
     ),
     "dq": (
         (512, C(32, 32, 8, 1, spill_budget=128)),
@@ -226,17 +226,22 @@ _WIDE: dict[str, tuple[Row, ...]] = {
         (1024, C(16, 16, 8, 1, spill_budget=128)),
     ),
 }
-# The bias gradient has one ladder for every GPU: it reads through addresses, and its tile is what it accumulates.
-_BACKWARD_DBIAS: tuple[Row, ...] = (
+# The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
+_BIAS_WGMMA: tuple[Row, ...] = (
     (128, C(64, 64, 8, 2)),
     (128, C(64, 64, 8, 1)),
-    (128, C(32, 32, 4, 1)),
-    (256, C(32, 32, 8, 1)),
+    (256, C(64, 32, 8, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# Without wgmma larger tiles spill kilobytes.
+_BIAS_MMA: tuple[Row, ...] = (
+    (128, C(64, 32, 4, 1, spill_budget=256)),
+    (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
 # wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
-_BACKWARD_DBIAS_SMALL: tuple[Row, ...] = (
-    (64, C(32, 32, 4, 1)),
+_BIAS_SMALL: tuple[Row, ...] = (
+    (64, C(32, 16, 4, 1)),
     (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
@@ -269,8 +274,11 @@ _TABLES = {
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
 }
 _TABLES["dbias"] = {
-    name: _BACKWARD_DBIAS if name in ("wgmma", "wgmma ragged", "large", "small") else _BACKWARD_DBIAS_SMALL
-    for name in _FORWARD
+    "wgmma": _BIAS_WGMMA,
+    "wgmma ragged": _BIAS_WGMMA,
+    "large": _BIAS_MMA,
+    "small": _BIAS_MMA,
+    **dict.fromkeys(("float32", "turing", "unaligned"), _BIAS_SMALL),
 }
 
 
@@ -312,11 +320,13 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
     if kind == "fwd":
         return size * (m * d + stages * n * (d + dv))
+    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
+    twice = m * min(d, dv) if max(d, dv) > 256 else 0
     if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
-        return size * (n * (d + dv) + stages * m * (d + dv) + m * n)
+        return size * (n * (d + dv) + stages * m * (d + dv) + m * n + twice)
     if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
         return size * stages * ((m + n) * (d + dv) + m * n)
-    return size * (m * (d + dv) + stages * n * (d + dv) + m * n)
+    return size * (m * (d + dv) + stages * n * (d + dv) + m * n + twice)
 
 
 def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
@@ -343,7 +353,7 @@ def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
 
 
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
-    """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
 
     They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
     """
