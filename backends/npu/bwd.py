@@ -42,6 +42,7 @@ from diyfa.backends.npu.primitives import (
     mask_tile,
     narrow,
     row_base_of,
+    row_bias,
     sequence,
     store_row,
     store_tile,
@@ -122,6 +123,8 @@ def _bwd_dq_kernel(
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     RAGGED: tl.constexpr = SEQ_LENS or VARLEN
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     group = heads_q // heads_kv
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
@@ -152,6 +155,8 @@ def _bwd_dq_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, BLOCK_M)
+            if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(delta_base, row0, rows, BLOCK_M)
             slope = 0.0
             if ALIBI:
@@ -168,7 +173,7 @@ def _bwd_dq_kernel(
                     dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
-                if BIAS != "":
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,
@@ -222,6 +227,8 @@ def _bwd_dkdv_kernel(
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     RAGGED: tl.constexpr = SEQ_LENS or VARLEN
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     group = heads_q // heads_kv
     for task in range(tl.program_id(0), key_blocks * batch * heads_kv, tl.num_programs(0)):
@@ -274,6 +281,8 @@ def _bwd_dkdv_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 lse = load_lse(lse_base, row0, sq, BLOCK_M)
+                if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                    lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
                 delta = load_row(delta_base, row0, rows, BLOCK_M)
                 slope = 0.0
                 if ALIBI:
@@ -283,7 +292,7 @@ def _bwd_dkdv_kernel(
                     dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
-                if BIAS != "":
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, True,
@@ -359,6 +368,8 @@ def _bwd_dbias_kernel(
     """
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     group = heads_q // heads_kv
@@ -405,6 +416,8 @@ def _bwd_dbias_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
+            if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
             )
@@ -416,10 +429,11 @@ def _bwd_dbias_kernel(
                 dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                 SOFTCAP, ALIBI,
             )  # fmt: skip
-            s = add_bias(
-                s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
-                BLOCK_M, BLOCK_N, BIAS, False,
-            )  # fmt: skip
+            if KEY_BIAS:
+                s = add_bias(
+                    s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                    BLOCK_M, BLOCK_N, BIAS, False,
+                )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             if tile_needs_mask(
                 row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT

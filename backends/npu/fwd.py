@@ -32,6 +32,7 @@ from diyfa.backends.npu.primitives import (
     mask_tile,
     narrow,
     row_base_of,
+    row_bias,
     running_max,
     sequence,
     store_row,
@@ -74,6 +75,8 @@ def _fwd_kernel(
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     RAGGED: tl.constexpr = SEQ_LENS or VARLEN
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     group = heads_q // heads_kv
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
@@ -106,6 +109,8 @@ def _fwd_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            if ROW_BIAS:
+                bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             if DROPOUT:
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
@@ -119,7 +124,9 @@ def _fwd_kernel(
                 if ALIBI:
                     rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
                     s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-                if BIAS != "":
+                if ROW_BIAS:
+                    s = s + bias[:, None]
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,

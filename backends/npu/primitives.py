@@ -227,27 +227,30 @@ def mask_tile(
 
 
 @triton.jit
+def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
+    """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
+    base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    if BIAS == "q":
+        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
+    else:
+        bias = tl.zeros([BLOCK_M], tl.float32) + tl.load(base).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def add_bias(
     s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a tile of the bias; 0 beyond rows and keys.
-
-    BIAS names the dimensions that the bias has: "qk"; "k", the same for all rows; "q", for all keys; "1", for both. The
-    last one is contiguous.
-    """
+    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a bias that differs from key to key; 0 beyond rows
+    and keys. BIAS is "qk", or "k" where it is the same for all rows; its keys are contiguous."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if BIAS == "qk":
         block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (BLOCK_M, BLOCK_N), (1, 0))
         bias = tl.load(block, boundary_check=(0, 1), padding_option="zero").to(tl.float32)
         if TRANSPOSED:
             bias = tl.trans(bias)
-    elif BIAS == "k":
+    else:
         bias = load_row(base, n0, sk, BLOCK_N).to(tl.float32)
         bias = bias[:, None] if TRANSPOSED else bias[None, :]
-    elif BIAS == "q":
-        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
-        bias = bias[None, :] if TRANSPOSED else bias[:, None]
-    else:
-        bias = tl.load(base).to(tl.float32)
     return s + bias
