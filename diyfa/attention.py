@@ -270,6 +270,26 @@ def flash_attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def _check_packed_options(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sm_scale: float | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
+) -> None:
+    validation.check_scalars(sm_scale, softcap, dropout_p)
+    if alibi_slopes is not None or sinks is not None:
+        batch, heads = cu_seqlens_q.shape[0] - 1, q.shape[-2]
+        validation.check_features(q, batch, heads, max_seqlen_q, max_seqlen_k, alibi_slopes, None, sinks)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q)
+
+
 def attend_varlen(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -292,21 +312,17 @@ def attend_varlen(
     packing: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences whose q, k, v and lengths are checked -> (out, lse); `packing` as for `ops.attention`."""
-    validation.check_scalars(sm_scale, softcap, dropout_p)
-    heads, head_dim = q.shape[-2:]
-    if alibi_slopes is not None or sinks is not None:
-        batch = cu_seqlens_q.shape[0] - 1
-        validation.check_features(q, batch, heads, max_seqlen_q, max_seqlen_k, alibi_slopes, None, sinks)
-    if rng_state is not None:
-        validation.check_rng_state(rng_state, q)
-    elif dropout_p:
+    _check_packed_options(
+        q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, sm_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state
+    )
+    if dropout_p and rng_state is None:
         rng_state = new_rng_state(q.device)
     return ops.attention(
         q,
         k,
         v,
         layout=VARLEN,
-        sm_scale=head_dim**-0.5 if sm_scale is None else float(sm_scale),
+        sm_scale=q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale),
         window=normalised_window(window, causal, max_seqlen_q, max_seqlen_k),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
@@ -341,29 +357,50 @@ def explain(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
-    Nothing is launched. `layout` is "bhsd" (`flash_attention`) or "bshd" (`flash_attention_v2`). Raises what the call
-    itself would raise.
+    Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
+    (`flash_attention_varlen`, with its lengths). Raises what the call itself would raise.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    (q4, k4, v4), scale, (left, right) = _prepare(
-        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
-        rng_state,
-    )  # fmt: skip
+    if layout not in (*LAYOUTS, VARLEN):
+        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
+    if layout == VARLEN:
+        if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
+            raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
+        validation.check_tensors(q=q, k=k, v=v)
+        q4, k4, v4 = autocast(q, k, v)
+        validation.check_varlen(q4, k4, v4, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_packed_options(
+            q4, cu_seqlens_q, max_seqlen_q, max_seqlen_k, sm_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state
+        )
+        scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+        left, right = normalised_window(window, causal, max_seqlen_q, max_seqlen_k)
+    else:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
+        (q4, k4, v4), scale, (left, right) = _prepare(
+            q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
+            rng_state,
+        )  # fmt: skip
     grads = torch.is_grad_enabled()
     bias_grad = grads and attn_bias is not None and attn_bias.requires_grad
     needs_grad = grads and (bias_grad or any(x.requires_grad for x in (q, k, v)))
     needs_grad = needs_grad or (grads and sinks is not None and sinks.requires_grad)
     chosen = registry.resolve_backend(q4.device, backend or "")
-    tensors = AttentionTensors(q4, k4, v4, scale, seq_lens, alibi_slopes, attn_bias, sinks)
+    tensors = AttentionTensors(
+        q4, k4, v4, scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k
+    )  # fmt: skip
     scalars = ops.Scalars(
-        0, 0, left, right, float(softcap), dropout_p > 0.0, layout, deterministic, needs_grad, bias_grad
-    )
+        max_seqlen_q, max_seqlen_k, left, right, float(softcap), dropout_p > 0.0, layout, deterministic, needs_grad,
+        bias_grad,
+    )  # fmt: skip
     problem = ops.describe_attention(chosen, tensors, scalars)
     return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)

@@ -422,6 +422,9 @@ def attention(
         variant,
     )  # fmt: skip
     if needs_grad:
+        if torch.compiler.is_compiling():  # it rejects one tensor as two arguments here, too; views of it will do
+            k = k.view_as(k) if k is not None and k is q else k
+            v = v.view_as(v) if v is not None and (v is q or v is k) else v
         return _Attention.apply(packing, q, k, v, *features)
     return _fwd(*_UNPACK[packing](q, k, v), *features)
 

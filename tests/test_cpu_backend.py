@@ -21,6 +21,10 @@ def run(seqlen):
     q, k, v = (torch.randn(1, 1, seqlen, 16, requires_grad=True) for _ in range(3))
     for variant in ("v1", "v2"):
         diyfa.flash_attention(q, k, v, window=(512, 512), variant=variant, backend="cpu").sum().backward()
+    packed = [x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    cu = torch.tensor([0, 7, seqlen], dtype=torch.int32)
+    options = {"window": (256, 0), "dropout_p": 0.1, "backend": "cpu"}
+    diyfa.flash_attention_varlen(*packed, cu, cu, seqlen, seqlen, **options).sum().backward()
 
 run(1024)
 start = peak()
@@ -82,6 +86,78 @@ def test_float64_is_exact_to_float64(variant: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(x, (q, k, v), (torch.ones_like(x[0]), torch.ones_like(x[1]))) for x in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window_softcap": {"window": (40, 3), "softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "alibi": {"alibi_slopes": torch.tensor([[0.5, 0.1, 0.02, 0.3], [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])},
+}
+
+
+def agrees_in_float64(attend, reference, leaves, lse_shape) -> None:
+    """out, lse and every gradient from both, over several tiles, to the last digits of float64."""
+    got, want = attend(*leaves), reference(*leaves)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    upstream = (torch.randn_like(got[0]), torch.randn(lse_shape, dtype=torch.float64))
+    grads = [torch.autograd.grad(x, leaves, upstream) for x in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        # The gradient of the sinks is float32, as they are; the reference adds that of each sequence in float32.
+        single = a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-6 if single else 1e-10, atol=1e-5 if single else 1e-10)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_are_exact_to_float64(name: str, variant: str, dropout_p: float) -> None:
+    torch.manual_seed(0)
+    q, k, v, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4, 300, 16), (3, 2, 280, 16), (3, 2, 280, 8), (3, 1, 300, 280))
+    )
+    lens = torch.tensor([280, 33, 1], dtype=torch.int32)
+    options = {"dropout_p": dropout_p, "rng_state": torch.tensor([123, -4]), "seq_lens": lens, "return_lse": True}
+    options |= FEATURES[name]
+    leaves = [q, k, v, bias]
+    if "sinks" in options:
+        leaves.append(options["sinks"].requires_grad_())
+    agrees_in_float64(
+        lambda q, k, v, bias, *_: diyfa.flash_attention(
+            q, k, v, attn_bias=bias, variant=variant, backend="cpu", **options
+        ),
+        lambda q, k, v, bias, *_: diyfa.reference_attention(q, k, v, attn_bias=bias, **options),
+        leaves,
+        (3, 4, 300),
+    )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_packed_sequences_are_exact_to_float64(name: str, variant: str, dropout_p: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((403, 4, 16), (315, 2, 16), (315, 2, 8))
+    )
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 300, 400], [0, 3, 283, 310]))
+    options = {"dropout_p": dropout_p, "rng_state": torch.tensor([123, -4]), "return_lse": True, **FEATURES[name]}
+    leaves = [q, k, v]
+    if "sinks" in options:
+        leaves.append(options["sinks"].requires_grad_())
+    agrees_in_float64(
+        lambda q, k, v, *_: diyfa.flash_attention_varlen(
+            q, k, v, cu_q, cu_k, 300, 280, variant=variant, backend="cpu", **options
+        ),
+        lambda q, k, v, *_: diyfa.reference_attention(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, layout="thd", **options
+        ),
+        leaves,
+        (4, 403),
+    )
 
 
 def test_results_do_not_depend_on_the_run() -> None:

@@ -11,7 +11,7 @@ import torch
 import diyfa
 from diyfa import registry
 
-F16 = torch.float16
+F16, I64 = torch.float16, torch.int64
 
 
 def qkv(b=2, h=4, s=8, d=16, hk=None, sk=None, dtype=F16, device="cpu"):
@@ -81,6 +81,11 @@ ATTENTION = {
     "bias_shape": ((Q, K, V), {"attn_bias": torch.zeros(8, 7)}, ValueError, r"broadcastable to \(2, 4, 8, 8\)"),
     "bias_rank": ((Q, K, V), {"attn_bias": torch.zeros(1, 2, 4, 8, 8)}, ValueError, r"broadcastable"),
     "bias_device": ((Q, K, V), {"attn_bias": torch.zeros(8, 8, device="meta")}, ValueError, r"same device"),
+    "rng_type": ((Q, K, V), {"rng_state": 3}, TypeError, r"rng_state must be a torch\.Tensor, got int"),
+    "rng_dtype": ((Q, K, V), {"rng_state": lens(1, 2)}, TypeError, r"rng_state must be int64, got torch\.int32"),
+    "rng_shape": ((Q, K, V), {"rng_state": lens(1, dtype=I64)}, ValueError, r"pair \(seed, offset\), got shape \(1,\)"),
+    "rng_strides": ((Q, K, V), {"rng_state": lens(1, 2, 3, dtype=I64)[::2]}, ValueError, r"rng_state must be a contig"),
+    "rng_device": ((Q, K, V), {"rng_state": lens(1, 2, dtype=I64).to("meta")}, ValueError, r"same device"),
     "variant": ((Q, K, V), {"variant": "v9"}, ValueError, r"no attention_fwd kernel called 'v9'; it has: v2, v1"),
     "backend": ((Q, K, V), {"backend": "tpu"}, ValueError, r"no backend called 'tpu'; there are: cuda, npu, cpu"),
 }  # fmt: skip
@@ -91,6 +96,67 @@ def test_attention_errors(name: str) -> None:
     args, kwargs, exception, pattern = ATTENTION[name]
     with pytest.raises(exception, match=pattern):
         diyfa.flash_attention(*args, **{"backend": "cpu", **kwargs})
+
+
+QP, KP, VP = torch.zeros(9, 4, 16, dtype=F16), torch.zeros(7, 2, 16, dtype=F16), torch.zeros(7, 2, 8, dtype=F16)
+CU_Q, CU_K = lens(0, 5, 9), lens(0, 3, 7)
+MAXIMA = {"max_seqlen_q": 5, "max_seqlen_k": 4}
+# name: (what replaces the good arguments, exception, pattern)
+PACKED = {
+    "not_a_tensor": ({"k": None}, TypeError, r"k must be a torch\.Tensor, got NoneType"),
+    "4d": ({"q": QP[None]}, ValueError, r"packed \(total, heads, head_dim\) tensors, got q \(1, 9, 4, 16\)"),
+    "2d": ({"v": VP[:, 0]}, ValueError, r"packed \(total, heads, head_dim\) tensors"),
+    "dtype": ({"k": KP.float()}, TypeError, r"dtypes must match"),
+    "int_dtype": ({"q": QP.int(), "k": KP.int(), "v": VP.int()}, TypeError, r"Unsupported dtype"),
+    "device": ({"v": VP.to("meta")}, ValueError, r"same device"),
+    "head_dim": ({"k": KP[..., :8]}, ValueError, r"q and k must have the same head_dim"),
+    "head_dim_577": (
+        {"q": torch.zeros(9, 4, 577), "k": torch.zeros(7, 2, 577), "v": torch.zeros(7, 2, 8)}, ValueError, r"1 to 576",
+    ),
+    "kv_rows": ({"v": VP[:6]}, ValueError, r"k and v must have the same heads and length"),
+    "heads": ({"q": QP[:, :3]}, ValueError, r"multiple of the key/value heads, got 3 and 2"),
+    "last_stride": ({"v": torch.zeros(7, 2, 16, dtype=F16)[..., ::2]}, ValueError, r"last dimension of v must have st"),
+    "cu_type": ({"cu_seqlens_q": [0, 5, 9]}, TypeError, r"cu_seqlens_q must be a torch\.Tensor, got list"),
+    "cu_dtype": ({"cu_seqlens_k": lens(0, 3, 7, dtype=I64)}, TypeError, r"cu_seqlens_k must be int32, got torch"),
+    "cu_2d": ({"cu_seqlens_q": CU_Q[None]}, ValueError, r"cu_seqlens_q must be a contiguous vector of B \+ 1 offsets"),
+    "cu_empty": ({"cu_seqlens_q": lens()}, ValueError, r"vector of B \+ 1 offsets, got shape \(0,\)"),
+    "cu_strided": ({"cu_seqlens_k": lens(0, 0, 3, 3, 7)[::2]}, ValueError, r"cu_seqlens_k must be a contiguous vector"),
+    "cu_device": ({"cu_seqlens_q": CU_Q.to("meta")}, ValueError, r"same device: q is on cpu, cu_seqlens_q on meta"),
+    "cu_lengths_differ": ({"cu_seqlens_q": lens(0, 4, 5, 9)}, ValueError, r"as many sequences, got shapes \(4,\) and"),
+    "cu_descends": ({"cu_seqlens_q": lens(0, 5, 4)}, ValueError, r"cu_seqlens_q must ascend.*got \[0, 5, 4\]"),
+    "cu_beyond": ({"cu_seqlens_k": lens(0, 4, 8)}, ValueError, r"cu_seqlens_k must ascend from 0 or more to at most 7"),
+    "cu_negative": ({"cu_seqlens_q": lens(-1, 4, 9)}, ValueError, r"cu_seqlens_q must ascend from 0"),
+    "max_small": ({"max_seqlen_q": 4}, ValueError, r"cu_seqlens_q has a sequence of 5, beyond max_seqlen_q=4"),
+    "max_k_small": ({"max_seqlen_k": 3}, ValueError, r"cu_seqlens_k has a sequence of 4, beyond max_seqlen_k=3"),
+    "max_negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k must not be negative, got -1"),
+    "window": ({"window": (-3, 0)}, ValueError, r"window sizes must be -1"),
+    "softcap": ({"softcap": -1.0}, ValueError, r"softcap must be 0"),
+    "scale": ({"sm_scale": float("inf")}, ValueError, r"sm_scale must be finite"),
+    "dropout": ({"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\), got 1.5"),
+    "rng_dtype": ({"dropout_p": 0.5, "rng_state": lens(1, 2)}, TypeError, r"rng_state must be int64"),
+    "rng_without_dropout": ({"rng_state": lens(1, 2, 3, dtype=I64)}, ValueError, r"rng_state must be a contiguous"),
+    "alibi_batch": ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"shape \(4,\) or \(2, 4\), got \(3, 4\)"),
+    "alibi_dtype": ({"alibi_slopes": torch.zeros(4, dtype=F16)}, TypeError, r"alibi_slopes must be float32"),
+    "sinks_shape": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\)"),
+    "variant": ({"variant": "v9"}, ValueError, r"no attention_fwd kernel called 'v9'"),
+    "backend": ({"backend": "tpu"}, ValueError, r"no backend called 'tpu'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequence_errors(name: str) -> None:
+    changes, exception, pattern = PACKED[name]
+    good = {"q": QP, "k": KP, "v": VP, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **MAXIMA, "backend": "cpu"}
+    assert diyfa.flash_attention_varlen(**good).shape == (9, 4, 8)
+    with pytest.raises(exception, match=pattern):
+        diyfa.flash_attention_varlen(**{**good, **changes})
+
+
+def test_packed_sequences_take_no_bias_and_no_lengths() -> None:
+    """Neither is an argument of the function, so neither can be dropped silently."""
+    for extra in ("attn_bias", "seq_lens"):
+        with pytest.raises(TypeError, match=extra):
+            diyfa.flash_attention_varlen(QP, KP, VP, CU_Q, CU_K, 5, 4, **{extra: torch.zeros(1)})
 
 
 def test_flash_attention_v2_takes_4d_only() -> None:
@@ -175,6 +241,12 @@ def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPa
 def test_explain_raises_what_the_call_raises() -> None:
     with pytest.raises(ValueError, match="layout must be one of bhsd, bshd"):
         diyfa.explain(Q, K, V, layout="sbhd", backend="cpu")
+    with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
+        diyfa.explain(Q, K, V, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
+    with pytest.raises(ValueError, match="needs cu_seqlens_q and cu_seqlens_k"):
+        diyfa.explain(QP, KP, VP, layout="thd", backend="cpu")
+    with pytest.raises(ValueError, match="beyond max_seqlen_q=0"):
+        diyfa.explain(QP, KP, VP, layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
     with pytest.raises(TypeError, match="dtypes must match"):
         diyfa.explain(Q, K.float(), V, backend="cpu")
 

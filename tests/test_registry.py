@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from subprocesses import run_python
 
 import diyfa
 from diyfa import registry
-from diyfa.problem import AttentionProblem, Backend, MatmulProblem
+from diyfa.backends.cpu import FEATURES as CPU_FEATURES
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, refuse_features
 
 
 def problem(**changes) -> AttentionProblem:
@@ -32,19 +34,45 @@ def test_preferred_and_named_kernels(cpu: Backend) -> None:
     assert ("cpu", registry.choose("attention_fwd", problem(), cpu, "v1")) in registry.all_kernels(["cpu"])
 
 
-def test_explicit_choice_never_falls_back(cpu: Backend) -> None:
+@pytest.fixture
+def picky(cpu: Backend) -> Backend:
+    """The CPU backend with kernels that refuse: v2 dropout, v1 dropout and softcaps."""
+
+    def refusing(kernel: Kernel) -> Kernel:
+        supported = {"v2": CPU_FEATURES - {"dropout"}, "v1": CPU_FEATURES - {"dropout", "softcap"}}[kernel.name]
+        return replace(kernel, unsupported=lambda problem: refuse_features(problem, supported, kernel.name))
+
+    class Picky(type(cpu)):
+        name = "picky"
+        kernels = tuple(refusing(k) for k in cpu.kernels if k.op == "attention_fwd")
+
+    return Picky()
+
+
+def test_explicit_choice_never_falls_back(picky: Backend) -> None:
     for variant in ("auto", "v1", "v2"):
         with pytest.raises(ValueError, match="does not implement dropout"):
-            registry.choose("attention_fwd", problem(dropout=True), cpu, variant)
-    with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not float8_e5m2"):
-        registry.choose("attention_fwd", problem(dtype="float8_e5m2"), cpu)
+            registry.choose("attention_fwd", problem(dropout=True), picky, variant)
+    assert registry.choose("attention_fwd", problem(softcap=5.0), picky).name == "v2"
+    with pytest.raises(ValueError, match="v1 does not implement softcap"):
+        registry.choose("attention_fwd", problem(softcap=5.0), picky, "v1")
 
 
-def test_a_refusal_is_not_cached_as_a_choice(cpu: Backend) -> None:
+def test_auto_names_every_reason(picky: Backend) -> None:
+    with pytest.raises(ValueError, match="v2: v2 does not implement dropout; v1: v1 does not implement dropout, soft"):
+        registry.choose("attention_fwd", problem(dropout=True, softcap=5.0), picky)
+
+
+def test_a_refusal_is_not_cached_as_a_choice(picky: Backend) -> None:
     refused = problem(dropout=True)
     for _ in range(2):
         with pytest.raises(ValueError, match="dropout"):
-            registry.choose("attention_fwd", refused, cpu)
+            registry.choose("attention_fwd", refused, picky)
+
+
+def test_what_a_backend_does_not_compute(cpu: Backend) -> None:
+    with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not float8_e5m2"):
+        registry.choose("attention_fwd", problem(dtype="float8_e5m2"), cpu)
 
 
 def test_features_of_a_problem() -> None:
@@ -106,6 +134,15 @@ def test_explain() -> None:
     assert "cpu/v2" in str(said) and "not cpu/v1: could run; v2 is preferred" in str(said)
     named = diyfa.explain(q, q, q, variant="v1", backend="cpu")
     assert named.kernel == "v1" and "variant='v1'" in named.why
+
+
+def test_explain_packed_sequences() -> None:
+    q, cu = torch.zeros(16, 4, 32, dtype=torch.float16), torch.tensor([0, 5, 14], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    said = diyfa.explain(q, q[:, :2], q[:, :2], layout="thd", window=(3, 20), dropout_p=0.5, backend="cpu", **lengths)
+    assert said.kernel == "v2" and said.problem.varlen and said.problem.dropout
+    assert (said.problem.batch, said.problem.seqlen_q, said.problem.total_q, said.problem.heads_kv) == (2, 9, 16, 2)
+    assert (said.problem.window_left, said.problem.window_right) == (3, -1)
 
 
 def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

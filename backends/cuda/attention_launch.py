@@ -11,7 +11,7 @@ import torch
 from diyfa.backends.cuda import tune
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.backends.cuda.dropout import keep_threshold
-from diyfa.backends.cuda.tiles import padded_head_dim
+from diyfa.backends.cuda.tiles import lengths_of, padded_head_dim
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 _forced: dict[str, AttentionConfig] = {}
@@ -20,7 +20,7 @@ _forced: dict[str, AttentionConfig] = {}
 # Arguments whose value no kernel is compiled for: lengths, windows and strides that follow from them change from call
 # to call. Alignment of what is read one number at a time changes nothing either.
 RUNTIME_SIZES = (
-    "stride_lb", "stride_lh", "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
+    "stride_slopeb", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left",
     "window_right", "threshold",
 )  # fmt: skip
 UNALIGNED_POINTERS = (
@@ -64,10 +64,7 @@ def feature_pointers(tensors: AttentionTensors) -> tuple[torch.Tensor | None, ..
 def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> tuple[float, ...]:
     """Strides of the optional tensors and of the statistics, sizes and factors, in the order of the arguments."""
     slopes = tensors.alibi_slopes
-    rows = problem.total_q if problem.varlen else problem.seqlen_q
     return (
-        0 if problem.varlen else problem.heads_q * rows,
-        rows,
         0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         *bias_strides(problem, tensors.attn_bias),
         problem.heads_q,
@@ -90,8 +87,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, object]:
     return {
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
-        "HAS_SEQ_LENS": problem.seq_lens,
-        "VARLEN": problem.varlen,
+        "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "ALIBI": problem.alibi,
         "BIAS": problem.bias,

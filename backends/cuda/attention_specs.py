@@ -12,6 +12,7 @@ from diyfa.backends.cuda import bwd, bwd_dkdv, bwd_dq, fwd, fwd_v1
 from diyfa.backends.cuda.aot import CompileSpec
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
 from diyfa.problem import AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -29,16 +30,16 @@ _POINTER_TYPES = {
     "running_ptr": "*fp32",
     "m_ptr": "*fp32",
 }
-# Optional tensors, and the constant that says whether a kernel reads them.
+# Optional tensors, and the constant with the value that says that a kernel reads them.
 _OPTIONAL = {
-    "cu_seqlens_q_ptr": "VARLEN",
-    "cu_seqlens_k_ptr": "VARLEN",
-    "seq_lens_ptr": "HAS_SEQ_LENS",
-    "slopes_ptr": "ALIBI",
-    "bias_ptr": "BIAS",
-    "sinks_ptr": "SINKS",
-    "rng_state_ptr": "DROPOUT",
-    "dlse_ptr": "HAS_DLSE",
+    "cu_seqlens_q_ptr": ("LENGTHS", PACKED.value),
+    "cu_seqlens_k_ptr": ("LENGTHS", PACKED.value),
+    "seq_lens_ptr": ("LENGTHS", SEQ_LENS.value),
+    "slopes_ptr": ("ALIBI", True),
+    "bias_ptr": ("BIAS", True),
+    "sinks_ptr": ("SINKS", True),
+    "rng_state_ptr": ("DROPOUT", True),
+    "dlse_ptr": ("HAS_DLSE", True),
 }
 _FLOATS = frozenset({"scale", "sm_scale", "softcap", "keep_scale"})
 # Allocated by the launchers, so aligned whatever the inputs are.
@@ -77,7 +78,9 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
     for name in fn.arg_names:
         if name in constants:
             constexprs[name] = constants[name]
-        elif name in _OPTIONAL and not constants[_OPTIONAL[name]]:
+        elif (name.endswith("_rows_ptr") and constants["FORM"] == constants["EDGE_FORM"]) or (
+            name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
+        ):
             constexprs[name] = None
         elif config.form == "tma" and name in _DESCRIBED:
             rows, width = constants[_DESCRIBED[name]], constants[_WIDTH[name]]

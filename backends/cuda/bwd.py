@@ -33,10 +33,19 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
-from diyfa.backends.cuda.scores import row_base, sequence_of
-from diyfa.backends.cuda.tiles import PORTABLE_FORM, box, cdiv, head_base, load_tile, padded_head_dim
+from diyfa.backends.cuda.scores import first_row, sequence_of
+from diyfa.backends.cuda.tiles import (
+    PACKED,
+    PORTABLE_FORM,
+    box,
+    cdiv,
+    head_base,
+    lengths_of,
+    load_tile,
+    padded_head_dim,
+)
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, bhsd_strides
 
 PREPROCESS_BLOCK_M = 32
@@ -49,9 +58,8 @@ def _bwd_preprocess_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr,
     delta_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
-    stride_lb, stride_lh,
     heads_q, seqlen_q, seqlen_k, total_q, total_k,
-    HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, HAS_DLSE: tl.constexpr,
+    LENGTHS: tl.constexpr, HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -60,29 +68,30 @@ def _bwd_preprocess_kernel(
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     first_q, _, n_queries, _ = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, HAS_SEQ_LENS, VARLEN
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, VARLEN, FORM)
-    do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, VARLEN, FORM)
-    o = load_tile(o_base, b, h, row0, n_queries, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
-    do = load_tile(do_base, b, h, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, FORM)
+    do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
+    o = load_tile(o_base, b, h, first_q, row0, n_queries, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM)
+    do = load_tile(
+        do_base, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+    )
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = row0 + tl.arange(0, BLOCK_M)
     if HAS_DLSE:
         dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh
-        if VARLEN:
+        if LENGTHS == PACKED:
             dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
         delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
-    n_rows = n_queries if VARLEN else seqlen_q
-    delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    n_rows = n_queries if LENGTHS == PACKED else seqlen_q
+    delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
     tl.store(delta_row + offs_m, delta, mask=offs_m < n_rows)
 
 
 def preprocess_constants(problem: AttentionProblem, has_dlse: bool) -> dict[str, object]:
     """Constexprs of `_bwd_preprocess_kernel`."""
     return {
-        "HAS_SEQ_LENS": problem.seq_lens,
-        "VARLEN": problem.varlen,
+        "LENGTHS": lengths_of(problem),
         "HAS_DLSE": has_dlse,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_M": PREPROCESS_BLOCK_M,
@@ -98,6 +107,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
+        "EDGE_FORM": edge_form_of(problem, config),
     }
 
 
@@ -147,14 +157,11 @@ class _Backward:
         problem, layout, tensors, dlse = self.problem, self.problem.layout, self.tensors, self.dlse
 
         def make() -> Launch:
-            rows = problem.total_q if problem.varlen else problem.seqlen_q
             dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
             scalars = (
                 *bhsd_strides(self.out, layout)[:3],
                 *bhsd_strides(self.dout, layout)[:3],
                 *((0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides),
-                0 if problem.varlen else problem.heads_q * rows,
-                rows,
                 problem.heads_q,
                 problem.seqlen_q,
                 problem.seqlen_k,
@@ -182,13 +189,16 @@ class _Backward:
                 *feature_scalars(problem, tensors, self.scale),
                 tensors.sm_scale,
             )
-            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (8 + len(results)))
+            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (10 + len(results)))
             return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
         # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.
         fixed = problem.aligned and not problem.bias and all(x.data_ptr() % 16 == 0 for x in results)
         launch = _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
-        launch(q, k, v, self.dout, self.lse, self.delta, *feature_pointers(tensors), *results)
+        edges: tuple[torch.Tensor | None, ...] = (None, None)
+        if has_edge_form(problem, config):
+            edges = (q, self.dout) if kind == "dkdv" else (k, v)
+        launch(q, k, v, self.dout, *edges, self.lse, self.delta, *feature_pointers(tensors), *results)
 
     def dkdv(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> None:
         problem = self.problem

@@ -25,10 +25,10 @@ from diyfa.backends.cuda.attention_launch import (
     feature_scalars,
 )
 from diyfa.backends.cuda.bwd_dq import score_gradient
-from diyfa.backends.cuda.configs import AttentionConfig, default_config
+from diyfa.backends.cuda.configs import AttentionConfig, form_of, portable_config, schedule
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import row_base, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import LOG2E, POINTER, cdiv, head_base, load_tile
+from diyfa.backends.cuda.scores import first_row, key_blocks, query_blocks, sequence_of, visible_pairs
+from diyfa.backends.cuda.tiles import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 NOTHING = tl.constexpr(0)
@@ -43,17 +43,17 @@ def _bwd_dbias_kernel(
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
     heads_out,  # heads that the result has: 1 where the bias is broadcast over them
     walk,  # tiles that a program adds up
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+    REDUCE: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
@@ -72,8 +72,37 @@ def _bwd_dbias_kernel(
         pid = pid // blocks_m
     b_out = pid // heads_out
     h_out = pid % heads_out
+    # Tiles that no query of any head sees are left out of the walk.
+    first_step = pid * 0
+    last_step = first_step + walk
+    if REDUCE == NOTHING:
+        if LENGTHS == EQUAL:
+            begin, _, _, end = key_blocks(
+                block_m * BLOCK_M, seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+            )  # fmt: skip
+            seen = (block_n * BLOCK_N < end) & (block_n * BLOCK_N + BLOCK_N > begin)
+            last_step = tl.where(seen, walk, 0)
+    else:
+        _, _, n_queries, n_keys = sequence_of(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+        )
+        if REDUCE == QUERIES:
+            begin, _, _, end = query_blocks(
+                block_n * BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS, False,
+            )  # fmt: skip
+            first_step = begin // BLOCK_M
+            last_step = tl.cdiv(end, BLOCK_M)
+        else:
+            begin, _, _, end = key_blocks(
+                block_m * BLOCK_M, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+            )  # fmt: skip
+            first_step = begin // BLOCK_N
+            last_step = tl.cdiv(end, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(0, walk):
+    for step in tl.range(first_step, last_step):
         b = b_out
         h = h_out
         tile_m = block_m
@@ -91,21 +120,30 @@ def _bwd_dbias_kernel(
         col0 = tile_n * BLOCK_N
         first_q, first_k, n_queries, n_keys = sequence_of(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-            HAS_SEQ_LENS, VARLEN,
+            LENGTHS,
         )  # fmt: skip
         offset = n_keys - n_queries
         offs_m = row0 + tl.arange(0, BLOCK_M)
         offs_n = col0 + tl.arange(0, BLOCK_N)
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, POINTER)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, VARLEN, POINTER)
-        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, VARLEN, POINTER)
-        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, POINTER)
-        q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, POINTER)
-        do = load_tile(do_ref, b, h, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, POINTER)
-        k = load_tile(k_ref, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, POINTER)
-        v = load_tile(v_ref, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)
-        lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-        delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
+        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
+        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+        q = load_tile(
+            q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, POINTER
+        )
+        do = load_tile(
+            do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, POINTER
+        )
+        k = load_tile(
+            k_ref, b, hk, first_k, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, POINTER
+        )
+        v = load_tile(
+            v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, POINTER
+        )
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+        lse_row = lse_ptr + row
+        delta_row = delta_ptr + row
         lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
         delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         slope = 0.0
@@ -113,7 +151,7 @@ def _bwd_dbias_kernel(
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
         visible = visible_pairs(
-            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
         )
         keep = True
         if DROPOUT:
@@ -121,10 +159,10 @@ def _bwd_dbias_kernel(
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
-        ds, _ = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
-            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS,
-            DROPOUT, PRECISION,
+        ds, _tanh = score_gradient(
+            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
+            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP,
+            ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         total += ds
 
@@ -141,13 +179,19 @@ def _bwd_dbias_kernel(
 
 
 def config(problem: AttentionProblem) -> AttentionConfig | None:
-    """dQ's smallest tiles, which suit any alignment."""
-    return default_config("dq", problem.replace(aligned=False))
+    """A tile of dQ, which forms the same products, in the form that suits any alignment."""
+    return portable_config("dq", problem)
 
 
 def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> dict[str, object]:
     """Constexprs of the kernel."""
-    return {**feature_constants(problem), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "REDUCE": reduce}
+    return {
+        **feature_constants(problem),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "REDUCE": reduce,
+        "FORM": form_of(tile),
+    }
 
 
 def fill_bias_gradient(
@@ -183,7 +227,7 @@ def fill_bias_gradient(
         *(s for x in (q, k, v, dout) for s in bhsd_strides(x, problem.layout)[:3]),
         *feature_scalars(problem, tensors, scale),
         *strides, heads_out, walk,
-        **constants(problem, tile, reduce.value), num_warps=tile.num_warps, num_stages=1,
+        **constants(problem, tile, reduce.value), **schedule(tile),
     )  # fmt: skip
     if reduce is not NOTHING:
         broadcast = [i for i in range(4) if shape[i] == 1 and out.shape[i] != 1]

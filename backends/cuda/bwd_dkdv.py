@@ -12,8 +12,8 @@ import triton.language as tl
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import query_blocks, row_base, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
+from diyfa.backends.cuda.scores import first_row, query_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.tiles import LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
@@ -23,10 +23,11 @@ def _dkdv_blocks(
     k,  # [BLOCK_N, BLOCK_D]
     v,  # [BLOCK_N, BLOCK_DV]
     q_ref, do_ref, lse_row, delta_row, bias_base,
-    b, h, start, end, gap_at, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right,
+    b, h, first_q, start, end, gap_at, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right,
     stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
     row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    MASKED: tl.constexpr, EDGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -34,16 +35,34 @@ def _dkdv_blocks(
 ):  # fmt: skip
     """Query blocks [start, end) of one head, leaving out `gap` at `gap_at` (MASKED with HAS_LEFT: both edges in one).
 
-    MASKED compares positions. Queries beyond the end weigh exp(s - inf) = 0: the last block needs no loop of its own.
+    MASKED compares positions, and clears what lies beyond a shorter sequence. Where all have one length, queries beyond
+    the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
     """
     PRECISE: tl.constexpr = k.dtype == tl.float32
+    CHECK_ROWS: tl.constexpr = MASKED or not EDGES
     for start_m in tl.range(start, end, BLOCK_M):
-        if MASKED and HAS_LEFT:
+        if MASKED and (HAS_LEFT or EDGES):
             start_m += tl.where(start_m >= gap_at, gap, 0)
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ref, b, h, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
-        do = load_tile(do_ref, b, h, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+        q = load_tile(
+            q_ref, b, h, first_q, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, LENGTHS, FORM
+        )
+        do = load_tile(
+            do_ref,
+            b,
+            h,
+            first_q,
+            start_m,
+            n_queries,
+            stride_dom,
+            HEAD_DIM_V,
+            BLOCK_M,
+            BLOCK_DV,
+            CHECK_ROWS,
+            LENGTHS,
+            FORM,
+        )
         lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
         delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -54,7 +73,7 @@ def _dkdv_blocks(
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
             visible = visible_pairs(
-                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, False, HAS_LEFT, HAS_RIGHT
             )
             p_t = tl.where(visible, p_t, 0.0)
         kept_t = p_t
@@ -76,19 +95,20 @@ def _dkdv_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
+    q_rows_ptr, do_rows_ptr,  # q and dO once more, for EDGE_FORM where it is not FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -97,26 +117,39 @@ def _bwd_dkdv_kernel(
     b = (pid // blocks_n) // heads_kv
     hk = (pid // blocks_n) % heads_kv
     first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, HAS_SEQ_LENS, VARLEN
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
-    if VARLEN and col0 >= n_keys:
+    if LENGTHS == PACKED and col0 >= n_keys:
         return
     offset = n_keys - n_queries
     # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
-    ONE_LOOP: tl.constexpr = (HAS_RIGHT or HAS_LEFT) and BLOCK_D > 128
+    EDGES: tl.constexpr = FORM != EDGE_FORM
+    HAS_MASK: tl.constexpr = HAS_RIGHT or HAS_LEFT or EDGES
+    ONE_LOOP: tl.constexpr = HAS_MASK and BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, BLOCK_N)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, VARLEN, FORM)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
-    k = load_tile(k_ref, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
-    v = load_tile(v_ref, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+    k = load_tile(k_ref, b, hk, first_k, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
+    v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
 
     begin, full_begin, full_end, end = query_blocks(
-        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        col0,
+        n_queries,
+        n_keys,
+        offset,
+        window_left,
+        window_right,
+        BLOCK_M,
+        BLOCK_N,
+        HAS_LEFT,
+        HAS_RIGHT,
+        LENGTHS,
+        EDGES,
     )
     gap = full_end - full_begin
-    masked_end = full_begin  # [begin, full_begin), and with a left bound [full_end, end) in the same loop
-    if HAS_LEFT:
+    masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
+    if HAS_LEFT or EDGES:
         masked_end = end - gap
     if ONE_LOOP:
         gap = 0
@@ -126,10 +159,11 @@ def _bwd_dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in tl.range(0, group):
         h = hk * group + g
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, FORM)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, VARLEN, FORM)
-        lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-        delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+        lse_row = lse_ptr + row
+        delta_row = delta_ptr + row
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
@@ -140,20 +174,25 @@ def _bwd_dkdv_kernel(
         if DROPOUT:
             row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-        if HAS_RIGHT or HAS_LEFT:
+        if HAS_MASK:
+            q_edge, do_edge = q_ref, do_ref
+            if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
+                q_edge = head_base(q_rows_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, EDGE_FORM)
+                do_edge = head_base(do_rows_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, EDGE_FORM)
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, begin, masked_end, full_begin, gap,
+                dk, dv, k, v, q_edge, do_edge, lse_row, delta_row, bias_base, b, h, first_q, begin, masked_end,
+                full_begin, gap,
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, full_begin, full_end, 0, 0,
+                dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, first_q, full_begin, full_end, 0, 0,
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM,
             )  # fmt: skip
 
@@ -163,8 +202,8 @@ def _bwd_dkdv_kernel(
         dv *= keep_scale
     dk = tl.where(live[:, None], dk * sm_scale, 0.0)
     dv = tl.where(live[:, None], dv, 0.0)
-    n_rows = n_keys if VARLEN else seqlen_k
-    dk_base = head_base(dk_ptr, b, hk, first_k, stride_dkb, stride_dkh, stride_dkn, VARLEN, POINTER)
-    dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, VARLEN, POINTER)
+    n_rows = n_keys if LENGTHS == PACKED else seqlen_k
+    dk_base = head_base(dk_ptr, b, hk, first_k, stride_dkb, stride_dkh, stride_dkn, LENGTHS, POINTER)
+    dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, LENGTHS, POINTER)
     store_tile(dk_base, dk, col0, n_rows, stride_dkn, HEAD_DIM, BLOCK_N, BLOCK_D, FORM)
     store_tile(dv_base, dv, col0, n_rows, stride_dvn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, FORM)

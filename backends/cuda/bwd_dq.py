@@ -8,8 +8,8 @@ import triton.language as tl
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import LOG2E, POINTER, head_base, load_tile, store_tile
+from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.tiles import EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
@@ -43,10 +43,11 @@ def _dq_blocks(
     lse_log2,  # [BLOCK_M]
     delta,  # [BLOCK_M]
     k_ref, v_ref, bias_base,
-    b, hk, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
     row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -58,21 +59,25 @@ def _dq_blocks(
             start_n += tl.where(start_n >= gap_at, gap, 0)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ref, b, hk, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, FORM)
-        v = load_tile(v_ref, b, hk, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, FORM)
+        k = load_tile(
+            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
+        )
+        v = load_tile(
+            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
+        )
         visible = True
         if MASKED:
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
         keep = True
         if DROPOUT:
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries, n_keys,
-            offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS,
-            DROPOUT, PRECISION,
+            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
+            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP,
+            ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
@@ -83,18 +88,19 @@ def _dq_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
+    k_rows_ptr, v_rows_ptr,  # k and v once more, for EDGE_FORM where it is not FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale, sm_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -105,25 +111,28 @@ def _bwd_dq_kernel(
     h = (pid // blocks_m) % heads_q
     hk = h // group
     first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, HAS_SEQ_LENS, VARLEN
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
     row0 = block_m * BLOCK_M
-    if VARLEN and row0 >= n_queries:
+    if LENGTHS == PACKED and row0 >= n_queries:
         return
     offset = n_keys - n_queries
     offs_m = row0 + tl.arange(0, BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, FORM)
-    do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, VARLEN, FORM)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, VARLEN, FORM)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
-    q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
-    do = load_tile(do_ref, b, h, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
-    lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
-    delta_row = row_base(delta_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
+    do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
+    do = load_tile(
+        do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+    )
+    row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+    lse_row = lse_ptr + row
+    delta_row = delta_ptr + row
     lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
     delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
     begin, full_begin, full_end, end = key_blocks(
-        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
     )
     gap = full_end - full_begin
     if HAS_LEFT:
@@ -145,19 +154,25 @@ def _bwd_dq_kernel(
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(
-        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, row0, offs_m, offset,
+        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m,
+        offset,
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
-        HAS_LEFT, HAS_RIGHT, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HAS_LEFT, HAS_RIGHT, LENGTHS, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
+    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
     dq = _dq_blocks(
-        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap,
+        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap,
         row0, offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
         stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
-        keep_scale, HAS_LEFT, HAS_RIGHT, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
-    n_rows = n_queries if VARLEN else seqlen_q
-    dq_base = head_base(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqm, VARLEN, POINTER)
+    if LENGTHS != EQUAL:  # what a descriptor read beyond the sequence may be anything
+        dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
+    n_rows = n_queries if LENGTHS == PACKED else seqlen_q
+    dq_base = head_base(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqm, LENGTHS, POINTER)
     store_tile(dq_base, dq * sm_scale, row0, n_rows, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D, FORM)

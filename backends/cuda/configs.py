@@ -1,7 +1,7 @@
 """Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
 
 `forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
-the candidates. Form "tma" reads through host descriptors (sm_90 and later; aligned tensors, all of one length),
+the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors),
 "portable" through block pointers or plain addresses.
 """
 
@@ -38,6 +38,16 @@ def schedule(config: AttentionConfig) -> dict[str, int]:
 def form_of(config: AttentionConfig) -> int:
     """The kernels' FORM constant of a config."""
     return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM
+
+
+def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether masked blocks are read in another form: a descriptor knows the end of the tensor, not of a sequence."""
+    return config.form == "tma" and (problem.seq_lens or problem.varlen)
+
+
+def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
+    return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -250,9 +260,7 @@ def has_tma(problem: AttentionProblem) -> bool:
     """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
     spec = gpu_spec(problem.arch)
     work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
-    # A descriptor ends where the tensor ends: it would read the rows behind a shorter sequence, and NaN among them.
-    ragged = problem.seq_lens or problem.varlen
-    return bool(spec and spec.has_tma and problem.aligned and not ragged and work >= TMA_MIN_WORK)
+    return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
@@ -295,6 +303,14 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
     if problem.features & PER_SCORE_FEATURES:
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
+
+
+def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for a kernel that has no use for TMA, or None when no row fits."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = _TABLES[kind][gpu_class(problem)]
+    fitting = (c for d, c in rows if width <= d and c.form != "tma" and fits(kind, c, problem))
+    return next(fitting, None)
 
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:

@@ -24,12 +24,12 @@ from diyfa.backends.cuda.attention_launch import (
     softmax_scale,
     tuned_config,
 )
-from diyfa.backends.cuda.configs import AttentionConfig, form_of, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
-from diyfa.backends.cuda.scores import key_blocks, row_base, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import LN2, LOG2E, POINTER, box, cdiv, head_base, load_tile, store_tile
+from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.tiles import LN2, LOG2E, PACKED, POINTER, box, cdiv, head_base, load_tile, store_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 
@@ -57,10 +57,11 @@ def _attend_blocks(
     m_i,  # [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
     k_ref, v_ref, bias_base,
-    b, hk, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
     row_word0, row_word1, column_key0, column_key1, threshold,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
     NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -76,7 +77,9 @@ def _attend_blocks(
             start_n += tl.where(start_n >= gap_at, gap, 0)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ref, b, hk, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, FORM)
+        k = load_tile(
+            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
+        )
         s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
         if NEGATE:
             s = -s
@@ -87,7 +90,7 @@ def _attend_blocks(
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(visible, s, float("-inf"))
         # Adjusted scores are in units of log2 already.
@@ -96,7 +99,9 @@ def _attend_blocks(
         if DROPOUT:  # after the sum: the weights are normalised by all of them
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             p = tl.where(keep_tile(row_word0, row_word1, column_word0, column_word1, threshold), p, 0.0)
-        v = load_tile(v_ref, b, hk, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, FORM)
+        v = load_tile(
+            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
+        )
         acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
     return acc, l_i, m_i
 
@@ -104,22 +109,23 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
+    k_rows_ptr, v_rows_ptr,  # k and v once more, for EDGE_FORM where it is not FORM
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
-    stride_lb, stride_lh, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
     seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
     DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -131,20 +137,20 @@ def _fwd_kernel(
     h = (pid // blocks_m) % heads_q
     hk = h // group
     first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, HAS_SEQ_LENS, VARLEN
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
     row0 = block_m * BLOCK_M
     # The grid covers the longest sequence; a shorter one has nothing here, not even rows to fill with zeros.
-    if VARLEN and row0 >= n_queries:
+    if LENGTHS == PACKED and row0 >= n_queries:
         return
     offset = n_keys - n_queries  # query i is aligned with key i + offset
     offs_m = row0 + tl.arange(0, BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, VARLEN, FORM)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, VARLEN, FORM)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, VARLEN, FORM)
-    q = load_tile(q_ref, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
+    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
     begin, full_begin, full_end, end = key_blocks(
-        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
     )
 
     ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
@@ -165,12 +171,16 @@ def _fwd_kernel(
         l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, full_begin, full_end, 0, 0, row0, offs_m, offset, n_queries,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
+        n_queries,
         n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
         row_word0, row_word1, column_key0, column_key1, threshold,
-        HAS_LEFT, HAS_RIGHT, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
+    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
     gap = full_end - full_begin
     if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
         masked_begin = begin
@@ -179,11 +189,12 @@ def _fwd_kernel(
         masked_begin = full_end
         masked_end = end
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, masked_begin, masked_end, full_begin, gap, row0, offs_m,
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
+        offs_m,
         offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
-        HAS_LEFT, HAS_RIGHT, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
@@ -192,11 +203,11 @@ def _fwd_kernel(
     if DROPOUT:
         out *= keep_scale
     lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
-    n_rows = n_queries if VARLEN else seqlen_q  # rows of other sequences follow those of this one
-    lse_row = row_base(lse_ptr, b, h, first_q, stride_lb, stride_lh, VARLEN)
+    n_rows = n_queries if LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
+    lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
     # Results go through addresses in every form.
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, VARLEN, POINTER)
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, POINTER)
     store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
 
 
@@ -209,6 +220,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
+        "EDGE_FORM": edge_form_of(problem, config),
     }
 
 
@@ -221,7 +233,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         values = constants(problem, config, negate)
-        boxes: tuple[Box | None, ...] = (None,) * 12
+        boxes: tuple[Box | None, ...] = (None,) * 14
         if config.form == "tma":
             rows = (config.block_m, config.block_n, config.block_n)
             widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
@@ -243,10 +255,12 @@ def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the forward kernel, which fills out and lse."""
-    pointers = (tensors.q, tensors.k, tensors.v, *feature_pointers(tensors), tensors.sinks, out, lse)
+    q, k, v = tensors.q, tensors.k, tensors.v
+    features = (*feature_pointers(tensors), tensors.sinks, out, lse)
 
     def run(config: AttentionConfig) -> None:
-        _launch(problem, tensors, out, config)(*pointers)
+        edges = (k, v) if has_edge_form(problem, config) else (None, None)
+        _launch(problem, tensors, out, config)(q, k, v, *edges, *features)
 
     with on_device(tensors.q):
         run(tuned_config("fwd", problem, run))

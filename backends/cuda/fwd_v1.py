@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale
-from diyfa.backends.cuda.configs import AttentionConfig, default_config
+from diyfa.backends.cuda.configs import AttentionConfig, portable_config
 from diyfa.backends.cuda.dots import dot, round_to
 from diyfa.backends.cuda.launch import on_device
 from diyfa.backends.cuda.scores import query_blocks, sequence_of, visible_pairs
@@ -25,6 +25,7 @@ from diyfa.backends.cuda.tiles import (
     LOG2E,
     PORTABLE_FORM,
     head_base,
+    lengths_of,
     load_tile,
     padded_head_dim,
     store_tile,
@@ -66,7 +67,7 @@ def _fwd_v1_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     NEGATE: tl.constexpr,
-    HAS_SEQ_LENS: tl.constexpr,
+    LENGTHS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -79,7 +80,7 @@ def _fwd_v1_kernel(
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
     hk = h // group
-    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, HAS_SEQ_LENS, False)
+    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, LENGTHS)
     offset = n_keys - n_queries
     q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, False, FORM)
     k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, False, FORM)
@@ -101,19 +102,30 @@ def _fwd_v1_kernel(
 
     for col0 in tl.range(0, n_keys, BLOCK_N):
         offs_n = col0 + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, b, hk, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, FORM)
-        v = load_tile(v_base, b, hk, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, FORM)
+        k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
+        v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
         first, _, _, last = query_blocks(
-            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+            col0,
+            n_queries,
+            n_keys,
+            offset,
+            window_left,
+            window_right,
+            BLOCK_M,
+            BLOCK_N,
+            HAS_LEFT,
+            HAS_RIGHT,
+            LENGTHS,
+            False,
         )
         for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, BLOCK_M)
-            q = load_tile(q_base, b, h, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, FORM)
+            q = load_tile(q_base, b, h, 0, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
             s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
             if NEGATE:
                 s = -s
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(visible, s * scale_log2, float("-inf"))
 
@@ -124,7 +136,9 @@ def _fwd_v1_kernel(
             p = tl.math.exp2(s - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
             kept = l_old * tl.math.exp2(m_old - m_ref)
             l_new = kept + tl.sum(p, 1)
-            o = load_tile(running, b, h, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+            o = load_tile(
+                running, b, h, 0, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+            )
             norm = tl.where(l_new != 0.0, l_new, 1.0)
             o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, PRECISION)) / norm[:, None]
             store_tile(running, o, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
@@ -134,7 +148,7 @@ def _fwd_v1_kernel(
 
     for row0 in tl.range(0, seqlen_q, BLOCK_M):
         offs_m = row0 + tl.arange(0, BLOCK_M)
-        o = load_tile(running, b, h, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, FORM)
+        o = load_tile(running, b, h, 0, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM)
         store_tile(o_base, o, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
         m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
@@ -179,7 +193,7 @@ def attention_forward(
 
 def config(problem: AttentionProblem) -> AttentionConfig:
     """The forward table's portable tile: this kernel keeps nothing in flight, so it fits wherever that one does."""
-    tile = default_config("fwd", problem.replace(aligned=False))
+    tile = portable_config("fwd", problem)
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     return replace(tile, spill_budget=V1_SPILL_BUDGET)
 
@@ -190,7 +204,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
         "NEGATE": negate,
-        "HAS_SEQ_LENS": problem.seq_lens,
+        "LENGTHS": lengths_of(problem),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_M": config.block_m,

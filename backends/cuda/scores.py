@@ -11,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.tiles import LOG2E
+from diyfa.backends.cuda.tiles import LOG2E, PACKED, SEQ_LENS
 
 
 @triton.jit
 def sequence_of(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-    HAS_SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Sample b -> (its first row in q, in k, its queries, its keys).
 
@@ -27,30 +27,32 @@ def sequence_of(
     first_k = 0
     n_queries = seqlen_q
     n_keys = seqlen_k
-    if VARLEN:
+    if LENGTHS == PACKED:
         first_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), 0), total_q)
         first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)
         n_queries = tl.maximum(tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1), total_q) - first_q, 0)
         n_keys = tl.maximum(tl.minimum(tl.load(cu_seqlens_k_ptr + b + 1), total_k) - first_k, 0)
-    if HAS_SEQ_LENS:
+    if LENGTHS == SEQ_LENS:
         n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
         n_queries = tl.minimum(n_keys, seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
 @triton.jit
-def row_base(ptr, b, h, first, stride_b, stride_h, VARLEN: tl.constexpr):
-    """Address of the statistics (lse, delta) of head h of sample b: one number for each query, contiguous."""
-    ptr = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    if VARLEN:
-        ptr = ptr + first
-    return ptr
+def first_row(b, h, first, heads_q, seqlen_q, total_q, LENGTHS: tl.constexpr):
+    """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
+    if LENGTHS == PACKED:
+        row = h.to(tl.int64) * total_q + first
+    else:
+        row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    return row
 
 
 @triton.jit
 def key_blocks(
     row0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
 
@@ -64,8 +66,10 @@ def key_blocks(
     if HAS_RIGHT:
         end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))
         full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
-    end = tl.where(row0 < n_queries, end, 0)
-    full_end = tl.where(row0 < n_queries, full_end, 0) // BLOCK_N * BLOCK_N
+    if LENGTHS == SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
+        end = tl.where(row0 < n_queries, end, 0)
+        full_end = tl.where(row0 < n_queries, full_end, 0)
+    full_end = full_end // BLOCK_N * BLOCK_N
     if HAS_LEFT:
         begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
         full_begin = tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N) * BLOCK_N
@@ -77,23 +81,30 @@ def key_blocks(
 @triton.jit
 def query_blocks(
     col0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
 
-    The last full block may overrun the queries: those weigh exp(s - inf) = 0.
+    The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
+    do not, and a full block is whole.
     """
     begin = 0
     full_begin = 0
-    end = tl.where(col0 < n_keys, n_queries, 0)
+    end = n_queries
+    if LENGTHS == SEQ_LENS:
+        end = tl.where(col0 < n_keys, n_queries, 0)
     full_end = end
     if HAS_RIGHT:
         begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M
         full_begin = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M) * BLOCK_M
     if HAS_LEFT:
         full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))
-        full_end = tl.where(full_end < end, full_end // BLOCK_M * BLOCK_M, end)
+        if not EDGES:
+            full_end = tl.where(full_end < end, full_end // BLOCK_M * BLOCK_M, end)
         end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))
+    if EDGES:
+        full_end = full_end // BLOCK_M * BLOCK_M
     full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
     full_end = tl.maximum(full_end, full_begin)
     return begin, full_begin, full_end, end
@@ -101,12 +112,18 @@ def query_blocks(
 
 @triton.jit
 def visible_pairs(
-    rows, cols, n_keys, offset, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """Which query sees which key, for a tile that the mask cuts."""
-    visible = cols < n_keys
-    if HAS_RIGHT:
-        visible = visible & (cols <= rows + (offset + window_right))
+    rows, cols, n_keys, offset, window_left, window_right,
+    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
+    if CHECK_END:
+        visible = cols < n_keys
+        if HAS_RIGHT:
+            visible = visible & (cols <= rows + (offset + window_right))
+    elif HAS_RIGHT:
+        visible = cols <= rows + (offset + window_right)
+    else:
+        visible = cols >= 0
     if HAS_LEFT:
         visible = visible & (cols >= rows + (offset - window_left))
     return visible

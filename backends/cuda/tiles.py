@@ -17,11 +17,16 @@ import triton.language as tl
 
 from diyfa.backends.cuda.dots import round_to
 from diyfa.backends.cuda.launch import Box
-from diyfa.problem import LAYOUTS, bhsd_strides
+from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
 
 POINTER = tl.constexpr(0)
 BLOCK_POINTER = tl.constexpr(1)
 DESCRIPTOR = tl.constexpr(2)
+
+# How long the sequences are: all as long as the tensors, as `seq_lens` says, or packed as cu_seqlens says.
+EQUAL = tl.constexpr(0)
+SEQ_LENS = tl.constexpr(1)
+PACKED = tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,6 +42,11 @@ def _has_block_pointers() -> bool:
 PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.value
 
 
+def lengths_of(problem: AttentionProblem) -> int:
+    """The kernels' LENGTHS constant."""
+    return (PACKED if problem.varlen else SEQ_LENS if problem.seq_lens else EQUAL).value
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -49,40 +59,41 @@ def cdiv(n: int, block: int) -> int:
 
 def box(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Box:
     """How TMA reads tiles of [block_rows, block_d] from the heads of `x`."""
-    shape = [x.shape[i] for i in LAYOUTS[layout]]
-    return Box(shape, list(bhsd_strides(x, layout)), [1, 1, block_rows, block_d])
+    if layout == VARLEN:  # one sample that holds all sequences
+        rows, heads, features = x.shape
+        shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
+    else:
+        shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
+    return Box(shape, strides, [1, 1, block_rows, block_d])
 
 
 @triton.jit
-def head_base(ref, b, h, first, stride_b, stride_h, stride_row, VARLEN: tl.constexpr, FORM: tl.constexpr):
-    """Address of head h of sample b, first row `first` (VARLEN); a descriptor covers all and passes through."""
+def head_base(ref, b, h, first, stride_b, stride_h, stride_row, LENGTHS: tl.constexpr, FORM: tl.constexpr):
+    """Address of head h of sample b, first row `first` (PACKED); a descriptor covers all and passes through."""
     if FORM != DESCRIPTOR:
         ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        if VARLEN:
+        if LENGTHS == PACKED:
             ref = ref + first.to(tl.int64) * stride_row
     return ref
 
 
 @triton.jit
 def load_tile(
-    ref,
-    b,
-    h,
-    row0,
-    n_rows,
-    stride_row,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    ref, b, h, first, row0, n_rows, stride_row,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, LENGTHS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
 
-    What lies beyond n_rows (only with CHECK_ROWS, or DESCRIPTOR where n_rows is the tensor's own) or HEAD_DIM is zero.
+    What lies beyond n_rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
+    sequences are shorter (LENGTHS), rows beyond n_rows hold whatever is there. `first`: the row that the sequence
+    begins at, which other forms have in `ref`.
     """
     if FORM == DESCRIPTOR:
-        tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+        if LENGTHS == PACKED:
+            tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+        else:
+            tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
     elif FORM == BLOCK_POINTER:
         block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:
