@@ -22,6 +22,7 @@ from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
 BATCH, SEQLEN, HEADS, HEADS_KV, HEAD_DIM = 3, 45, 4, 2, 32
+DRAWS = 5
 WIDTH = HEADS * HEAD_DIM
 LENGTHS = (45, 17, 30)
 DROPOUT = 0.2
@@ -127,14 +128,17 @@ def check(device: str, dtype: torch.dtype, dropout_p: float) -> float:
     x = torch.randn(BATCH, SEQLEN, WIDTH, device=device).to(dtype)
     mask = (torch.arange(SEQLEN, device=device) < torch.tensor(LENGTHS, device=device)[:, None]).int()
     got = step(block, block, x, mask, dtype)
-    plain = PlainBlock(block)
-    low = step(plain, block, x, mask, dtype)
+    # PyTorch's own error, the largest over several inputs: a gradient of few values is exact by luck in some of them.
+    plain, drawn = PlainBlock(block), [x, *(torch.randn_like(x) for _ in range(DRAWS - 1))]
+    low = [step(plain, block, inputs, mask, dtype) for inputs in drawn]
     block.double()
-    exact = step(plain, block, x, mask, torch.float64)
+    exact = [step(plain, block, inputs, mask, torch.float64) for inputs in drawn]
     names = ["out", "x", *(name for name, _ in block.named_parameters())]
     worst = 0.0
-    for name, a, b, c in zip(names, got, low, exact, strict=True):
-        allowed = 2 * (b - c).abs().max() + 1e-6 * c.abs().max()
+    for i, (name, a) in enumerate(zip(names, got, strict=True)):
+        c = exact[0][i]
+        allowed = 2 * max(float((b[i] - e[i]).abs().max()) for b, e in zip(low, exact, strict=True))
+        allowed += 1e-6 * float(c.abs().max())
         share = float((a - c).abs().max() / allowed)
         worst = max(worst, share)
         if not share <= 1:

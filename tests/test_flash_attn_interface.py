@@ -219,7 +219,7 @@ def assert_within(actual: list[torch.Tensor], call: Call, rng_state: torch.Tenso
     expected, yardstick = oracle(call, rng_state, torch.float64), oracle(call, rng_state, F16)
     for name, got, want, low in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
         assert got.shape == want.shape and got.dtype == low.dtype, name
-        allowed = error_budget(want, measure_error(low, want), low.dtype, 1.0)
+        allowed = error_budget(want, measure_error(low, want), low.dtype)
         error = measure_error(got.cpu(), want)
         assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, allowed {allowed}"
 

@@ -1,6 +1,8 @@
 """Which attention kernels are compiled ahead of time for an architecture: every shipped tile, every feature once.
 
-The signature follows from the argument names, so a kernel that gains an argument needs no change here.
+Plain problems are compiled with every tile of the table, problems that use features with the default one. The
+signature follows from the argument names and from what the kernel says of them, so a kernel that gains an argument
+needs no change here.
 """
 
 from __future__ import annotations
@@ -8,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda import bwd, bwd_dkdv, bwd_dq, fwd, fwd_v1
+from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1
 from diyfa.backends.cuda.aot import CompileSpec
-from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES
-from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.configs import AttentionConfig, candidates, default_config
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
-from diyfa.problem import AttentionProblem
+from diyfa.problem import VARLEN, AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 # Pointers whose element type is not the inputs'.
@@ -41,6 +42,8 @@ _OPTIONAL = {
     "rng_state_ptr": ("DROPOUT", True),
     "dlse_ptr": ("HAS_DLSE", True),
 }
+# What Triton makes a constant because its value is 1.
+_UNIT_STRIDES = frozenset({"stride_biasn", "stride_outn"})
 _FLOATS = frozenset({"scale", "sm_scale", "softcap", "keep_scale"})
 # Allocated by the launchers, so aligned whatever the inputs are.
 _RESULTS = frozenset(
@@ -57,7 +60,7 @@ def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool 
 
 
 def problems(arch: str) -> Iterator[AttentionProblem]:
-    """The cases: the head dims that tables tell apart, both masks, one of each dtype, one that uses every feature."""
+    """Plain problems: the head dims that tables tell apart, both masks, one of each dtype, padded samples."""
     half = "float16"
     for d in (64, 128, 256):
         yield _problem(arch, half, d)
@@ -72,28 +75,48 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
         yield _problem(arch, "float32", d)
 
 
-def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, constants: dict) -> CompileSpec:
+def feature_problems(arch: str) -> Iterator[AttentionProblem]:
+    """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512."""
+    half = "float16"
+    everything = {"softcap": 30.0, "alibi": True, "bias": True, "sinks": True, "dropout": True, "bias_grad": True}
+    for d in (64, 128):
+        yield _problem(arch, half, d).replace(window_left=128, window_right=64, **everything)
+    packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
+    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
+    yield _problem(arch, half, 320)
+    yield _problem(arch, half, 576).replace(head_dim_v=512)
+
+
+def _spec(
+    kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, constants: dict, spill_budget: int = 0
+) -> CompileSpec:
     element = _TRITON_DTYPE[problem.dtype]
     signature, constexprs, aligned = {}, {}, set()
-    for name in fn.arg_names:
+    for parameter in fn.params:
+        name = parameter.name
         if name in constants:
             constexprs[name] = constants[name]
         elif (name.endswith("_rows_ptr") and constants["FORM"] == constants["EDGE_FORM"]) or (
             name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
         ):
             constexprs[name] = None
+        elif name in _UNIT_STRIDES:
+            constexprs[name] = 1
         elif config.form == "tma" and name in _DESCRIBED:
             rows, width = constants[_DESCRIBED[name]], constants[_WIDTH[name]]
             signature[name] = f"tensordesc<{element}[1,1,{rows},{width}]>"
         elif name.endswith("_ptr"):
-            signature[name] = _POINTER_TYPES.get(name, f"*{element}")
-            if problem.aligned or name in _RESULTS:
+            reduced = name == "dbias_ptr" and constants["REDUCE"] != bwd_dbias.NOTHING.value
+            signature[name] = "*fp32" if reduced else _POINTER_TYPES.get(name, f"*{element}")
+            if (problem.aligned or name in _RESULTS) and not parameter.do_not_specialize_on_alignment:
                 aligned.add(name)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-            if name.startswith("stride_") and problem.aligned and name not in RUNTIME_SIZES:
+            if name.startswith("stride_") and problem.aligned and not parameter.do_not_specialize:
                 aligned.add(name)
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+    if problem.bias_grad:
+        features = "every feature"
     ragged = "" if problem.aligned else " unaligned"
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
     return CompileSpec(
@@ -105,20 +128,44 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
         config.num_warps,
         config.num_stages,
         aligned=frozenset(aligned),
-        spill_budget=config.spill_budget,
+        spill_budget=max(spill_budget, config.spill_budget),
     )
+
+
+def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
+    constants = bwd.preprocess_constants(problem, has_dlse)
+    tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1)
+    return _spec("attention_bwd/preprocess", bwd._bwd_preprocess_kernel, problem, tile, constants)
+
+
+def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
+    tile = bwd_dbias.config(problem)
+    assert tile is not None, "dQ has a tile for every problem with a bias here"
+    for reduce in (bwd_dbias.NOTHING, bwd_dbias.QUERIES, bwd_dbias.KEYS):
+        constants = bwd_dbias.constants(problem, tile, reduce.value)
+        yield _spec("attention_bwd/dbias", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
+    backward = (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel))
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
         v1 = fwd_v1.config(problem)
         yield _spec("attention_fwd/v1", fwd_v1._fwd_v1_kernel, problem, v1, fwd_v1.constants(problem, v1, False))
-        for kind, fn in (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel)):
+        for kind, fn in backward:
             for config in candidates(kind, problem):
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
-        constants = bwd.preprocess_constants(problem, False)
-        tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1)
-        yield _spec("attention_bwd/preprocess", bwd._bwd_preprocess_kernel, problem, tile, constants)
+        yield _preprocess(problem, False)
+    for problem in feature_problems(arch):
+        config = default_config("fwd", problem)
+        if config is not None:
+            yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
+        for kind, fn in backward:
+            config = default_config(kind, problem)
+            if config is not None:
+                yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
+        yield _preprocess(problem, True)
+        if problem.bias_grad:
+            yield from _bias_gradient(problem)
