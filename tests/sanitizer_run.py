@@ -9,9 +9,16 @@ Every tensor ends where its allocation ends, so an access beyond a sequence is a
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 
-from diyfa import flash_attention, flash_attention_v2, triton_matmul
+from diyfa import flash_attention, flash_attention_v2, flash_attention_varlen, triton_matmul
+from diyfa.backends.cuda import backend
+from diyfa.backends.cuda.attention_launch import use_config
+from diyfa.backends.cuda.configs import candidates
+from diyfa.problem import AttentionProblem
 
 # (B, H, Hk, Sq, Sk, D, layout, causal, seq_lens, variant)
 CASES = [
@@ -24,8 +31,54 @@ CASES = [
 ]
 
 
+HEADS, GROUPS, HEAD_DIM = 4, 2, 64
+LENGTHS_Q, LENGTHS_K = (37, 0, 70, 129), (41, 9, 70, 131)
+PER_SCORE: dict[str, Any] = {"window": (50, 3), "softcap": 5.0, "dropout_p": 0.2}
+
+
+def force_tma(stack: ExitStack) -> None:
+    """Launch through TMA, which small problems do not do of themselves, where the device has it."""
+    size = (8, 8, 8, 4096, 4096, HEAD_DIM, HEAD_DIM)
+    problem = AttentionProblem("cuda", backend.arch(torch.device("cuda")), "float16", "bhsd", *size)
+    for kind in ("fwd", "dkdv", "dq"):
+        stack.enter_context(use_config(kind, next(candidates(kind, problem))))
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=True)
+
+
+def run_features() -> None:
+    """Every optional feature: packed sequences, samples of different lengths, a bias with a gradient."""
+    sinks = torch.randn(HEADS, device="cuda", requires_grad=True)
+    slopes = torch.rand(HEADS, device="cuda")
+    q = half(sum(LENGTHS_Q), HEADS, HEAD_DIM)
+    k, v = half(sum(LENGTHS_K), GROUPS, HEAD_DIM), half(sum(LENGTHS_K), GROUPS, HEAD_DIM)
+    offsets = [torch.tensor([0, *n], device="cuda").cumsum(0, dtype=torch.int32) for n in (LENGTHS_Q, LENGTHS_K)]
+    maxima = (max(LENGTHS_Q), max(LENGTHS_K))
+    for causal in (False, True):
+        out = flash_attention_varlen(q, k, v, *offsets, *maxima, causal, alibi_slopes=slopes, sinks=sinks, **PER_SCORE)
+        torch.autograd.grad(out, (q, k, v, sinks), torch.randn_like(out))
+        out = flash_attention_varlen(q, k, v, *offsets, *maxima, causal, deterministic=True)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    q, k, v = half(2, HEADS, 77, HEAD_DIM), half(2, GROUPS, 131, HEAD_DIM), half(2, GROUPS, 131, HEAD_DIM)
+    lens = torch.tensor([131, 50], device="cuda", dtype=torch.int32)
+    for shape in ((2, 1, 77, 131), (1, HEADS, 1, 131), (77, 1)):
+        bias = half(*shape)
+        for seq_lens in (None, lens):
+            out = flash_attention(q, k, v, seq_lens=seq_lens, attn_bias=bias, sinks=sinks, **PER_SCORE)
+            torch.autograd.grad(out, (q, k, v, bias, sinks), torch.randn_like(out))
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     torch.manual_seed(0)
+    for forced in (False, True):
+        with ExitStack() as stack:
+            if forced:
+                force_tma(stack)
+            run_features()
+        print("ran features", "through TMA" if forced else "", flush=True)
     for b, h, hk, sq, sk, d, layout, causal, ragged, variant in CASES:
         shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, d))
         if layout == "bshd":

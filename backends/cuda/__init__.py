@@ -52,7 +52,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
             launch=bwd.attention_backward,
-            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq"),
+            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
         *matmul.KERNELS,

@@ -151,6 +151,7 @@ class _Backward:
         self.delta = torch.zeros_like(self.lse) if problem.varlen else torch.empty_like(self.lse)
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
         self.key = (*launch_key(problem, tensors), dout.stride())
+        self.aligned = problem.aligned and self.lse.data_ptr() % 16 == 0  # delta is allocated here
 
     def preprocess(self) -> None:
         """delta, shaped like lse, fp32."""
@@ -173,7 +174,7 @@ class _Backward:
             warps = {"num_warps": PREPROCESS_WARPS}
             return Launch(_bwd_preprocess_kernel, grid, (None,) * 7, scalars, values, warps, fixed)
 
-        fixed = problem.aligned and dlse is None and _is_aligned(self.out)
+        fixed = self.aligned and dlse is None and _is_aligned(self.out)
         key = ("preprocess", fixed, *self.key, self.out.stride(), None if dlse is None else dlse.stride())
         _launches.get(key, make)(self.out, self.dout, dlse, *feature_pointers(tensors)[:3], self.delta)
 
@@ -193,7 +194,7 @@ class _Backward:
             return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
         # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.
-        fixed = problem.aligned and not problem.bias and all(x.data_ptr() % 16 == 0 for x in results)
+        fixed = self.aligned and not problem.bias and all(x.data_ptr() % 16 == 0 for x in results)
         launch = _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
         edges: tuple[torch.Tensor | None, ...] = (None, None)
         if has_edge_form(problem, config):

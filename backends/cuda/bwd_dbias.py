@@ -179,8 +179,8 @@ def _bwd_dbias_kernel(
 
 
 def config(problem: AttentionProblem) -> AttentionConfig | None:
-    """A tile of dQ, which forms the same products, in the form that suits any alignment."""
-    return portable_config("dq", problem)
+    """The table's tile."""
+    return portable_config("dbias", problem)
 
 
 def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> dict[str, object]:

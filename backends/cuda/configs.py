@@ -226,6 +226,20 @@ _WIDE: dict[str, tuple[Row, ...]] = {
         (1024, C(16, 16, 8, 1, spill_budget=128)),
     ),
 }
+# The bias gradient has one ladder for every GPU: it reads through addresses, and its tile is what it accumulates.
+_BACKWARD_DBIAS: tuple[Row, ...] = (
+    (128, C(64, 64, 8, 2)),
+    (128, C(64, 64, 8, 1)),
+    (128, C(32, 32, 4, 1)),
+    (256, C(32, 32, 8, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
+_BACKWARD_DBIAS_SMALL: tuple[Row, ...] = (
+    (64, C(32, 32, 4, 1)),
+    (256, C(16, 16, 4, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
 _WIDE_FLOAT32: tuple[Row, ...] = (
     (512, C(16, 16, 8, 1, spill_budget=64)),
     (1024, C(16, 16, 8, 1, spill_budget=64)),
@@ -233,6 +247,9 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
 _TABLES = {
     kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
+}
+_TABLES["dbias"] = {
+    name: _BACKWARD_DBIAS if name in ("wgmma", "large", "small") else _BACKWARD_DBIAS_SMALL for name in _FORWARD
 }
 
 
@@ -272,6 +289,8 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
         return size * (m * d + stages * n * (d + dv))
     if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
         return size * (n * (d + dv) + stages * m * (d + dv) + m * n)
+    if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
+        return size * stages * ((m + n) * (d + dv) + m * n)
     return size * (m * (d + dv) + stages * n * (d + dv) + m * n)
 
 
@@ -289,6 +308,20 @@ PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
 LIGHT_SCORES_PER_WARP = 1024
 
 
+def _prefers_light_tiles(kind: str, problem: AttentionProblem, width: int) -> bool:
+    """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
+    if problem.features & PER_SCORE_FEATURES:
+        return True
+    if kind != "fwd":
+        return False
+    # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
+    # D = 64, 343 against 321 at 128).
+    if problem.causal and problem.seqlen_k <= 1024:
+        return True
+    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged: 351 against 283).
+    return width <= 64 and (problem.varlen or problem.seq_lens)
+
+
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
 
@@ -300,7 +333,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
-    if problem.features & PER_SCORE_FEATURES:
+    if _prefers_light_tiles(kind, problem, narrowest):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
 
