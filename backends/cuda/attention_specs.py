@@ -94,7 +94,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # without features is in the table of tiles.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64},
-    "dkdv": {"wgmma": 3328, "large": 5120, "small": 768, "turing": 6144},
+    "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 6144},
     "dq": {"large": 384},
     "dbias": {"turing": 1280},
 }
