@@ -46,11 +46,14 @@ def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bo
 
 
 def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
-    """Strides of attn_bias over (B, H, Sq, Sk), 0 where it is broadcast."""
+    """Strides of attn_bias over (B, H, Sq, Sk), 0 where it is broadcast or has one entry.
+
+    What such a dimension's own stride is must not make a kernel of its own.
+    """
     if bias is None:
         return 0, 0, 0, 0
     full = bias.expand(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    b, h, m, n = full.stride()
+    b, h, m, n = (0 if size == 1 else stride for size, stride in zip(full.shape, full.stride(), strict=True))
     return b, h, m, n
 
 

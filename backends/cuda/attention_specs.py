@@ -8,11 +8,12 @@ needs no change here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
 from diyfa.backends.cuda.aot import CompileSpec
-from diyfa.backends.cuda.configs import AttentionConfig, candidates, default_config
+from diyfa.backends.cuda.configs import PER_SCORE_FEATURES, AttentionConfig, candidates, default_config, gpu_class
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
 from diyfa.problem import VARLEN, AttentionProblem
 
@@ -87,9 +88,26 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 576).replace(head_dim_v=512)
 
 
-def _spec(
-    kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, constants: dict, spill_budget: int = 0
-) -> CompileSpec:
+# Bytes of spills that default tiles may have with features, by kernel and class of GPU: what ptxas spills at most, with
+# Triton 3.6 on 2026-11-21, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
+# beside accumulators that fill the registers, and no combination of features has tiles of its own. What a tile spills
+# without features is in the table of tiles.
+FEATURE_SPILLS: dict[str, dict[str, int]] = {
+    "fwd": {"small": 64},
+    "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 6144},
+    "dq": {"large": 384},
+    "dbias": {"turing": 1280},
+}
+
+
+def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
+    allowed = FEATURE_SPILLS[kind].get(gpu_class(problem), 0)
+    if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
+        return config
+    return replace(config, spill_budget=max(allowed, config.spill_budget))
+
+
+def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, constants: dict) -> CompileSpec:
     element = _TRITON_DTYPE[problem.dtype]
     signature, constexprs, aligned = {}, {}, set()
     for parameter in fn.params:
@@ -112,7 +130,8 @@ def _spec(
                 aligned.add(name)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-            if name.startswith("stride_") and problem.aligned and not parameter.do_not_specialize:
+            divisible = problem.aligned if name.startswith("stride_") else getattr(problem, name, 1) % 16 == 0
+            if divisible and not parameter.do_not_specialize:
                 aligned.add(name)
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
     if problem.bias_grad:
@@ -128,7 +147,7 @@ def _spec(
         config.num_warps,
         config.num_stages,
         aligned=frozenset(aligned),
-        spill_budget=max(spill_budget, config.spill_budget),
+        spill_budget=config.spill_budget,
     )
 
 
@@ -140,10 +159,11 @@ def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     tile = bwd_dbias.config(problem)
-    assert tile is not None, "dQ has a tile for every problem with a bias here"
-    for reduce in (bwd_dbias.NOTHING, bwd_dbias.QUERIES, bwd_dbias.KEYS):
+    assert tile is not None, "head_dims up to 128 have a tile everywhere"
+    tile = _with_feature_budget("dbias", problem, tile)
+    for name, reduce in (("tiles", bwd_dbias.NOTHING), ("keys", bwd_dbias.QUERIES), ("queries", bwd_dbias.KEYS)):
         constants = bwd_dbias.constants(problem, tile, reduce.value)
-        yield _spec("attention_bwd/dbias", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
+        yield _spec(f"attention_bwd/dbias_{name}", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
@@ -200,10 +220,12 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     for problem in feature_problems(arch):
         config = default_config("fwd", problem)
         if config is not None:
+            config = _with_feature_budget("fwd", problem, config)
             yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
         for kind, fn in backward:
             config = default_config(kind, problem)
             if config is not None:
+                config = _with_feature_budget(kind, problem, config)
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
         yield _preprocess(problem, True)
         if problem.bias_grad:

@@ -52,7 +52,10 @@ PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(
+    do_not_specialize=(*RUNTIME_SIZES, "seqlen_k", "stride_dlb", "stride_dlh"),
+    do_not_specialize_on_alignment=UNALIGNED_POINTERS,
+)
 def _bwd_preprocess_kernel(
     o_ptr, do_ptr, dlse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr,

@@ -1,14 +1,14 @@
 """Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
 
-`forward_config(problem)` and the backward pair are pure functions of the problem; the same `fits` prunes the table and
-the candidates. Form "tma" reads through host descriptors (sm_90 and later, aligned tensors),
-"portable" through block pointers or plain addresses.
+`default_config(kind, problem)` is a pure function of the problem; the same `fits` prunes the table and the candidates.
+Form "tma" reads through host descriptors (sm_90 and later, aligned tensors), "portable" through block pointers or plain
+addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
@@ -87,7 +87,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(64, 64, 4, 3)),
         (128, C(128, 64, 8, 3)),
         (128, C(128, 32, 8, 3)),
-        (128, C(64, 32, 4, 3)),
+        (128, C(64, 32, 4, 3, spill_budget=32)),
         (256, C(64, 32, 8, 2)),
     ),
     "small": (
@@ -96,7 +96,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (128, C(64, 64, 8, 2)),
         (128, C(64, 32, 4, 2)),
         (256, C(64, 32, 8, 1)),
-        (256, C(32, 32, 8, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=96)),
         (256, C(32, 16, 4, 1)),
     ),
     "float32": (
@@ -130,7 +130,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
-        (64, C(32, 64, 4, 3, spill_budget=768)),
+        (64, C(32, 64, 4, 3, spill_budget=896)),
         (64, C(32, 32, 4, 2)),
         (128, C(32, 64, 8, 2, spill_budget=576)),
         (128, C(32, 32, 4, 2, spill_budget=128)),
@@ -218,7 +218,7 @@ _WIDE: dict[str, tuple[Row, ...]] = {
     "dkdv": (
         (512, C(32, 32, 8, 1, spill_budget=1024)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=512)),
+        (1024, C(16, 16, 8, 1, spill_budget=640)),
     ),
     "dq": (
         (512, C(32, 32, 8, 1, spill_budget=128)),
@@ -226,17 +226,22 @@ _WIDE: dict[str, tuple[Row, ...]] = {
         (1024, C(16, 16, 8, 1, spill_budget=128)),
     ),
 }
-# The bias gradient has one ladder for every GPU: it reads through addresses, and its tile is what it accumulates.
-_BACKWARD_DBIAS: tuple[Row, ...] = (
+# The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
+_BIAS_WGMMA: tuple[Row, ...] = (
     (128, C(64, 64, 8, 2)),
     (128, C(64, 64, 8, 1)),
-    (128, C(32, 32, 4, 1)),
-    (256, C(32, 32, 8, 1)),
+    (256, C(64, 32, 8, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# Without wgmma larger tiles spill kilobytes.
+_BIAS_MMA: tuple[Row, ...] = (
+    (128, C(64, 32, 4, 1, spill_budget=256)),
+    (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
 # wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
-_BACKWARD_DBIAS_SMALL: tuple[Row, ...] = (
-    (64, C(32, 32, 4, 1)),
+_BIAS_SMALL: tuple[Row, ...] = (
+    (64, C(32, 16, 4, 1)),
     (256, C(16, 16, 4, 1)),
     (1024, C(16, 16, 8, 1)),
 )
@@ -244,13 +249,41 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
     (512, C(16, 16, 8, 1, spill_budget=64)),
     (1024, C(16, 16, 8, 1, spill_budget=64)),
 )
+# Where sequences differ in length, masked blocks are read by address and rows are not aligned: other tiles win. 64
+# sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward" is of the whole pass.
+_RAGGED: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 384)),
+    ),
+    "dkdv": (
+        (64, C(128, 64, 4, 2, "tma", _H200 + "backward 302, 212", 1280)),
+        (128, C(64, 64, 4, 2, "tma", _H200 + "backward 330, 252", 1280)),
+    ),
+    "dq": (
+        (64, C(64, 64, 4, 2, "tma", _H200 + "backward 300, 216")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "backward 322, 252")),
+    ),
+}
+for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
+    _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
+    _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
+    _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
 _TABLES = {
     kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
     for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
 }
 _TABLES["dbias"] = {
-    name: _BACKWARD_DBIAS if name in ("wgmma", "large", "small") else _BACKWARD_DBIAS_SMALL for name in _FORWARD
+    "wgmma": _BIAS_WGMMA,
+    "wgmma ragged": _BIAS_WGMMA,
+    "large": _BIAS_MMA,
+    "small": _BIAS_MMA,
+    **dict.fromkeys(("float32", "turing", "unaligned"), _BIAS_SMALL),
 }
+
+
+def _is_ragged(problem: AttentionProblem) -> bool:
+    return problem.varlen or problem.seq_lens
 
 
 def gpu_class(problem: AttentionProblem) -> str:
@@ -264,7 +297,7 @@ def gpu_class(problem: AttentionProblem) -> str:
     if not problem.aligned or (spec.has_wgmma and narrow_v):
         return "unaligned"
     if spec.has_wgmma:
-        return "wgmma"
+        return "wgmma ragged" if _is_ragged(problem) else "wgmma"
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
@@ -287,11 +320,13 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) 
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
     if kind == "fwd":
         return size * (m * d + stages * n * (d + dv))
+    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
+    twice = m * min(d, dv) if max(d, dv) > 256 else 0
     if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
-        return size * (n * (d + dv) + stages * m * (d + dv) + m * n)
+        return size * (n * (d + dv) + stages * m * (d + dv) + m * n + twice)
     if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
         return size * stages * ((m + n) * (d + dv) + m * n)
-    return size * (m * (d + dv) + stages * n * (d + dv) + m * n)
+    return size * (m * (d + dv) + stages * n * (d + dv) + m * n + twice)
 
 
 def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
@@ -308,22 +343,17 @@ PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
 LIGHT_SCORES_PER_WARP = 1024
 
 
-def _prefers_light_tiles(kind: str, problem: AttentionProblem, width: int) -> bool:
+def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
     """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
     if problem.features & PER_SCORE_FEATURES:
         return True
-    if kind != "fwd":
-        return False
     # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
     # D = 64, 343 against 321 at 128).
-    if problem.causal and problem.seqlen_k <= 1024:
-        return True
-    # At 64 features a wide block of keys wastes more of a short sequence than it gains (64 ragged: 351 against 283).
-    return width <= 64 and (problem.varlen or problem.seq_lens)
+    return kind == "fwd" and problem.causal and problem.seqlen_k <= 1024 and not _is_ragged(problem)
 
 
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
-    """Tiles of the table for `kind` ("fwd", "dkdv", "dq") that fit, the default first.
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
 
     They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
     """
@@ -333,7 +363,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
-    if _prefers_light_tiles(kind, problem, narrowest):
+    if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
     yield from tiles
 

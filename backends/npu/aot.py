@@ -301,7 +301,7 @@ def example(target: str, **changes: Any) -> AttentionProblem:
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str) -> str:
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "") -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
     if problem.bias:
         features = features.replace("attn_bias", f"attn_bias[{bias}]")
@@ -360,9 +360,9 @@ def attention_job(
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        # A sum over rows, at the end of the gradient of a bias without them, keeps both vector cores' work on one.
-        must_bind=tile.bound and (kernel != "dbias" or "q" in bias),
-        must_pipeline=tile.pipelined,
+        # The sum of a whole tile, at the end of the gradient of a scalar bias, keeps both vector cores' work on one.
+        must_bind=tile.bound and not (kernel == "dbias" and bias == "1"),
+        must_pipeline=0 if kernel == "dbias" and bias == "1" else tile.pipelined,
     )
 
 
@@ -539,6 +539,7 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"bias": "1"},
     {"bias": "qk", "dropout": True},
     {"bias": "k", "dropout": True, "seq_lens": True},
+    {"bias": "q", "dropout": True},
 )  # fmt: skip
 HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
     {"head_dim": 1},

@@ -1,8 +1,10 @@
 """How kernels see attn_bias: which of its dimensions exist, and how far apart they lie.
 
-A bias that is broadcast over keys or over rows has kernels of its own, which load one value a row or one row a tile
-instead of a tile. A block pointer with a stride of 0 would not do, nor one whose rows overlap: the compiler finds row
-and column of a tile again by dividing its offset by the stride between rows.
+A bias that is broadcast over keys or over rows has kernels of its own. One that is the same for all keys is no tile at
+all: forward it is added to the scores of a row, backward it is taken off the row's log-sum-exp.
+
+A block pointer with a stride of 0 would not do, nor one whose rows overlap: the compiler finds row and column of a tile
+again by dividing its offset by the stride between rows.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def _fits_kernels(bias: torch.Tensor) -> bool:
 def as_read(bias: torch.Tensor | None) -> Bias:
     """`bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
 
-    One that kernels cannot read as it lies (a dtype the chip lacks, keys that are not contiguous, rows that overlap) is
-    copied first, without what it repeats.
+    One that kernels cannot read as it lies (a dtype the chip has not, keys that are not contiguous, rows that overlap)
+    is copied first, without what it repeats.
     """
     if bias is None:
         return Bias()

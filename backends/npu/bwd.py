@@ -35,6 +35,7 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
+    first_of_next,
     key_range,
     load_lse,
     load_row,
@@ -42,10 +43,12 @@ from diyfa.backends.npu.primitives import (
     mask_tile,
     narrow,
     row_base_of,
+    row_bias,
     sequence,
     store_row,
     store_tile,
     task_of,
+    tasks_of,
     tile_needs_mask,
 )
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
@@ -64,7 +67,7 @@ def _bwd_preprocess_kernel(
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        b, h, block = task_of(task, row_blocks, heads_q, False)
+        b, h, block = task_of(task, 0, row_blocks, heads_q, False)
         row0 = block * BLOCK_M
         sq = seqlen_q
         if SEQ_LENS:
@@ -121,20 +124,23 @@ def _bwd_dq_kernel(
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    RAGGED: tl.constexpr = SEQ_LENS or VARLEN
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        b, h, block = task_of(task, row_blocks, heads_q, VARLEN)
-        row0 = block * BLOCK_M
-        hk = h // group
-        start_q, start_k, sq, sk = sequence(
-            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, VARLEN
-        )
-        rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
-        if row0 < rows:
+    first = tl.program_id(0)
+    for sample in range(batch if VARLEN else 1):
+        blocks, tasks = tasks_of(cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN)
+        for task in range(first, tasks, tl.num_programs(0)):
+            b, h, block = task_of(task, sample, blocks, heads_q, VARLEN)
+            row0 = block * BLOCK_M
+            hk = h // group
+            start_q, start_k, sq, sk = sequence(
+                seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+                SEQ_LENS, VARLEN,
+            )  # fmt: skip
+            rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
             lo, hi = key_range(
-                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, RAGGED
+                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
             )
             q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, VARLEN)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
@@ -152,6 +158,8 @@ def _bwd_dq_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, BLOCK_M)
+            if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(delta_base, row0, rows, BLOCK_M)
             slope = 0.0
             if ALIBI:
@@ -168,7 +176,7 @@ def _bwd_dq_kernel(
                     dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
-                if BIAS != "":
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,
@@ -200,6 +208,7 @@ def _bwd_dq_kernel(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
             store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
+        first = first_of_next(first, tasks, tl.num_programs(0))
 
 
 @kernel
@@ -221,19 +230,22 @@ def _bwd_dkdv_kernel(
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    RAGGED: tl.constexpr = SEQ_LENS or VARLEN
-    key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    for task in range(tl.program_id(0), key_blocks * batch * heads_kv, tl.num_programs(0)):
-        b, hk, block = task_of(task, key_blocks, heads_kv, VARLEN)
-        n0 = block * BLOCK_N
-        start_q, start_k, sq, sk = sequence(
-            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, VARLEN
-        )
-        # The next rows of packed sequences belong to another one.
-        rows = sq if VARLEN else seqlen_q
-        keys = sk if VARLEN else seqlen_k
-        if n0 < keys:
+    first = tl.program_id(0)
+    for sample in range(batch if VARLEN else 1):
+        blocks, tasks = tasks_of(cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, BLOCK_N, VARLEN)
+        for task in range(first, tasks, tl.num_programs(0)):
+            b, hk, block = task_of(task, sample, blocks, heads_kv, VARLEN)
+            n0 = block * BLOCK_N
+            start_q, start_k, sq, sk = sequence(
+                seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+                SEQ_LENS, VARLEN,
+            )  # fmt: skip
+            # The next rows of packed sequences belong to another one.
+            rows = sq if VARLEN else seqlen_q
+            keys = sk if VARLEN else seqlen_k
             offset = sk - sq
             # Query rows [lo, hi) that can see a key of this tile.
             lo = 0
@@ -244,7 +256,7 @@ def _bwd_dkdv_kernel(
                 lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
             if HAS_LEFT:
                 hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
-            if RAGGED:  # noqa: SIM102 - when compiled, then at run time
+            if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
                 if n0 >= sk:
                     hi = lo
             row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
@@ -274,6 +286,8 @@ def _bwd_dkdv_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 lse = load_lse(lse_base, row0, sq, BLOCK_M)
+                if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                    lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
                 delta = load_row(delta_base, row0, rows, BLOCK_M)
                 slope = 0.0
                 if ALIBI:
@@ -283,7 +297,7 @@ def _bwd_dkdv_kernel(
                     dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                     SOFTCAP, ALIBI,
                 )  # fmt: skip
-                if BIAS != "":
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, True,
@@ -332,6 +346,7 @@ def _bwd_dkdv_kernel(
             )
             store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+        first = first_of_next(first, tasks, tl.num_programs(0))
 
 
 @kernel
@@ -359,6 +374,8 @@ def _bwd_dbias_kernel(
     """
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     group = heads_q // heads_kv
@@ -405,6 +422,8 @@ def _bwd_dbias_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
+            if ROW_BIAS:  # a weight is exp(s + bias - lse)
+                lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
             )
@@ -416,10 +435,11 @@ def _bwd_dbias_kernel(
                 dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
                 SOFTCAP, ALIBI,
             )  # fmt: skip
-            s = add_bias(
-                s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
-                BLOCK_M, BLOCK_N, BIAS, False,
-            )  # fmt: skip
+            if KEY_BIAS:
+                s = add_bias(
+                    s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                    BLOCK_M, BLOCK_N, BIAS, False,
+                )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             if tile_needs_mask(
                 row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT

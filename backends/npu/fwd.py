@@ -3,7 +3,8 @@
 What differs from a GPU kernel, and why:
 
 * The grid is as large as the chip has cube cores and each program walks over (batch, head, query block): the launcher
-  reserves cube-to-vector workspace for every program, and one more program than cores means a second wave.
+  reserves cube-to-vector workspace for every program, and one more program than cores means a second wave. Of packed
+  sequences only the blocks that exist are dealt out, one sequence after another.
 * One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks)
   compile to a kernel that uses one of the two vector cores.
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`, which the cube instruction does for nothing.
@@ -27,16 +28,19 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
+    first_of_next,
     key_range,
     load_tile,
     mask_tile,
     narrow,
     row_base_of,
+    row_bias,
     running_max,
     sequence,
     store_row,
     store_tile,
     task_of,
+    tasks_of,
     tile_needs_mask,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors
@@ -73,20 +77,23 @@ def _fwd_kernel(
 ):  # fmt: skip
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    RAGGED: tl.constexpr = SEQ_LENS or VARLEN
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        b, h, block = task_of(task, row_blocks, heads_q, VARLEN)
-        row0 = block * BLOCK_M
-        hk = h // group
-        start_q, start_k, sq, sk = sequence(
-            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, VARLEN
-        )
-        rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
-        if row0 < rows:
+    first = tl.program_id(0)
+    for sample in range(batch if VARLEN else 1):
+        blocks, tasks = tasks_of(cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN)
+        for task in range(first, tasks, tl.num_programs(0)):
+            b, h, block = task_of(task, sample, blocks, heads_q, VARLEN)
+            row0 = block * BLOCK_M
+            hk = h // group
+            start_q, start_k, sq, sk = sequence(
+                seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+                SEQ_LENS, VARLEN,
+            )  # fmt: skip
+            rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
             lo, hi = key_range(
-                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, RAGGED
+                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
             )
             q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, VARLEN)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
@@ -106,6 +113,8 @@ def _fwd_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+            if ROW_BIAS:
+                bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             if DROPOUT:
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
@@ -119,7 +128,9 @@ def _fwd_kernel(
                 if ALIBI:
                     rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
                     s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-                if BIAS != "":
+                if ROW_BIAS:
+                    s = s + bias[:, None]
+                if KEY_BIAS:
                     s = add_bias(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,
@@ -160,6 +171,7 @@ def _fwd_kernel(
             )
             store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
             store_row(lse_base, lse, row0, rows, BLOCK_M)
+        first = first_of_next(first, tasks, tl.num_programs(0))
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -92,21 +92,40 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def task_of(task, blocks, heads, VARLEN: tl.constexpr):
-    """The `task`-th piece of work of a persistent grid -> (sample, head, block of the sequence).
+def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """Work of `sample` -> (blocks of its sequence, tasks: a block of a head each).
 
-    Packed sequences differ in length, so there the head runs fastest: neighbouring tasks cost the same, and round-robin
-    over the programs shares long sequences evenly.
+    The programs of a persistent grid take turns. Packed sequences differ in length, so they come one after another,
+    each with the tasks that it has; without them there is one sample of the whole batch's tasks.
     """
     if VARLEN:
-        h = task % heads
-        b = task // heads // blocks
-        block = task // heads % blocks
+        _, length = packed_rows(cu_seqlens_ptr, sample, total)
+        blocks = tl.cdiv(length, BLOCK)
+        tasks = blocks * heads
     else:
-        block = task % blocks
+        blocks = tl.cdiv(seqlen, BLOCK)
+        tasks = blocks * heads * batch
+    return blocks, tasks
+
+
+@triton.jit
+def task_of(task, sample, blocks, heads, VARLEN: tl.constexpr):
+    """One of the tasks of `sample` -> (b, head, block of the sequence)."""
+    if VARLEN:
+        b = sample
+        h = task % heads
+        block = task // heads
+    else:
         b = task // blocks // heads
         h = task // blocks % heads
+        block = task % blocks
     return b, h, block
+
+
+@triton.jit
+def first_of_next(first, tasks, programs):
+    """Where a program that has taken every `programs`-th of `tasks` from `first` on goes on in the sample after."""
+    return first + tl.cdiv(tl.maximum(tasks - first, 0), programs) * programs - tasks
 
 
 @triton.jit
@@ -168,9 +187,9 @@ def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
 def key_range(
     row0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, RAGGED: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N. RAGGED: rows may be too many."""
+    """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
     offset = sk - sq
     lo = 0
     hi = sk
@@ -180,7 +199,7 @@ def key_range(
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if RAGGED:  # noqa: SIM102 - when compiled, then at run time
+    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
         if row0 >= sq:
             hi = lo
     return lo, hi
@@ -227,27 +246,30 @@ def mask_tile(
 
 
 @triton.jit
+def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
+    """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
+    base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    if BIAS == "q":
+        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
+    else:
+        bias = tl.zeros([BLOCK_M], tl.float32) + tl.load(base).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def add_bias(
     s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a tile of the bias; 0 beyond rows and keys.
-
-    BIAS names the dimensions that the bias has: "qk"; "k", the same for all rows; "q", for all keys; "1", for both. The
-    last one is contiguous.
-    """
+    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a bias that differs from key to key; 0 beyond rows
+    and keys. BIAS is "qk", or "k" where it is the same for all rows; its keys are contiguous."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if BIAS == "qk":
         block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (BLOCK_M, BLOCK_N), (1, 0))
         bias = tl.load(block, boundary_check=(0, 1), padding_option="zero").to(tl.float32)
         if TRANSPOSED:
             bias = tl.trans(bias)
-    elif BIAS == "k":
+    else:
         bias = load_row(base, n0, sk, BLOCK_N).to(tl.float32)
         bias = bias[:, None] if TRANSPOSED else bias[None, :]
-    elif BIAS == "q":
-        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
-        bias = bias[None, :] if TRANSPOSED else bias[:, None]
-    else:
-        bias = tl.load(base).to(tl.float32)
     return s + bias
