@@ -168,20 +168,20 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
-    for d, dtype, causal, keys in (
-        (64, "float16", False, 4096),
-        (64, "bfloat16", True, 4096),
-        (128, "bfloat16", False, 4096),
-        (128, "float16", False, 4095),
-        (128, "bfloat16", True, 4096),
-        (256, "bfloat16", False, 4096),
-        (256, "float16", True, 4096),
+    if sm90.environment_refusal():
+        return
+    from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that was just asked for
+
+    # Every compiled form in one dtype, the other dtype and keys that end inside a block once.
+    for (d, causal), dtype, keys in (
+        *((case, "bfloat16", min(rows[0][0], 4096)) for case, rows in sm90.CONFIGS.items()),
+        ((64, False), "bfloat16", 4096),
+        ((128, True), "float16", 4096),
+        ((128, False), "float16", 4095),
     ):
         problem = _problem(arch, dtype, d, causal).replace(seqlen_q=4096, seqlen_k=keys)
-        if sm90.unsupported(problem):
+        if sm90.refuses(problem):
             continue
-        from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `unsupported` asks for
-
         config = sm90.config_of(problem)
         element = _TRITON_DTYPE[dtype]
         rows = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
@@ -194,7 +194,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         mask = "causal" if causal else "full" if keys % config.block_n == 0 else "ragged"
         yield CompileSpec(
             "attention_fwd/sm90",
-            f"{dtype} D={d} {mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}",
+            f"{dtype} D={d} {mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+            f"{' pingpong' if config.pingpong else ''}",
             fwd_sm90._fwd_sm90_kernel,
             signature,
             fwd_sm90.constants(problem, config, False),

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from diyfa.backends.cuda.attention_launch import softmax_scale
 from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
 from diyfa.backends.cuda.sm90 import CONSUMER_ROWS, Sm90Config, config_of, grid_of, heads_together
-from diyfa.backends.cuda.tiles import cdiv
 from diyfa.problem import LAYOUTS, AttentionProblem, AttentionTensors, bhsd_strides
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -97,7 +96,8 @@ def _producer(
 
 
 @gluon.jit
-def _bar(action: gl.constexpr, number: gl.constexpr):
+def _named_barrier(action: gl.constexpr, number: gl.constexpr):
+    """`bar.sync` or `bar.arrive` on a barrier of two warpgroups; Triton itself does not use numbers from 8 on."""
     gl.inline_asm_elementwise(
         "mov.b32 $0, 0; bar." + action + " " + number + ", 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -105,18 +105,20 @@ def _bar(action: gl.constexpr, number: gl.constexpr):
 
 @gluon.jit
 def _wait_turn(CONSUMER: gl.constexpr):
+    """Block until the other consumer has handed over."""
     if CONSUMER == 0:
-        _bar("sync", "8")
+        _named_barrier("sync", "8")
     else:
-        _bar("sync", "9")
+        _named_barrier("sync", "9")
 
 
 @gluon.jit
 def _hand_over(CONSUMER: gl.constexpr):
+    """The other consumer may issue its products; does not block."""
     if CONSUMER == 0:
-        _bar("arrive", "9")
+        _named_barrier("arrive", "9")
     else:
-        _bar("arrive", "8")
+        _named_barrier("arrive", "8")
 
 
 @gluon.jit
@@ -203,7 +205,7 @@ def _consumer(
     tiles = gl.cdiv(seqlen_q, BLOCK_M) * heads
     item = 0
     turn = 0
-    if PINGPONG and CONSUMER == 1:  # the first turn is the other's
+    if PINGPONG and CONSUMER == 1:  # the first turn is consumer 0's: without this both would wait forever
         _hand_over(CONSUMER)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, h, row0, n_blocks = _tile(
@@ -391,11 +393,9 @@ def attention_forward(
             problem.seqlen_k,
             scale,
         )
-        tiles = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS) * heads
         values = constants(problem, config, negate)
-        return Launch(
-            _fwd_sm90_kernel, grid_of(problem, config, tiles, q.device), boxes, scalars, values, {"num_warps": 4}, True
-        )
+        grid = grid_of(problem, config, q.device)
+        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, {"num_warps": 4}, True)
 
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
     with on_device(q):
