@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 # Kernels for a few large problems, which refuse most cases of `cases.py`; they have tests of their own.
 SPECIALISED = frozenset({"sm90"})
 

@@ -79,7 +79,8 @@ def heads_together(problem: AttentionProblem) -> int:
     if not problem.causal:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
-    return max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
 
 
 @lru_cache(maxsize=16)
