@@ -83,6 +83,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     for d in (64, 128):
         yield _problem(arch, half, d).replace(window_left=128, window_right=64, **everything)
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
+    yield _problem(arch, half, 64).replace(**packed)
     yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
     yield _problem(arch, half, 320)
     yield _problem(arch, half, 576).replace(head_dim_v=512)

@@ -48,34 +48,56 @@ class Row:
 ANY = 1 << 62
 KIB = 1024
 # For each class the first row whose max_m suffices is the default; all rows of the class are candidates.
+_H200 = "H200, 2026-11-21, bfloat16, TFLOP/s: "
+# fmt: off
 TABLE: tuple[Row, ...] = (
     # Hopper and data-centre Blackwell, tensor descriptors
-    Row("mma", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 128, 4, 4)),
-    Row("mma", 200 * KIB, 1024, MatmulConfig("tma", 128, 128, 64, 4, 4)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3, persistent=True)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, store_halves=True)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, persistent=True, store_halves=True)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 256, 128, 64, 8, 3, persistent=True)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 8, 4)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 4, 4, persistent=True)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 64, 64, 4, 5)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 64, 4, 5)),
+    Row("mma", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 128, 4, 4),
+        _H200 + "512^3 40, 16x8192x8192 39"),
+    Row("mma", 200 * KIB, 1024, MatmulConfig("tma", 128, 128, 64, 4, 4),
+        _H200 + "512^3 29, 1024^3 175, 4096^3 623, 8192^3 652"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3, persistent=True),
+        _H200 + "512^3 22, 1024^3 132, 4096^3 692, 8192^3 667"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, store_halves=True),
+        _H200 + "512^3 23, 1024^3 128, 4096^3 687, 8192^3 662"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, persistent=True, store_halves=True),
+        _H200 + "512^3 22, 1024^3 125, 4096^3 683, 8192^3 653"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3),
+        _H200 + "512^3 22, 1024^3 126, 4096^3 631, 8192^3 675"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 256, 128, 64, 8, 3, persistent=True),
+        _H200 + "512^3 22, 1024^3 119, 4096^3 598, 8192^3 618"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 8, 4),
+        _H200 + "512^3 28, 1024^3 170, 4096^3 592, 8192^3 617"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 4, 4, persistent=True),
+        _H200 + "512^3 31, 1024^3 183, 4096^3 648, 8192^3 645"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 64, 64, 4, 5),
+        _H200 + "512^3 35, 1024^3 200, 4096^3 441, 8192^3 463"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 64, 4, 5),
+        _H200 + "512^3 34, 1024^3 204, 4096^3 473, 8192^3 479"),
     # Consumer Blackwell, tensor descriptors
     Row("mma", 0, 64, MatmulConfig("tma", 64, 64, 64, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 32, 4, 4)),
     Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
     # Ampere and later, plain pointers. Few rows: reading b is all the work, so split its depth over the device
-    Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4)),
-    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4)),
-    Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 4, 4)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3)),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3)),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8)),
+    Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4),
+        _H200 + "16x8192x8192 43"),
+    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4),
+        _H200 + "16x8192x8192 44"),
+    Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3),
+        _H200 + "512^3 34, 1024^3 168, 4096^3 343, 8192^3 324"),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4),
+        _H200 + "512^3 25, 1024^3 142, 4096^3 491, 8192^3 488"),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3),
+        _H200 + "512^3 26, 1024^3 150, 4096^3 489, 8192^3 505"),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 4, 4),
+        _H200 + "512^3 28, 1024^3 152, 4096^3 379, 8192^3 392"),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3),
+        _H200 + "512^3 30, 1024^3 164, 4096^3 434, 8192^3 414"),
+    Row("mma", 200 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3),
+        _H200 + "512^3 22, 1024^3 125, 4096^3 615, 8192^3 618"),
+    Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8),
+        _H200 + "16x8192x8192 43"),
     # Element by element: a step's addresses and elements are in registers
     Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
     Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
@@ -90,6 +112,7 @@ TABLE: tuple[Row, ...] = (
     Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
     Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
 )
+# fmt: on
 # A split or a deep ring is for problems with at most this many rows; above, candidates without a split are measured.
 SPLIT_MAX_M = 64
 
