@@ -73,7 +73,8 @@ def _prepare(
     validation.check_qkv(q, k, v, dims)
     validation.check_scalars(sm_scale, softcap, dropout_p)
     b, h, s, d = dims
-    seqlen_q, seqlen_k = q.shape[s], k.shape[s]
+    q_shape = q.shape
+    seqlen_q, seqlen_k = q_shape[s], k.shape[s]
     bounds = normalised_window(window, causal, seqlen_q, seqlen_k)
     if seq_lens is not None:
         validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
@@ -81,7 +82,7 @@ def _prepare(
         validation.check_features(q, q.shape[b], q.shape[h], seqlen_q, seqlen_k, alibi_slopes, attn_bias, sinks)
     if rng_state is not None:
         validation.check_rng_state(rng_state, q)
-    scale = q.shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
+    scale = q_shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
     return (q, k, v), scale, bounds
 
 

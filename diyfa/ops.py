@@ -176,9 +176,12 @@ def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionT
         variant,
     ) = features  # fmt: skip
     # Small vectors are read by plain index; only odd callers pass strided ones.
-    alibi_slopes, sinks, seq_lens = (
-        x if x is None or x.is_contiguous() else x.contiguous() for x in (alibi_slopes, sinks, seq_lens)
-    )
+    if alibi_slopes is not None and not alibi_slopes.is_contiguous():
+        alibi_slopes = alibi_slopes.contiguous()
+    if sinks is not None and not sinks.is_contiguous():
+        sinks = sinks.contiguous()
+    if seq_lens is not None and not seq_lens.is_contiguous():
+        seq_lens = seq_lens.contiguous()
     if cu_seqlens_k is None:  # the same offsets on both sides are passed once
         cu_seqlens_k = cu_seqlens_q
     tensors = AttentionTensors(
@@ -430,7 +433,9 @@ def attention(
             k = k.view_as(k) if k is not None and k is q else k
             v = v.view_as(v) if v is not None and (v is q or v is k) else v
         return _Attention.apply(packing, q, k, v, *features)
-    return _fwd(*_UNPACK[packing](q, k, v), *features)
+    if packing:
+        return _fwd(*_UNPACK[packing](q, k, v), *features)
+    return _fwd(q, k, v, *features)
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:

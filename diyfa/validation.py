@@ -52,19 +52,21 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
             f"all tensors must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}"
         )
     b, h, s, d = dims
-    if not 1 <= q.shape[d] <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM} for q and k, got {q.shape[d]}")
-    if not 1 <= v.shape[d] <= MAX_HEAD_DIM_V:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v.shape[d]}")
-    if k.shape[d] != q.shape[d]:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each access makes a new object
+    if not 1 <= q_shape[d] <= MAX_HEAD_DIM:
+        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM} for q and k, got {q_shape[d]}")
+    if not 1 <= v_shape[d] <= MAX_HEAD_DIM_V:
+        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v_shape[d]}")
+    if k_shape[d] != q_shape[d]:
         raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
-    if k.shape[b] != q.shape[b] or v.shape[b] != q.shape[b]:
+    if k_shape[b] != q_shape[b] or v_shape[b] != q_shape[b]:
         raise ValueError(f"q, k and v must have the same batch, got {_shape(q)}, {_shape(k)}, {_shape(v)}")
-    if k.shape[h] != v.shape[h] or k.shape[s] != v.shape[s]:
+    heads, heads_kv = q_shape[h], k_shape[h]
+    if heads_kv != v_shape[h] or k_shape[s] != v_shape[s]:
         raise ValueError(f"k and v must have the same heads and length, got k {_shape(k)} and v {_shape(v)}")
-    if k.shape[h] == 0 or q.shape[h] == 0 or q.shape[h] % k.shape[h]:
+    if heads_kv == 0 or heads == 0 or heads % heads_kv:
         raise ValueError(
-            f"the query heads must be a positive multiple of the key/value heads, got {q.shape[h]} and {k.shape[h]}"
+            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():

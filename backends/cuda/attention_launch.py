@@ -130,6 +130,18 @@ def use_config(kind: str, config: AttentionConfig) -> Iterator[None]:
         del _forced[kind]
 
 
+def choice() -> object:
+    """What, besides a problem, decides on its tile: while it is the same, a settled tile stays."""
+    return tune.enabled() if not _forced else object()
+
+
+def is_settled(kind: str, problem: AttentionProblem) -> bool:
+    """Whether `tuned_config` will answer the same again without measuring, as long as `choice` is the same."""
+    if problem.deterministic or len(_tiles(kind, problem)) == 1:
+        return True
+    return tune.is_settled(f"attention_{kind}", _bucket(problem))
+
+
 @lru_cache(maxsize=4096)
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""

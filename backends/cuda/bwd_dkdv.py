@@ -49,20 +49,9 @@ def _dkdv_blocks(
             q_ref, b, h, first_q, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, LENGTHS, FORM
         )
         do = load_tile(
-            do_ref,
-            b,
-            h,
-            first_q,
-            start_m,
-            n_queries,
-            stride_dom,
-            HEAD_DIM_V,
-            BLOCK_M,
-            BLOCK_DV,
-            CHECK_ROWS,
-            LENGTHS,
+            do_ref, b, h, first_q, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, CHECK_ROWS, LENGTHS,
             FORM,
-        )
+        )  # fmt: skip
         lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
         delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -134,19 +123,9 @@ def _bwd_dkdv_kernel(
     v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
 
     begin, full_begin, full_end, end = query_blocks(
-        col0,
-        n_queries,
-        n_keys,
-        offset,
-        window_left,
-        window_right,
-        BLOCK_M,
-        BLOCK_N,
-        HAS_LEFT,
-        HAS_RIGHT,
-        LENGTHS,
+        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
         EDGES,
-    )
+    )  # fmt: skip
     gap = full_end - full_begin
     masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
     if HAS_LEFT or EDGES:

@@ -17,9 +17,11 @@ import triton.language as tl
 from diyfa.backends.cuda.attention_launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
+    choice,
     feature_constants,
     feature_pointers,
     feature_scalars,
+    is_settled,
     launch_key,
     softmax_scale,
     tuned_config,
@@ -172,9 +174,8 @@ def _fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
-        n_queries,
-        n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
-        row_word0, row_word1, column_key0, column_key1, threshold,
+        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
@@ -190,9 +191,8 @@ def _fwd_kernel(
         masked_end = end
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
-        offs_m,
-        offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
-        softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
@@ -225,6 +225,9 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
 
 
 _launches = Launches()
+# Launches whose tile is settled, by all that they depend on -> (choice, launch, reads edges by address): a repeated
+# call asks nothing else, which saves it 3 us.
+_settled: dict[tuple[object, ...], tuple[object, Launch, bool]] = {}
 
 
 def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: AttentionConfig) -> Launch:
@@ -257,10 +260,22 @@ def attention_forward(
     """Launch the forward kernel, which fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     features = (*feature_pointers(tensors), tensors.sinks, out, lse)
+    key = launch_key(problem, tensors)
+    settled = _settled.get(key)
+    if settled is not None and settled[0] == choice():
+        edges = (k, v) if settled[2] else (None, None)
+        with on_device(q):
+            settled[1](q, k, v, *edges, *features)
+        return
 
     def run(config: AttentionConfig) -> None:
         edges = (k, v) if has_edge_form(problem, config) else (None, None)
         _launch(problem, tensors, out, config)(q, k, v, *edges, *features)
 
-    with on_device(tensors.q):
-        run(tuned_config("fwd", problem, run))
+    with on_device(q):
+        config = tuned_config("fwd", problem, run)
+        run(config)
+    if is_settled("fwd", problem):
+        if len(_settled) >= Launches.LIMIT:
+            _settled.clear()
+        _settled[key] = choice(), _launch(problem, tensors, out, config), has_edge_form(problem, config)

@@ -105,19 +105,9 @@ def _fwd_v1_kernel(
         k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
         v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
         first, _, _, last = query_blocks(
-            col0,
-            n_queries,
-            n_keys,
-            offset,
-            window_left,
-            window_right,
-            BLOCK_M,
-            BLOCK_N,
-            HAS_LEFT,
-            HAS_RIGHT,
-            LENGTHS,
+            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
             False,
-        )
+        )  # fmt: skip
         for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, BLOCK_M)
             q = load_tile(q_base, b, h, 0, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)

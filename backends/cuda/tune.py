@@ -205,6 +205,11 @@ class Tuner:
             self._known[key] = config
             return config
 
+    def is_settled(self, kernel: str, bucket: Hashable) -> bool:
+        """See `diyfa.backends.cuda.tune.is_settled`."""
+        device = self._device() if self.enabled else None
+        return device is None or (device[0], kernel, bucket) in self._known
+
     @staticmethod
     def _stored(file: TuneFile, kernel: str, bucket: Hashable, candidates: Sequence[Config]) -> Config | None:
         row = file.read().get(kernel, {}).get(repr(bucket))
@@ -297,6 +302,11 @@ def best(
         does not compile or fit is left out; any other error of `run` is raised.
     """
     return _tuner.best(kernel, bucket, candidates, run, default)
+
+
+def is_settled(kernel: str, bucket: Hashable) -> bool:
+    """Whether `best` will answer the same again without measuring, until `set_enabled` is called."""
+    return _tuner.is_settled(kernel, bucket)
 
 
 def enabled() -> bool:
