@@ -64,6 +64,7 @@ class _Accepted(Exception):
 def _refused_now(backend: str) -> Iterator[tuple[str, str, str]]:
     """(variant, case, reason) of everything in the table that `backend` refuses."""
     from cases import CASES
+    from targets import SPECIALISED
 
     from diyfa import registry
     from diyfa.testing import attention_function, make_inputs
@@ -76,10 +77,11 @@ def _refused_now(backend: str) -> Iterator[tuple[str, str, str]]:
             choose("attention_bwd", problem, chosen)
         raise _Accepted
 
+    kernels = [kernel for kernel in registry.kernels_for(backend) if kernel not in SPECIALISED]
     for case in CASES.values():
         inputs = make_inputs(case)
         reasons: dict[str, str] = {}
-        for variant in ("auto", *(registry.kernels_for(backend) if case.all_variants else ())):
+        for variant in ("auto", *(kernels if case.all_variants else ())):
             try:
                 with mock.patch.object(registry, "choose", choose_only):
                     attention_function(case, backend=backend, variant=variant)(*inputs.leaves, **inputs.options)
@@ -89,7 +91,7 @@ def _refused_now(backend: str) -> Iterator[tuple[str, str, str]]:
                 reasons[variant] = str(error).split(": ", 2)[2].split("; ")[0]
             else:
                 raise AssertionError(f"{case.name} ran without choosing a kernel")
-        variants = 1 + len(registry.kernels_for(backend)) * case.all_variants
+        variants = 1 + len(kernels) * case.all_variants
         if len(reasons) == variants and len(set(reasons.values())) == 1:
             yield ANY, case.name, reasons["auto"]
         else:

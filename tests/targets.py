@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Kernels for a few large problems, which refuse most cases of `cases.py`; they have tests of their own.
+SPECIALISED = frozenset({"sm90"})
+
 
 @dataclass(frozen=True)
 class Target:

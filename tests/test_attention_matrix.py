@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import CASES
 from refusals import ANY, REFUSALS, refusal
-from targets import TARGETS
+from targets import SPECIALISED, TARGETS
 
 import diyfa
 from diyfa import registry
@@ -17,7 +17,7 @@ def _combinations() -> list[tuple[str, str, str]]:
     """(backend, variant, case): the preferred kernel for every case, each kernel for the cases that say so."""
     rows = []
     for name, target in TARGETS.items():
-        kernels = diyfa.kernels_for(name)
+        kernels = [kernel for kernel in diyfa.kernels_for(name) if kernel not in SPECIALISED]
         for case in CASES.values():
             if case.large and target.interpreted:
                 continue

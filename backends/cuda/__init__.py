@@ -27,10 +27,24 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
 
 
+def _sm90_forward(*arguments: object) -> None:
+    from diyfa.backends.cuda import fwd_sm90  # imports a Gluon that not every Triton has; `sm90.unsupported` asked
+
+    fwd_sm90.attention_forward(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, sm90
 
     return (
+        Kernel(
+            name="sm90",
+            op="attention_fwd",
+            summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
+            launch=_sm90_forward,
+            unsupported=sm90.unsupported,
+            config=sm90.config_of,
+        ),
         Kernel(
             name="v2",
             op="attention_fwd",

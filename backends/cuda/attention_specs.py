@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1
+from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
 from diyfa.backends.cuda.aot import CompileSpec
 from diyfa.backends.cuda.configs import PER_SCORE_FEATURES, AttentionConfig, candidates, default_config, gpu_class
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
@@ -167,8 +167,48 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
         yield _spec(f"attention_bwd/dbias_{name}", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
 
 
+def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
+    if sm90.environment_refusal():
+        return
+    from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that was just asked for
+
+    # Every compiled form in one dtype, the other dtype and keys that end inside a block once.
+    for (d, causal), dtype, keys in (
+        *((case, "bfloat16", min(rows[0][0], 4096)) for case, rows in sm90.CONFIGS.items()),
+        ((64, False), "bfloat16", 4096),
+        ((128, True), "float16", 4096),
+        ((128, False), "float16", 4095),
+    ):
+        problem = _problem(arch, dtype, d, causal).replace(seqlen_q=4096, seqlen_k=keys)
+        if sm90.refuses(problem):
+            continue
+        config = sm90.config_of(problem)
+        element = _TRITON_DTYPE[dtype]
+        rows = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
+        rows["o_tensor"] = sm90.CONSUMER_ROWS
+        signature = {
+            name: f"tensordesc<{element}[1,1,{n},{d}],{fwd_sm90.smem_layout(n, d)!r}>" for name, n in rows.items()
+        }
+        sizes = ("heads", "heads_q", "group", "heads_at_once", "seqlen_q", "seqlen_k")
+        signature |= {"lse_ptr": "*fp32", **dict.fromkeys(sizes, "i32"), "scale": "fp32"}
+        mask = "causal" if causal else "full" if keys % config.block_n == 0 else "ragged"
+        yield CompileSpec(
+            "attention_fwd/sm90",
+            f"{dtype} D={d} {mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+            f"{' pingpong' if config.pingpong else ''}",
+            fwd_sm90._fwd_sm90_kernel,
+            signature,
+            fwd_sm90.constants(problem, config, False),
+            4,
+            1,
+            aligned=frozenset({"lse_ptr"}),
+        )
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
+    yield from _hopper_specs(arch)
     backward = (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel))
     for problem in problems(arch):
         for config in candidates("fwd", problem):

@@ -36,12 +36,15 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 class Box:
-    """How TMA reads a tensor: its (batch, head, sequence, feature) shape and strides, and the box of one tile."""
+    """How TMA reads a tensor: its (batch, head, sequence, feature) shape and strides, and the box of one tile.
 
-    __slots__ = ("block", "shape", "strides")
+    `layout`: how a tile lies in shared memory, which a Gluon kernel wants to be told.
+    """
 
-    def __init__(self, shape: list[int], strides: list[int], block: list[int]) -> None:
-        self.shape, self.strides, self.block = shape, strides, block
+    __slots__ = ("block", "layout", "shape", "strides")
+
+    def __init__(self, shape: list[int], strides: list[int], block: list[int], layout: Any = None) -> None:
+        self.shape, self.strides, self.block, self.layout = shape, strides, block, layout
 
 
 class _Described:
@@ -97,6 +100,10 @@ class Launch:
 
 
 def _descriptor(x: torch.Tensor, box: Box) -> Any:
+    if box.layout is not None:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(x, box.shape, box.strides, box.block, box.layout)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, box.shape, box.strides, box.block)

@@ -1,0 +1,133 @@
+"""Which problems the Hopper kernel (`fwd_sm90.py`) runs, and its tile for each: plain data, importable everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
+from diyfa.backends.cuda.launch import is_interpreting
+from diyfa.backends.cuda.tiles import cdiv
+from diyfa.problem import AttentionProblem, refuse_features
+
+FEATURES = frozenset({"causal", "gqa"})
+DTYPES = ("float16", "bfloat16")
+TRITON = (3, 6)  # Gluon changes names and meanings from release to release
+CONSUMER_ROWS = 64  # queries of one consumer warpgroup
+# One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
+MIN_TILES = 132
+L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """Tile and schedule of the Hopper kernel: 64 * consumers queries, keys in blocks of block_n."""
+
+    consumers: int
+    block_n: int
+    slots: int  # buffers of [block_n, head_dim] that K and V share
+    own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
+    consumer_registers: int
+    producer_registers: int
+    persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
+    pingpong: bool = False  # the two consumers issue their products in turns
+    measured: str = ""  # device, date, TFLOP/s
+
+
+# Rows by (head_dim, causal): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads * head_dim = 2048,
+# S = 1k, or 4k/16k. A short walk over the keys gains from a persistent grid, whose next tile is already loading while
+# the last one is written; a long one loses 2 to 4 % to it, and a long causal one a fifth, because its programs do not
+# end together. head_dim 64 with a causal mask is missing: the portable kernel was faster up to S = 4k (302 against 299,
+# 425 against 390).
+C = Sm90Config
+_ANY = 1 << 62
+_H200 = "H200, 2026-11-21: "
+CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
+    (64, False): (
+        (2048, C(2, 128, 8, True, 240, 24, True, True, _H200 + "414")),
+        (_ANY, C(3, 128, 6, True, 160, 32, True, False, _H200 + "480/512")),
+    ),
+    (128, False): (
+        (2048, C(2, 128, 4, True, 240, 24, True, False, _H200 + "597")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "666/673")),
+    ),
+    (128, True): (
+        (2048, C(2, 128, 4, True, 240, 24, True, True, _H200 + "406")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "558/623")),
+    ),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "629, 695/736")),),
+    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "450, 634/702")),),
+}
+
+
+def config_of(problem: AttentionProblem) -> Sm90Config:
+    """The tile of a problem that `refuses` accepts."""
+    rows = CONFIGS[problem.head_dim, problem.causal]
+    return next(config for most, config in rows if problem.seqlen_k <= most)
+
+
+def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
+    """How many tiles of queries all heads of all samples have."""
+    return cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS) * problem.batch * problem.heads_q
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """How many query heads take turns: with a causal mask, as many as keep their keys and values in L2."""
+    if not problem.causal:
+        return 1
+    pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
+    together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
+    """Programs to launch."""
+    tiles = tiles_of(problem, config)
+    return min(tiles, _multiprocessors(device)) if config.persistent else tiles
+
+
+def refuses(problem: AttentionProblem) -> str | None:
+    """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
+    if problem.arch != "sm_90":
+        return f"sm90 is made of instructions that only sm_90 has, this is {problem.arch}"
+    if problem.dtype not in DTYPES:
+        return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
+    if reason := refuse_features(problem, FEATURES, "sm90"):
+        return reason
+    if problem.head_dim not in {d for d, _ in CONFIGS}:
+        return f"sm90 takes head_dim {', '.join(map(str, sorted({d for d, _ in CONFIGS})))}, not {problem.head_dim}"
+    if (problem.head_dim, problem.causal) not in CONFIGS:
+        return f"with a causal mask and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
+    if not problem.aligned:
+        return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    if not has_tma(problem):
+        return f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on"
+    config = config_of(problem)
+    if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
+    if tiles_of(problem, config) < MIN_TILES:
+        return f"sm90 needs {MIN_TILES} tiles of queries to keep a GPU busy, got {tiles_of(problem, config)}"
+    return None
+
+
+def environment_refusal() -> str | None:
+    """Why the kernel cannot be compiled here, whatever the problem, or None."""
+    if tuple(int(x) for x in triton.__version__.split(".")[:2]) != TRITON:
+        wanted = ".".join(map(str, TRITON))
+        return f"sm90 is written in the Gluon of Triton {wanted}, this is Triton {triton.__version__}"
+    if is_interpreting():
+        return "sm90 is written in Gluon, which Triton's interpreter does not run"
+    return None
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the portable kernel has to run `problem`, or None."""
+    return refuses(problem) or environment_refusal()

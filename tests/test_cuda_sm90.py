@@ -1,0 +1,137 @@
+"""The Hopper kernel: what it refuses and why (anywhere), and its results (on a GPU of that kind)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton
+
+import diyfa
+from diyfa import registry
+from diyfa.backends.cuda import backend as cuda
+from diyfa.backends.cuda import configs, sm90
+from diyfa.problem import VARLEN, AttentionProblem
+from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_kernel = pytest.mark.skipif(
+    not ON_HOPPER or sm90.environment_refusal() is not None, reason="needs an sm_90 GPU and the Gluon of Triton 3.6"
+)
+
+
+def problem(**changes) -> AttentionProblem:
+    size = {"batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}
+    plain = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", *size.values(), head_dim=128, head_dim_v=128)
+    return plain.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window_right": 0},
+        {"layout": "bshd", "dtype": "float16"},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 256, "head_dim_v": 256, "window_right": 0},
+        {"seqlen_q": 1000, "seqlen_k": 3333, "window_right": 0},
+        {"deterministic": True, "needs_grad": True},
+    ],
+    ids=str,
+)
+def test_accepts(changes: dict) -> None:
+    assert sm90.refuses(problem(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": "sm_80"}, "only sm_90 has, this is sm_80"),
+        ({"arch": "sm_100"}, "only sm_90 has, this is sm_100"),
+        ({"dtype": "float32"}, "not float32"),
+        ({"head_dim": 80, "head_dim_v": 80}, "head_dim 64, 128, 256, not 80"),
+        ({"head_dim_v": 64}, "does not implement head_dim_v"),
+        ({"window_left": 128, "window_right": 0}, "does not implement window"),
+        ({"softcap": 30.0}, "does not implement softcap"),
+        ({"alibi": True, "bias": True}, "does not implement alibi, attn_bias"),
+        ({"sinks": True}, "does not implement sinks"),
+        ({"dropout": True}, "does not implement dropout"),
+        ({"seq_lens": True}, "does not implement seq_lens"),
+        ({"layout": VARLEN, "total_q": 9000, "total_k": 9000}, "does not implement varlen"),
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"head_dim": 64, "head_dim_v": 64, "window_right": 0}, "the portable kernel is as fast"),
+        ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
+        ({"seqlen_q": 64, "batch": 64}, "tiles of 128 queries, which 64 would not fill"),
+        ({"seqlen_q": 1024, "batch": 1}, "needs 132 tiles of queries to keep a GPU busy, got 128"),
+    ],
+    ids=str,
+)
+def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
+    assert reason in sm90.refuses(problem(**changes))
+
+
+def test_every_head_dim_has_a_row_for_every_length() -> None:
+    for rows in sm90.CONFIGS.values():
+        limits = [most for most, _ in rows]
+        assert limits == sorted(set(limits)) and limits[-1] >= 1 << 40
+
+
+def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()
+
+
+def test_chosen_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"
+    assert registry.choose("attention_fwd", problem(softcap=1.0), cuda).name == "v2"
+    with pytest.raises(ValueError, match="sm90: sm90 does not implement softcap"):
+        registry.choose("attention_fwd", problem(softcap=1.0), cuda, "sm90")
+
+
+def random_cases(seed: int, count: int) -> list[AttentionCase]:
+    choose = random.Random(seed).choice
+    return [
+        AttentionCase(
+            f"sm90_{i}",
+            batch=choose((1, 2, 3)),
+            heads=6,
+            heads_kv=choose((1, 2, 6)),
+            seqlen_q=choose((200, 511, 512, 1000, 1500)),
+            seqlen_k=choose((1, 37, 128, 777, 1024, 2100)),
+            head_dim=choose((128, 256)),
+            dtype=choose(("float16", "bfloat16")),
+            layout=choose(("bhsd", "bshd")),
+            view=choose(("contiguous", "transposed")),
+            causal=choose((False, True)),
+            sm_scale=choose((None, 0.3, -0.05)),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+@needs_kernel
+@pytest.mark.parametrize("case", random_cases(0, 24), ids=lambda case: case.name)
+def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(sm90, "MIN_TILES", 0)
+    inputs = make_inputs(case, "cuda")
+    assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1024, 3000])
+def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
+    """A race between the producer and the consumers would show as results that move."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (4, 16, seqlen, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
+    portable = diyfa.flash_attention(q, k, v, variant="v2")
+    first = diyfa.flash_attention(q, k, v, variant="sm90")
+    assert (first - portable).abs().max() < 0.02
+    for _ in range(100):
+        assert torch.equal(diyfa.flash_attention(q, k, v, variant="sm90"), first)
