@@ -158,7 +158,8 @@ def flash_attention(
     """softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
     Args:
-        q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 512. Last stride 1, others free.
+        q: (B, H, Sq, D), or (B·H, Sq, D); float16, bfloat16 or float32. D is 1 to 576, v's 1 to 512. Last stride 1,
+            others free.
         k, v: (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or 3-D like q. H must be a multiple of Hk (grouped-query attention).
         causal: query i sees keys j <= i + Sk - Sq (aligned to the bottom right).
         sm_scale: factor of the scores; default 1/sqrt(D).

@@ -8,7 +8,7 @@ default, causal masks and windows aligned to the bottom right, dropout on the so
 * the log-sum-exp that `return_attn_probs=True` returns has a gradient;
 * the dropout mask is `diyfa.dropout_mask`, the same on every device;
 * packed inputs get their gradient in one packed tensor, nothing is copied in either direction;
-* head dimensions up to 512, V of another head dimension than K, float32 inputs, NPUs.
+* head dimensions up to 512 (576 for q and k), V of another head dimension than K, float32 inputs, NPUs.
 
 There is no `backend=` argument: the tensors' device decides, or `diyfa.use_backend`, or DIYFA_BACKEND.
 

@@ -358,6 +358,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packing: str, q: Any, k: Any, v: Any, *features: Any) -> Pair:
         out, lse = _fwd(*_UNPACK[packing](q, k, v), *features)
+        if not torch.compiler.is_compiling():  # an unused lse costs no gradient of zeros
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *features[:_TENSOR_FEATURES])
         ctx.packing = packing
         ctx.scalars = features[_TENSOR_FEATURES:]
@@ -369,6 +371,8 @@ class _Attention(torch.autograd.Function):
         dout, dlse = grads
         q, k, v, out, lse, *optional = ctx.saved_tensors
         attn_bias, sinks = optional[4:6]
+        if dout is None:
+            dout = torch.zeros_like(out)
         dq, dk, dv, dbias, dsinks = _bwd(
             dout, dlse, *_UNPACK[ctx.packing](q, k, v), out, lse, ctx.packing, *optional, *ctx.scalars
         )

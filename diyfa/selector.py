@@ -99,7 +99,11 @@ class BackendSelector:
         # float32 is computed in float16 unless a precision is asked for: `triton_matmul`
         compute = dtype_name(torch.float16 if dtype == torch.float32 else dtype)
         arch = self._backend.arch(self._device)
-        problem = MatmulProblem(self._backend.device_type, arch, dtype_name(dtype), compute, compute, m, n, k)
+        step = 16 // dtype.itemsize  # contiguous matrices whose rows begin at multiples of 16 bytes
+        aligned = k % step == 0 and n % step == 0
+        problem = MatmulProblem(
+            self._backend.device_type, arch, dtype_name(dtype), compute, compute, m, n, k, aligned=aligned
+        )
         return registry.choose("matmul", problem, self._backend), problem
 
     def select_attention(

@@ -189,6 +189,8 @@ def check_features(
     sinks: torch.Tensor | None,
 ) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
+    given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
+    check_tensors(**{name: x for name, x in given.items() if x is not None})
     check_same_device(q, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:

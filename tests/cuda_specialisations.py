@@ -113,6 +113,19 @@ def dense(
     train(describe_attention(cuda, tensors, scalars(layout, bias_grad=bool(bias))), tensors, wants_dlse)
 
 
+def hopper(rng: random.Random) -> None:
+    """The Hopper kernel's forward pass, of lengths that it takes."""
+    from diyfa.backends.cuda import fwd_sm90, sm90
+
+    sm90._multiprocessors = lambda device: 132
+    shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
+    q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
+    tensors = AttentionTensors(q, k, v, 0.1)
+    problem = describe_attention(cuda, tensors, scalars("bhsd"))
+    assert sm90.refuses(problem) is None
+    fwd_sm90.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+
+
 def windowed(rng: random.Random, **arguments: Any) -> None:
     packed(rng, window_left=rng.randint(0, 500), **arguments)
 
@@ -139,10 +152,13 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def main() -> None:
+    from diyfa.backends.cuda import sm90
+
     JITFunction.run = record
     tune.set_enabled(False)
     counts = {}
-    for name, (call, arguments) in RUNS.items():
+    runs = RUNS if sm90.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
+    for name, (call, arguments) in runs.items():
         keys.clear()
         rng = random.Random(name)
         for _ in range(CALLS):

@@ -70,6 +70,8 @@ ATTENTION = {
     "lens_beyond": ((Q, K, V), {"seq_lens": lens(8, 9)}, ValueError, r"0 < length <= 8"),
     "lens_device": ((Q, K, V), {"seq_lens": lens(8, 8).to("meta")}, ValueError, r"same device"),
     "lens_3d": ((Q[0, :3], K[0, :3], V[0, :3]), {"seq_lens": lens(8, 8)}, ValueError, r"multiple of the batch 2"),
+    "alibi_type": ((Q, K, V), {"alibi_slopes": [0.5] * 4}, TypeError, r"alibi_slopes must be a torch\.Tensor"),
+    "bias_type": ((Q, K, V), {"attn_bias": 1.0}, TypeError, r"attn_bias must be a torch\.Tensor, got float"),
     "alibi_dtype": ((Q, K, V), {"alibi_slopes": torch.zeros(4, dtype=F16)}, TypeError, r"alibi_slopes must be float32"),
     "alibi_shape": ((Q, K, V), {"alibi_slopes": torch.zeros(3)}, ValueError, r"alibi_slopes must have shape \(4,\)"),
     "alibi_batch": ((Q, K, V), {"alibi_slopes": torch.zeros(1, 4)}, ValueError, r"alibi_slopes must have shape"),

@@ -257,3 +257,18 @@ def test_threads() -> None:
         assert len(results[i]) == 5
         for got in results[i]:
             assert all(torch.equal(a, b) for a, b in zip(got, expected[i], strict=True))
+
+
+def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
+    """An unused lse arrives at the kernels as None, not as zeros; a loss of lse alone works without one of out."""
+    given, backward = [], diyfa.ops._bwd
+    monkeypatch.setattr(diyfa.ops, "_bwd", lambda dout, dlse, *rest: given.append(dlse) or backward(dout, dlse, *rest))
+    q, k, v = tensors((1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8))
+    out, lse = diyfa.flash_attention(q, k, v, return_lse=True, **CPU)
+    out.sum().backward()
+    assert given == [None]
+    out, lse = diyfa.flash_attention(q, k, v, return_lse=True, **CPU)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    expected = torch.autograd.grad(torch.logsumexp(q @ k.mT * 8**-0.5, -1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), expected)
+    assert not dv.any()

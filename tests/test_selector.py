@@ -78,3 +78,15 @@ def test_refusals_are_the_kernels_own(monkeypatch):
         BackendSelector().select_attention(1, 1, 65, 64)
     with pytest.raises(ValueError, match="cannot run this matmul"):
         AdaptiveKernelSelector().get_matmul_config(m=123)
+
+
+def test_matmul_tile_is_that_of_contiguous_matrices(monkeypatch):
+    """On an sm_90 contiguous half-precision matrices go through TMA, unless their rows are not aligned."""
+    pytest.importorskip("triton.backends.nvidia", reason="the cuda backend needs Triton for NVIDIA GPUs")
+    monkeypatch.setenv("DIYFA_ARCH", "sm_90")
+    cuda = registry.load_backend("cuda")
+    monkeypatch.setattr("diyfa.selector._resolve", lambda backend: (cuda, torch.device("cpu")))
+    selector = AdaptiveKernelSelector("cuda")
+    assert selector.get_matmul_config()["kernel"] == "tma"
+    assert selector.get_matmul_config(k=4095)["kernel"] == "pointers"
+    assert selector.get_matmul_config(n=4100)["kernel"] == "pointers"

@@ -73,5 +73,13 @@ def test_lengths_are_told_apart_at_all(counts):
     assert counts["bhsd"]["_fwd_kernel"]["causes"] == ["seqlen_k", "seqlen_q"]
 
 
+def test_hopper_kernel(counts):
+    if "Hopper" not in counts:
+        pytest.skip("the Hopper kernel needs the Gluon of Triton 3.6")
+    (found,) = counts["Hopper"].values()
+    assert found["keys"] == 1, found
+    assert 1 <= found["tiles"] <= 4, found  # with a masked end of the keys or without, for each of two tiles
+
+
 def test_preprocess_depends_on_no_length_of_keys(counts):
     assert counts["packed, cross"]["_bwd_preprocess_kernel"]["keys"] == 2
