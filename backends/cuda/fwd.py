@@ -226,7 +226,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
 
 _launches = Launches()
 # Launches whose tile is settled, by all that they depend on -> (choice, launch, reads edges by address): a repeated
-# call asks nothing else, which saves it 3 us.
+# call asks nothing else, which saves it 3 us. `out` lies as `empty_output` makes it from q, so q's strides say it all.
 _settled: dict[tuple[object, ...], tuple[object, Launch, bool]] = {}
 
 
