@@ -50,7 +50,8 @@ NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_device.py tests
 
 # What depends on the version of Triton.
 TRITON39_TESTS ?= tests/test_attention_matrix.py tests/test_matmul.py tests/test_cuda_tiles.py tests/test_cuda_aot.py \
-  tests/test_cuda_matmul.py tests/test_tune.py tests/test_ops.py tests/test_fuzz.py
+  tests/test_cuda_matmul.py tests/test_cuda_packed.py tests/test_dropout_kernels.py tests/test_specialisations.py \
+  tests/test_tune.py tests/test_ops.py tests/test_fuzz.py
 
 .PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton39 docs clean
 
@@ -133,7 +134,7 @@ compile-gate-npu: $(VENV_NPU)/.ready
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 # Left out: a case that is one torch reduction on the device and no kernel, which host memory has not got.
 test-npu: $(VENV_NPU)/.ready
-	$(VENV_NPU)/bin/python tests/npu_env.py tests/npu tests/test_attention_matrix.py --numprocesses $(JOBS) \
+	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py \
 	  --deselect 'tests/test_attention_matrix.py::test_attention[npu-auto-no_keys_sinks]' $(PYTEST_ARGS)
 

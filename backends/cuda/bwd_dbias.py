@@ -25,7 +25,7 @@ from diyfa.backends.cuda.attention_launch import (
     feature_scalars,
 )
 from diyfa.backends.cuda.bwd_dq import score_gradient
-from diyfa.backends.cuda.configs import AttentionConfig, form_of, portable_config, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.scores import first_row, key_blocks, query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
@@ -53,7 +53,7 @@ def _bwd_dbias_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REDUCE: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr,
+    REDUCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
@@ -125,10 +125,10 @@ def _bwd_dbias_kernel(
         offset = n_keys - n_queries
         offs_m = row0 + tl.arange(0, BLOCK_M)
         offs_n = col0 + tl.arange(0, BLOCK_N)
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
-        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
-        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, POINTER)
+        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
+        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
         q = load_tile(
             q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, POINTER
         )
@@ -190,7 +190,6 @@ def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> 
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "REDUCE": reduce,
-        "FORM": form_of(tile),
     }
 
 
