@@ -5,12 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Triton 3.9 has none; the Ascend compiler turns any other masked store into a loop over its elements.
+BLOCK_POINTERS = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 9)
+
 
 @triton.jit
 def mask_kernel(
     rng_state_ptr, keep_ptr, b, h, row0, column0, threshold, rows, columns,
     HEAD_KEYS: tl.constexpr, POSITION_WORDS: tl.constexpr, KEEP_TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_POINTERS: tl.constexpr,
 ):  # fmt: skip
     """The mask at (b, h), all its tiles from (row0, column0) on -> keep [rows, columns] float32, 1 where kept."""
     row_key0, row_key1, column_key0, column_key1 = HEAD_KEYS(rng_state_ptr, b, h)
@@ -22,11 +25,21 @@ def mask_kernel(
             c0, c1 = POSITION_WORDS(column_key0, column_key1, offs_n + (column0 + n0))
             if TRANSPOSED:
                 keep = KEEP_TILE(c0, c1, r0, r1, threshold)  # [BLOCK_N, BLOCK_M]
-                tile = tl.make_block_ptr(keep_ptr, (columns, rows), (1, columns), (n0, m0), (BLOCK_N, BLOCK_M), (0, 1))
             else:
                 keep = KEEP_TILE(r0, r1, c0, c1, threshold)  # [BLOCK_M, BLOCK_N]
+            kept = tl.where(keep, 1.0, 0.0)
+            if not BLOCK_POINTERS:
+                if TRANSPOSED:
+                    i, j = (m0 + offs_m)[None, :], (n0 + offs_n)[:, None]
+                else:
+                    i, j = (m0 + offs_m)[:, None], (n0 + offs_n)[None, :]
+                tl.store(keep_ptr + i * columns + j, kept, mask=(i < rows) & (j < columns))
+            elif TRANSPOSED:
+                tile = tl.make_block_ptr(keep_ptr, (columns, rows), (1, columns), (n0, m0), (BLOCK_N, BLOCK_M), (0, 1))
+                tl.store(tile, kept, boundary_check=(0, 1))
+            else:
                 tile = tl.make_block_ptr(keep_ptr, (rows, columns), (columns, 1), (m0, n0), (BLOCK_M, BLOCK_N), (1, 0))
-            tl.store(tile, tl.where(keep, 1.0, 0.0), boundary_check=(0, 1))
+                tl.store(tile, kept, boundary_check=(0, 1))
 
 
 def constants(helpers, block_m, block_n, transposed):
@@ -38,6 +51,7 @@ def constants(helpers, block_m, block_n, transposed):
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "TRANSPOSED": transposed,
+        "BLOCK_POINTERS": BLOCK_POINTERS,
     }
 
 
