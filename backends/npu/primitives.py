@@ -246,6 +246,22 @@ def mask_tile(
 
 
 @triton.jit
+def score_tile(
+    s, rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
+):
+    """Scores from raw products, and for softcap the tanh whose derivative scales the gradient."""
+    tanh = s
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.exp(s * softcap_rate) + 1.0)
+        s = tanh * softcap
+    else:
+        s = s * sm_scale
+    if ALIBI:
+        s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+    return s, tanh
+
+
+@triton.jit
 def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
     """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
