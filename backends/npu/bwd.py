@@ -31,7 +31,14 @@ from diyfa.backends.npu.configs import (
     bwd_tiles,
     preprocess_rows,
 )
-from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.launch import (
+    addressed,
+    cube_programs,
+    device_guard,
+    heads_together,
+    launch_options,
+    vector_programs,
+)
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
@@ -134,7 +141,7 @@ def attention_bwd(
             dk, dv,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
             *feature_strides,
-            *sizes,
+            *sizes, heads_together(problem, "dkdv"),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dkdv"),
             **launch_options(tile, problem.arch),
         )  # fmt: skip
@@ -145,7 +152,7 @@ def attention_bwd(
             dq,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
             *feature_strides,
-            *sizes,
+            *sizes, heads_together(problem, "dq"),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
             **launch_options(tile, problem.arch),
         )  # fmt: skip

@@ -22,7 +22,9 @@ from diyfa.backends.npu.primitives import (
     sequence,
     store_row,
     store_tile,
+    task_in,
     tile_needs_mask,
+    turns_before,
 )
 
 
@@ -63,7 +65,8 @@ def _bwd_dbias_kernel(
     shared_heads = heads_q // own_heads
     shared_rows = row_blocks // own_rows
     shared_keys = key_blocks // own_keys
-    for task in range(tl.program_id(0), own_batch * own_heads * own_rows * own_keys, tl.num_programs(0)):
+    for turn in range(turns_before(own_batch * own_heads * own_rows * own_keys)):
+        task = task_in(turn)
         own_n = task % own_keys
         own_m = task // own_keys % own_rows
         own_h = task // own_keys // own_rows % own_heads

@@ -12,7 +12,6 @@ from diyfa.backends.npu.primitives import (
     load_row,
     load_tile,
     store_row,
-    task_of,
 )
 
 
@@ -29,8 +28,9 @@ def _bwd_preprocess_kernel(
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        b, h, block = task_of(task, 0, row_blocks, heads_q, False)
-        row0 = block * BLOCK_M
+        b = task // row_blocks // heads_q
+        h = task // row_blocks % heads_q
+        row0 = task % row_blocks * BLOCK_M
         sq = seqlen_q
         if SEQ_LENS:
             sq = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_q)

@@ -15,7 +15,6 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
-    first_of_next,
     load_lse,
     load_row,
     load_tile,
@@ -23,12 +22,15 @@ from diyfa.backends.npu.primitives import (
     narrow,
     row_base_of,
     row_bias,
+    row_range,
     score_tile,
     sequence,
     store_tile,
+    task_in,
     task_of,
     tasks_of,
     tile_needs_mask,
+    turns_before,
 )
 
 
@@ -41,7 +43,7 @@ def _bwd_dkdv_kernel(
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -54,11 +56,14 @@ def _bwd_dkdv_kernel(
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    first = tl.program_id(0)
-    for sample in range(batch if VARLEN else 1):
-        blocks, tasks = tasks_of(cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, BLOCK_N, VARLEN)
-        for task in range(first, tasks, tl.num_programs(0)):
-            b, hk, block = task_of(task, sample, blocks, heads_kv, VARLEN)
+    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    dealt = 0
+    for sample in range(batch if BY_SAMPLE else 1):
+        blocks, tasks = tasks_of(
+            cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, BLOCK_N, VARLEN, BY_SAMPLE
+        )
+        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
+            b, hk, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_kv, together, BY_SAMPLE, False)
             n0 = block * BLOCK_N
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
@@ -67,19 +72,9 @@ def _bwd_dkdv_kernel(
             # The next rows of packed sequences belong to another one.
             rows = sq if VARLEN else seqlen_q
             keys = sk if VARLEN else seqlen_k
-            offset = sk - sq
-            # Query rows [lo, hi) that can see a key of this tile.
-            lo = 0
-            hi = sq
-            if CAUSAL:
-                lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
-            if HAS_RIGHT:
-                lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
-            if HAS_LEFT:
-                hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
-            if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
-                if n0 >= sk:
-                    hi = lo
+            lo, hi = row_range(
+                n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
+            )
             row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
             v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
@@ -167,4 +162,4 @@ def _bwd_dkdv_kernel(
             )
             store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
-        first = first_of_next(first, tasks, tl.num_programs(0))
+        dealt += tasks

@@ -11,7 +11,6 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
-    first_of_next,
     key_range,
     load_lse,
     load_row,
@@ -23,9 +22,11 @@ from diyfa.backends.npu.primitives import (
     score_tile,
     sequence,
     store_tile,
+    task_in,
     task_of,
     tasks_of,
     tile_needs_mask,
+    turns_before,
 )
 
 
@@ -38,7 +39,7 @@ def _bwd_dq_kernel(
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -51,11 +52,14 @@ def _bwd_dq_kernel(
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    first = tl.program_id(0)
-    for sample in range(batch if VARLEN else 1):
-        blocks, tasks = tasks_of(cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN)
-        for task in range(first, tasks, tl.num_programs(0)):
-            b, h, block = task_of(task, sample, blocks, heads_q, VARLEN)
+    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    dealt = 0
+    for sample in range(batch if BY_SAMPLE else 1):
+        blocks, tasks = tasks_of(
+            cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN, BY_SAMPLE
+        )
+        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
+            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -132,4 +136,4 @@ def _bwd_dq_kernel(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
             store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
-        first = first_of_next(first, tasks, tl.num_programs(0))
+        dealt += tasks
