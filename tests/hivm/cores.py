@@ -71,7 +71,7 @@ _FLOAT: dict[str, Any] = {
     "arith.maximumf": np.maximum, "arith.minimumf": np.minimum, "arith.maxnumf": np.fmax, "arith.minnumf": np.fmin,
     "arith.negf": np.negative,
 }  # fmt: skip
-_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": np.float32}
+_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": np.float32}  # bf16 values are computed with as float32
 _SIGNED = (
     lambda a, b: a == b, lambda a, b: a != b, lambda a, b: a < b, lambda a, b: a <= b, lambda a, b: a > b,
     lambda a, b: a >= b,
@@ -96,11 +96,12 @@ def _constant(text: str) -> Any:
 class Cluster:
     """The cores of one block, what stands between them, and where in the grid they are."""
 
-    def __init__(self, names: list[str], block: int, blocks: int) -> None:
+    def __init__(self, names: list[str], block: int, blocks: int, stale: float | None = None) -> None:
         self.order = Order([f"block {block} {name}" for name in names])
         self.block, self.blocks = block, blocks
         self.flags: dict[tuple[int, int], deque[np.ndarray]] = {}  # (flag, vector core, to the cube core?)
         self.instructions = 0
+        self.stale = stale  # what the accumulators hold at first, NaN unless given
 
     def flag(self, number: int, vector: int, to_cube: bool) -> deque[np.ndarray]:
         return self.flags.setdefault((number, vector * 2 + to_cube), deque())
@@ -115,6 +116,8 @@ class Core:
         self.memories = {
             space: Memory(f"{name} {space.upper()}", size, ON_CHIP_GRANULE) for space, size in MEMORIES.items()
         }
+        if cluster.stale is not None:
+            self.memories["cc"].data.view(np.float32)[:] = cluster.stale
         self.events: dict[tuple[str, str, int], np.ndarray] = {}
         self.values: dict[str, Any] = {}
 
@@ -217,6 +220,11 @@ class Core:
 
     def _arith_sitofp(self, operation: Operation, value: int) -> Any:
         return _FLOATS[operation.result_types[0]](value)
+
+    def _arith_extf(self, operation: Operation, value: Any) -> Any:
+        return _FLOATS[operation.result_types[0]](value)
+
+    _arith_truncf = _arith_extf
 
     def _arith_cmpi(self, operation: Operation, a: int, b: int) -> int:
         predicate = int(operation.attributes["predicate"].partition(" ")[0])

@@ -55,6 +55,7 @@ class Log:
     launches: list[str] = field(default_factory=list)
     instructions: int = 0
     races: list[str] = field(default_factory=list)
+    stale: float | None = None  # what accumulators hold before a kernel
 
 
 _programs: dict[str, Program] = {}
@@ -123,7 +124,7 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, lo
         assert kernel is not None
         is_cube = kernel.attributes["hivm.func_core_type"] == "#hivm.func_core_type<AIC>"
         names, kinds = ["cube" if is_cube else "vector"], [("", is_cube, 0)]
-    cluster = Cluster(names, block, grid)
+    cluster = Cluster(names, block, grid, log.stale)
     running = []
     for index, (suffix, is_cube, vector) in enumerate(kinds):
         core = Core(cluster, index, is_cube, vector, names[index])
@@ -143,9 +144,11 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, lo
 
 
 @contextmanager
-def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2) -> Iterator[Log]:
+def compiled_on_cpu(
+    target: str = "Ascend910B3", programs: int = 2, stale: float | None = None
+) -> Iterator[Log]:
     """Within, kernels of the npu backend run on CPU tensors as compiled for `target`, with `programs` cores."""
-    log = Log()
+    log = Log(stale=stale)
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         names = function.arg_names

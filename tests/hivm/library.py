@@ -176,6 +176,8 @@ TABLE: dict[str, Function] = {
     "enablevc_reduce_sum_ar": Function(_V, "rwts", _reduce(np.add, -1)),
     "enablevc_reduce_max_ar": Function(_V, "rwts", _reduce(np.maximum, -1)),
     "enablevc_reduce_sum_ra": Function(_V, "rwts", _reduce(np.add, 0)),
+    "enablevc_reduce_sum_r": Function(_V, "rwts", _reduce(np.add, 0)),
+    "enablevc_reduce_max_r": Function(_V, "rwts", _reduce(np.maximum, 0)),
     "transpose_2d_with_last_axis": Function(_V, "rw", np.transpose),
     "broadcast_scalar": Function(_V, "sw", _fill, whole=True),
     "broadcast_last_axis_align": Function(_V, "rwt", _same),
