@@ -322,6 +322,7 @@ class Core:
     def _memref_load(self, operation: Operation, source: Ref, *indices: int) -> Any:
         element = self._element(source, indices)
         self.order.instruction(self.index, "PIPE_S", [element], [], operation.line, "load")
+        self.order.done()
         value = element.read()[0]
         return value if element.dtype in _FLOATS else int(value)
 
@@ -329,6 +330,7 @@ class Core:
         element = self._element(target, indices)
         self.order.instruction(self.index, "PIPE_S", [], [element], operation.line, "store")
         element.write(np.asarray([value]))
+        self.order.done()
 
     # ---- the core ----------------------------------------------------------------------------------------------
 
@@ -395,6 +397,7 @@ class Core:
         reads, writes = function.accesses(arguments)
         self.order.instruction(self.index, function.pipe, reads, writes, operation.line, name)
         function.run(arguments)
+        self.order.done()
 
     def _multiply(
         self, operation: Operation, name: str, a: Ref, b: Ref, init: int, m: int, k: int, n: int, c: Ref,
@@ -422,3 +425,4 @@ class Core:
         self.order.receive(self.index, "PIPE_M", self.order.message(self.index, "PIPE_MTE1"))
         self.order.instruction(self.index, "PIPE_M", [] if init else [c], [c], operation.line, name)
         cube.multiply(a, b, bool(kind[1]), bool(kind[2]), bool(init), k, n, c)
+        self.order.done()

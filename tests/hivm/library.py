@@ -173,11 +173,13 @@ TABLE: dict[str, Function] = {
     "vcast_float_to_half": Function(_V, "rws", _to_narrower),
     "vcast_float_to_bfloat16_t": Function(_V, "rws", _to_narrower),
     "vcast_float_to_int32_t": Function(_V, "rws", _to_integer),
-    "enablevc_reduce_sum_ar": Function(_V, "rwts", _reduce(np.add, -1)),
-    "enablevc_reduce_max_ar": Function(_V, "rwts", _reduce(np.maximum, -1)),
-    "enablevc_reduce_sum_ra": Function(_V, "rwts", _reduce(np.add, 0)),
-    "enablevc_reduce_sum_r": Function(_V, "rwts", _reduce(np.add, 0)),
-    "enablevc_reduce_max_r": Function(_V, "rwts", _reduce(np.maximum, 0)),
+    # ar: along the last axis; ra: along the first; r: of a vector. "enablevc" names the instructions that it may use.
+    **{
+        f"{prefix}reduce_{name}_{axes}": Function(_V, "rwts", _reduce(combine, -1 if axes == "ar" else 0))
+        for prefix in ("", "enablevc_")
+        for name, combine in (("sum", np.add), ("max", np.maximum))
+        for axes in ("ar", "ra", "r")
+    },
     "transpose_2d_with_last_axis": Function(_V, "rw", np.transpose),
     "broadcast_scalar": Function(_V, "sw", _fill, whole=True),
     "broadcast_last_axis_align": Function(_V, "rwt", _same),
