@@ -227,6 +227,12 @@ class CompileReport:
     spill_bytes: int | None = None
     memory: dict[str, int] = field(default_factory=dict)  # bytes: {"shared": …} or {"ub": …, "l1": …, "l0c": …}
     notes: tuple[str, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
+    metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
+
+
+class ToolMissing(RuntimeError):
+    """A program or package that a command needs is not installed; the message says how to get it."""
 
 
 @dataclass(frozen=True)

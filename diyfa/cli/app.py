@@ -128,17 +128,36 @@ def tune(
 
 @app.command()
 def compile(
-    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, …")] = None,
+    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
+    chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Ascend: head dim.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Ascend: even, tail, causal, biased, featured, crowded.")
+    ] = None,
+    tile: Annotated[list[str] | None, typer.Option(help="Ascend: query rows x keys, not the table's: 128x256.")] = None,
     list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     json: Json = False,
 ) -> None:
-    """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate."""
+    """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate.
+
+    With --kernel, --dtype, --head-dim, --mode or --tile (Ascend) only what they name, else all that is shipped.
+    """
     from diyfa.cli.compile import list_known, run
+    from diyfa.cli.compile_npu import parse_tile
 
     if list_targets:
         list_known(json)
         return
-    if target is None:
+    if target is not None and chip is not None:
+        raise typer.BadParameter("name the chip once, as TARGET or with --chip", param_hint="--chip")
+    name = chip if target is None else target
+    if name is None:
         raise typer.BadParameter("name a target, or --list to see them", param_hint="TARGET")
-    raise typer.Exit(run(target, only, json))
+    asked = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mode": mode}
+    select: dict[str, object] = {field: tuple(values) for field, values in asked.items() if values}
+    if tile:
+        select["tile"] = tuple(parse_tile(text) for text in tile)
+    raise typer.Exit(run(name, only, json, select or None))
