@@ -58,6 +58,8 @@ def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, 
             mbarrier.arrive(empty.index(slot), count=1)
         if BUG == "layout_mismatch":
             x = x + gl.full([ROWS, x.shape[1]], 1.0, x.dtype, OTHER)
+        if BUG == "wrong_warps":
+            x = gl.convert_layout(x, gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0]))
         rows = i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0 if BUG == "wrong_slice" else 1, LAYOUT))
         if BUG == "no_mask":
             gl.store(sums_ptr + rows, gl.sum(x.to(gl.float32), 1))
@@ -122,6 +124,7 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
     N: gl.constexpr = b_buffers.shape[2]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     WRONG: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, 16])
+    copy = gl.allocate_shared_memory(a_buffers.dtype, a_buffers.shape[1:], a_buffers.layout)
     acc = gl.zeros([M, N], gl.float32, WRONG if BUG == "wrong_instruction" else OUT)
     for i in range(n_blocks):
         slot = i % SLOTS
@@ -131,6 +134,11 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
             a = a.load(gl.DotOperandLayout(0, OUT, 4))
         elif BUG == "through_registers":  # no bug
             a = a.load(gl.DotOperandLayout(0, OUT, 2))
+        elif BUG == "through_shared" or BUG == "no_fence":  # the first is none
+            copy.store(a.load(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+            if BUG != "no_fence":
+                fence_async_shared()
+            a = copy
         running = warpgroup_mma(a, b_buffers.index(slot), acc, is_async=True)
         if BUG == "early_release":
             mbarrier.arrive(empty.index(slot), count=1)

@@ -67,6 +67,7 @@ def test_a_right_pipeline_passes(seed: int, slots: int) -> None:
         ("no_store_wait", Race, "store at .*, but nothing has waited for the end of: TMA store"),
         ("store_at_the_end", KernelBug, "the program ends while still running: TMA stores"),
         ("layout_mismatch", ValueError, "Layout mismatch"),
+        ("wrong_warps", InvalidOperand, "a layout for 8 warps, 4 run there"),
         ("wrong_slice", ValueError, "Layout mismatch"),
         ("no_mask", OutOfBounds, "bytes 320 to 384 of sums_ptr, whose storage has 360"),
     ],
@@ -95,7 +96,7 @@ def multiply(bug: str = "", seed: int = 0, dtype: torch.dtype = torch.float16) -
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["", "through_registers"])
+@pytest.mark.parametrize("variant", ["", "through_registers", "through_shared"])
 def test_a_right_product_passes(variant: str, dtype: torch.dtype, seed: int) -> None:
     multiply(variant, seed, dtype)
 
@@ -106,6 +107,7 @@ def test_a_right_product_passes(variant: str, dtype: torch.dtype, seed: int) -> 
         ("early_release", Race, "TMA load of [ab] .*, but nothing has waited for the end of: wgmma at"),
         ("no_wait", Race, r"computes with \(__mul__\) the accumulator of wgmma"),
         ("short_wait", Race, "uses the accumulator of the wgmma at .* before a wait proved it complete"),
+        ("no_fence", Race, "wgmma at .* without fence_async_shared after: store at"),
         ("operand_layout", InvalidOperand, "a in registers needs DotOperandLayout"),
         ("wrong_instruction", InvalidOperand, "32 columns by 64"),
     ],

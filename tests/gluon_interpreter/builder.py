@@ -16,22 +16,12 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from . import barriers, inline_asm
 from .errors import InvalidOperand, Overflow, assigned_name, location
-from .layouts import Inference
+from .layouts import inference, num_warps_of
 from .numerics import narrow, poison, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
 from .tma import Load
-
-_inference: Inference | None = None
-
-
-def inference() -> Inference:
-    """One for the process: it takes a moment to make."""
-    global _inference
-    if _inference is None:
-        _inference = Inference()
-    return _inference
 
 
 def _scalar(handle: TensorHandle) -> int:
@@ -50,6 +40,9 @@ class Builder(InterpreterBuilder):
     # ---- types and layouts: themselves
 
     def get_distributed_ty(self, dtype: tl.dtype, shape: list[int], layout: Any) -> Any:
+        wanted, have = num_warps_of(layout), current().num_warps
+        if wanted not in (None, have):
+            raise InvalidOperand(f"at {location()} a layout for {wanted} warps, {have} run there: {layout}")
         return gl.distributed_type(dtype, list(shape), layout)
 
     def get_shared_mem_desc_ty(self, dtype: tl.dtype, shape: list[int], layout: Any, alloc_shape: list[int]) -> Any:
@@ -244,6 +237,12 @@ class Builder(InterpreterBuilder):
     ) -> None:
         self.program.scheduler.pause()
         self.program.stores(current()).issue(descriptor, [_scalar(c) for c in coordinates], view)
+
+    def create_async_tma_reduce(
+        self, kind: Any, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
+    ) -> None:
+        self.program.scheduler.pause()
+        self.program.stores(current()).issue(descriptor, [_scalar(c) for c in coordinates], view, kind)
 
     def create_async_tma_store_wait(self, pending: int) -> None:
         self.program.stores(current()).wait(pending)

@@ -79,3 +79,9 @@ class GlobalMemory:
             raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]
+
+    def reduce(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, function: np.ufunc) -> None:
+        """Combine items with what is there, one at a time: nobody's result is lost."""
+        if mask.any():
+            storage, index = self._locate(addresses[mask], values.itemsize, "reduction")
+            function.at(self._items(storage, values.dtype), index, values[mask])

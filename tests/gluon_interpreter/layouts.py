@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any
 
 from triton._C.libtriton import gluon_ir, ir
@@ -10,6 +12,17 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import language as gl
 
 _TARGET = GPUTarget("cuda", 90, 32)
+
+
+def num_warps_of(layout: Any) -> int | None:
+    """How many warps a register layout is for; None where it leaves that open."""
+    if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
+        return num_warps_of(layout.parent)
+    if isinstance(layout, gl.DistributedLinearLayout):
+        return 1 << len(layout.warp_bases)
+    if isinstance(layout, (gl.BlockedLayout, gl.NVMMADistributedLayout)):
+        return math.prod(int(n) for n in layout.warps_per_cta)
+    return None
 
 
 class Inference:
@@ -36,6 +49,20 @@ class Inference:
         ty = gl.shared_memory_descriptor_type(dtype, list(shape), layout, list(shape))
         return self._builder.create_local_alloc(ty.to_ir(self._builder))
 
+    def of_tensor(self, operation: str, dtype: Any, shape: list[int], layout: Any, *arguments: Any) -> Any:
+        """Layout of `create_<operation>(tensor, *arguments)`: reshape, trans. An operation with several results gives
+        that of the first."""
+        key = f"{operation} {dtype} {shape} {layout} {arguments}"
+        if key not in self._known:
+            builder = self._builder
+            ty = gl.distributed_type(dtype, list(shape), layout).to_ir(builder)
+            tensor = builder.create_splat(ty, builder.get_null_value(dtype.to_ir(builder)))
+            operands = [tensor, tensor] if operation == "join" else [tensor, *arguments]
+            handle = getattr(builder, f"create_{operation}")(*operands)
+            handle = handle[0] if isinstance(handle, (tuple, list)) else handle
+            self._known[key] = builder.get_gluon_layout_from_tensor(handle)
+        return self._known[key]
+
     def of_view(self, operation: str, dtype: Any, shape: list[int], layout: Any, argument: list[int]) -> Any:
         """Layout of `create_<operation>(memory, argument)`: memdesc_reshape, memdesc_trans."""
         key = f"{operation} {dtype} {shape} {layout} {argument}"
@@ -44,3 +71,9 @@ class Inference:
             handle = create(self._memory(dtype, shape, layout), argument)
             self._known[key] = self._builder.get_gluon_layout_from_memdesc(handle)
         return self._known[key]
+
+
+@cache
+def inference(num_warps: int = 4) -> Inference:
+    """One for each number of warps that a tensor is spread over."""
+    return Inference(num_warps)

@@ -13,6 +13,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from .builder import Builder
 from .errors import InvalidOperand, location
+from .layouts import inference
 from .program import COMPILER_BARRIERS, Program
 from .scheduler import Task, current
 
@@ -30,6 +31,32 @@ class Semantic(GluonSemantic):
         layout = getattr(input.type, "layout", None)
         self._layout_of_result = layout.parent if isinstance(layout, gl.SliceLayout) else layout
         return super().expand_dims(input, axis)
+
+    def _inferred(self, operation: str, x: Any, *arguments: Any) -> None:
+        """Ask the compiler for the layout of the result that the front end is about to wrap."""
+        shape = [int(size) for size in x.type.shape]
+        infer = inference(current().num_warps).of_tensor
+        self._layout_of_result = infer(operation, x.dtype, shape, x.type.layout, *arguments)
+
+    def reshape(self, input: Any, dst_shape: list[int], can_reorder: bool) -> Any:
+        self._inferred("reshape", input, [int(size) for size in dst_shape], False)
+        return super().reshape(input, dst_shape, can_reorder)
+
+    def permute(self, input: Any, dims: Any) -> Any:
+        self._inferred("trans", input, [int(d) for d in dims])
+        return super().permute(input, dims)
+
+    def join(self, a: Any, b: Any) -> Any:
+        self._inferred("join", a)
+        return super().join(a, b)
+
+    def split(self, a: Any) -> Any:
+        self._inferred("split", a)
+        layout = self._layout_of_result
+        lhs, rhs = (TensorHandle(a.handle.data[..., i], a.dtype) for i in (0, 1))
+        result = gl.distributed_type(a.dtype, [int(size) for size in a.type.shape[:-1]], layout)
+        self._layout_of_result = None
+        return self.tensor(lhs, result), self.tensor(rhs, result)
 
     def _wrap_handle_infer_layout(self, handle: TensorHandle, scalar_ty: tl.dtype, shape: list[int]) -> Any:
         layout, self._layout_of_result = self._layout_of_result, None

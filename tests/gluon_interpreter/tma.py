@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 from triton.runtime.interpreter import _get_np_dtype
 
 from .barriers import MBarrier
@@ -15,6 +16,11 @@ from .numerics import NAN_BITS, poison
 from .scheduler import Event, Task, current
 from .shared_memory import SharedView
 
+_REDUCTIONS = {
+    DESCRIPTOR_REDUCE_KIND.ADD: np.add,
+    DESCRIPTOR_REDUCE_KIND.MIN: np.minimum,
+    DESCRIPTOR_REDUCE_KIND.MAX: np.maximum,
+}
 MAX_BOX = 256
 MAX_SHAPE = 1 << 32
 MAX_STRIDE_BYTES = 1 << 40
@@ -132,8 +138,10 @@ class Stores:
         self.waited = 0
         self._reading: set[int] = set()
 
-    def issue(self, descriptor: Descriptor, coordinates: list[int], view: SharedView) -> None:
+    def issue(self, descriptor: Descriptor, coordinates: list[int], view: SharedView, reduction: Any = None) -> None:
         _check(descriptor, coordinates, view, "store")
+        if reduction is not None and view.dtype == tl.bfloat16:
+            raise NotImplementedError(f"TMA reduction of bfloat16 at {location()}")
         what = f"TMA store to {descriptor.name} at {location()}"
         self.issued += 1
         number = self.issued
@@ -144,7 +152,10 @@ class Stores:
         writer = program.new_writer()
 
         def read() -> None:
-            program.memory.store(addresses, inside, view.array, writer)
+            if reduction is None:
+                program.memory.store(addresses, inside, view.array, writer)
+            else:
+                program.memory.reduce(addresses, inside, view.array, _REDUCTIONS[reduction])
             self._reading.remove(number)
 
         program.scheduler.later(Event(read, what))
