@@ -38,7 +38,7 @@ def invoke_json(*arguments):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "compile"):
+    for command in ("info", "demo", "validate", "bench", "report", "compile"):
         assert command in output
 
 
