@@ -35,6 +35,7 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
+    drop_columns,
     first_of_next,
     key_range,
     load_lse,
@@ -182,15 +183,6 @@ def _bwd_dq_kernel(
                         BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                        p = mask_tile(
-                            p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                        )
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if DROPOUT:
@@ -199,11 +191,25 @@ def _bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
+                # accumulator as they were, so s and dp may hold anything there, NaN included.
+                if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                    if tile_needs_mask(
+                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    ):
+                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                        ds = mask_tile(
+                            ds, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                        )
                 dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
             # The accumulator of a loop that ran no iteration is not cleared.
             dq = tl.where(hi > lo, dq, 0.0) * grad_scale
+            if SEQ_LENS:  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
+                real = ((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32))[:, None]
+                dq = tl.where(real, dq, 0.0)
             dq_block = tl.make_block_ptr(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
@@ -312,6 +318,7 @@ def _bwd_dkdv_kernel(
                         p = mask_tile(
                             p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                         )
+                p = drop_columns(p, row0, sq, BLOCK_M)
                 # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
                 dp = dot(v, tl.trans(dout), INTERPRET)  # [BLOCK_N, BLOCK_M]
                 kept = p
@@ -326,6 +333,7 @@ def _bwd_dkdv_kernel(
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
                 dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
@@ -441,14 +449,6 @@ def _bwd_dbias_kernel(
                     BLOCK_M, BLOCK_N, BIAS, False,
                 )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                p = mask_tile(
-                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                )
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
@@ -458,7 +458,20 @@ def _bwd_dbias_kernel(
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
-            acc += p * (dp - delta[:, None])
+            ds = p * (dp - delta[:, None])
+            if tile_needs_mask(
+                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+            ):
+                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                ds = mask_tile(
+                    ds, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                )
+            if CAUSAL and SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+                if row0 + BLOCK_M > sq:  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
+                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
+                    ds = tl.where(rows < (sq - row0).to(tl.float32), ds, 0.0)
+            acc += ds
         if DROPOUT:
             acc = acc * keep_scale
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
