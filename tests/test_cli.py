@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +43,7 @@ def invoke_json(*arguments):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "compile"):
+    for command in ("info", "demo", "validate", "bench", "tune", "compile"):
         assert command in output
 
 
@@ -237,6 +240,76 @@ def test_bench_with_impossible_options(arguments):
     result = invoke("bench", "--backend", "cpu", *arguments)
     assert result.exit_code == 2
     assert "must be one of" in result.output
+
+
+# --- tune -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    block: int
+
+
+@pytest.fixture
+def tuner(monkeypatch, tmp_path):
+    """The real autotuner with a fake timer, asked by an attention that computes nothing."""
+    tune = pytest.importorskip("diyfa.backends.cuda.tune")
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    times = itertools.cycle([2.0, 1.0])  # of the two tiles, in turns
+    tuner = tune.Tuner(lambda run: next(times), device=lambda: (0, "Test GPU"), may_measure=lambda: True)
+    seen = []
+
+    def attend(q, k, v, causal):
+        seen.append((tuple(q.shape), tuple(k.shape), causal, q.requires_grad))
+        tuner.best("attention_fwd", (q.shape[2], causal), [Tile(32), Tile(64)], lambda tile: None, Tile(32))
+        return q + (k.sum() + v.sum())
+
+    monkeypatch.setattr("diyfa.cli.tune.flash_attention", attend)
+    monkeypatch.setattr("diyfa.cli.tune.load_backend", lambda name: SimpleNamespace(tuning=tuner))
+    monkeypatch.setattr("diyfa.cli.tune.device_for", lambda name: (torch.device("cpu"), "cuda"))
+    tuner.seen = seen
+    return tuner
+
+
+def test_tune_measures_and_says_what_is_new(tuner):
+    command = ("tune", "--seq-len", "32", "--seq-len", "48", "--head-dim", "16", "--heads", "4", "--heads-kv", "2")
+    status, document = invoke_json(*command)
+    assert status == 0
+    assert [call[2] for call in tuner.seen] == [False, True] * 2
+    assert tuner.seen[0] == ((4, 4, 32, 16), (4, 2, 32, 16), False, True)
+    assert {tile["bucket"] for tile in document["tiles"]} == {f"({s}, {m})" for s in (32, 48) for m in (False, True)}
+    assert document["tiles"][0]["config"] == {"block": 64}
+    again = invoke(*command)
+    assert again.exit_code == 0 and "0 newly tuned" in again.output
+    assert len(invoke_json("tune", "--list")[1]["tiles"]) == 4
+    assert "block=64" in invoke("tune", "--list").output
+
+
+def test_tune_forward_and_one_mask_only(tuner):
+    assert invoke("tune", "--seq-len", "32", "--head-dim", "16", "--causal", "--forward").exit_code == 0
+    assert [call[2:] for call in tuner.seen] == [(True, False)]
+
+
+def test_tune_clears_what_it_kept(tuner):
+    invoke("tune", "--seq-len", "32", "--head-dim", "16")
+    assert tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--clear") == (0, {"backend": "cuda", "cleared": 2})
+    assert not tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--list")[1]["tiles"] == []
+    assert "0 tuned tiles" in invoke("tune", "--clear").output
+    assert invoke("tune", "--list", "--clear").exit_code == 2
+
+
+def test_tune_where_nothing_can_be_measured(tuner):
+    tuner.enabled = False
+    result = invoke("tune")
+    assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
+
+
+def test_tune_of_a_backend_without_an_autotuner():
+    result = invoke("tune", "--backend", "cpu")
+    assert result.exit_code == 2 and "no autotuner" in result.output
+    assert invoke("tune", "--dtype", "int8").exit_code == 2
 
 
 # --- compile ----------------------------------------------------------------------------------------------------------

@@ -95,6 +95,38 @@ def bench(
 
 
 @app.command()
+def tune(
+    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be given again.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, max=512, help="May be given again.")] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; default: as many.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    backward: Annotated[bool, typer.Option("--backward/--forward", help="Tune the backward kernels, too.")] = True,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be given again.")] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="Show what was tuned on this device and measure nothing.")
+    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget what was tuned on this device.")] = False,
+    backend: BackendName = None,
+    json: Json = False,
+) -> None:
+    """Measure the tiles of the kernels for problems to come, so that no later call has to."""
+    from diyfa.cli.tune import Request, run
+    from diyfa.cli.tune import clear as clear_tiles
+    from diyfa.cli.tune import show as show_tiles
+
+    if show and clear:
+        raise typer.BadParameter("--list and --clear exclude each other")
+    request = Request(
+        seq_len or [1024, 4096], head_dim or [64, 128], batch, heads, heads_kv, [False, True] if causal is None
+        else [causal], dtype, backward, size or [], backend,
+    )  # fmt: skip
+    raise typer.Exit((show_tiles if show else clear_tiles if clear else run)(request, json))
+
+
+@app.command()
 def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
