@@ -145,7 +145,7 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
-    text, error, notes = _lower(linalg, target, options)
+    text, error, notes = lower(linalg, target, options)
     if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
     try:
@@ -167,13 +167,13 @@ def hivm_of(job: Job, target: str) -> str:
     """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
-    text, error, _ = _lower(linalg, target, job.options)
+    text, error, _ = lower(linalg, target, job.options)
     if text is None:
         raise RuntimeError(error)
     return text
 
 
-def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
     """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
