@@ -13,10 +13,11 @@ from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv
 from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa"})
+FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen"})
 DTYPES = ("float16", "bfloat16")
 TRITON = (3, 6)  # Gluon changes names and meanings from release to release
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
+ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 MIN_TILES = 132
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
@@ -70,13 +71,16 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles of queries all heads of all samples have."""
-    return cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS) * problem.batch * problem.heads_q
+    """How many tiles of queries all heads of all samples have; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS
+    if problem.varlen:
+        return (problem.total_q // rows + problem.batch) * problem.heads_q
+    return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
 def heads_together(problem: AttentionProblem) -> int:
     """How many query heads take turns: with a causal mask, as many as keep their keys and values in L2."""
-    if not problem.causal:
+    if not problem.causal or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
