@@ -38,6 +38,8 @@ def problem(**changes) -> AttentionProblem:
         {"seqlen_q": 1000, "seqlen_k": 3333, "window_right": 0},
         {"deterministic": True, "needs_grad": True},
         {"seq_lens": True},
+        {"window_left": 128, "window_right": 0},
+        {"window_left": 1000, "window_right": 50, "softcap": 30.0},
         {"layout": VARLEN, "total_q": 9000, "total_k": 9000, "window_right": 0},
     ],
     ids=str,
@@ -54,8 +56,6 @@ def test_accepts(changes: dict) -> None:
         ({"dtype": "float32"}, "not float32"),
         ({"head_dim": 80, "head_dim_v": 80}, "head_dim 64, 128, 256, not 80"),
         ({"head_dim_v": 64}, "does not implement head_dim_v"),
-        ({"window_left": 128, "window_right": 0}, "does not implement window"),
-        ({"softcap": 30.0}, "does not implement softcap"),
         ({"alibi": True, "bias": True}, "does not implement alibi, attn_bias"),
         ({"sinks": True}, "does not implement sinks"),
         ({"dropout": True}, "does not implement dropout"),
@@ -134,9 +134,9 @@ def test_taken_by_name_where_it_can_run_and_explained_where_not(monkeypatch: pyt
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda).name == "v2"  # until its last form has run on a GPU
-    assert registry.choose("attention_fwd", problem(softcap=1.0), cuda).name == "v2"
-    with pytest.raises(ValueError, match="sm90: sm90 does not implement softcap"):
-        registry.choose("attention_fwd", problem(softcap=1.0), cuda, "sm90")
+    assert registry.choose("attention_fwd", problem(sinks=True), cuda).name == "v2"
+    with pytest.raises(ValueError, match="sm90: sm90 does not implement sinks"):
+        registry.choose("attention_fwd", problem(sinks=True), cuda, "sm90")
 
 
 def random_cases(seed: int, count: int) -> list[AttentionCase]:

@@ -179,6 +179,11 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
         *((case, "bfloat16", {"seq_lens": True}) for case in ((64, False), (128, True), (256, False))),
+        ((128, True), "bfloat16", {"window_left": 1000}),
+        ((64, False), "bfloat16", {"window_left": 1000}),
+        ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
+        *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (256, True))),
+        ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
         *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
@@ -201,16 +206,16 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         rank = 5 if ragged else 4
         block = ",".join(map(str, [1] * (rank - 2) + [rows, d]))
         signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, d, rank)!r}>"
-    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32"}
+    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
     if constants["LENGTHS"] == EQUAL.value:
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
-    lengths = "packed " if problem.varlen else "seq_lens " if problem.seq_lens else ""
+    features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa"}))
     return CompileSpec(
         "attention_fwd/sm90",
-        f"{problem.dtype} D={d} {lengths}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+        f"{problem.dtype} D={d} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
         f"{' pingpong' if config.pingpong else ''}",
         fwd_sm90._fwd_sm90_kernel,
         signature,
@@ -218,6 +223,8 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         4,
         1,
         aligned=frozenset({"lse_ptr"}),
+        # A few scalars of the first consumer, stored before registers are handed out and read once for each tile.
+        spill_budget=32 if "window" in problem.features else 0,
     )
 
 

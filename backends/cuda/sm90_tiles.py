@@ -63,14 +63,16 @@ def _packed_tile(
 
 @gluon.jit
 def tile_of(
-    index, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k,
-    lengths_q_ptr, lengths_k_ptr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WARPS: gl.constexpr,
+    index, lengths_q_ptr, lengths_k_ptr,
+    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Tile number -> (exists, sample, head, first query, key blocks it visits, first rows in q and k, queries, keys).
+    """Tile number -> (exists, sample, head, first query, key blocks from, to, first rows in q and k, queries, keys).
 
-    At least one block is visited. `heads_at_once` heads take turns, so that their keys stay in L2 while the longest
-    tiles of all of them start first; packed, a head's sequences follow each other, longest tiles first in each.
+    At least one block is visited.
+    `heads_at_once` heads take turns, so that their keys stay in L2 while the longest tiles of all of them start first;
+    packed, a head's sequences follow each other, longest tiles first in each.
     """
     first_q = 0
     first_k = 0
@@ -96,14 +98,23 @@ def tile_of(
             n_keys = _clamped(lengths_k_ptr + b, seqlen_k)
             n_queries = gl.minimum(n_keys, seqlen_q)
     exists = (tile_m >= 0) & (tile_m < tiles_m)
-    end = n_keys
-    if CAUSAL:
+    if HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
-        end = gl.minimum(n_keys, (tile_m + 1) * BLOCK_M + n_keys - n_queries)
+    row0 = tile_m * BLOCK_M
+    key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
+    end = n_keys
+    if HAS_RIGHT:
+        end = key0 + BLOCK_M
+        if not CAUSAL:
+            end += window_right
+        end = gl.minimum(n_keys, end)
     if LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
-        end = gl.where(tile_m * BLOCK_M < n_queries, end, 0)
-    n_blocks = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
-    return exists, b, h, tile_m * BLOCK_M, n_blocks, first_q, first_k, n_queries, n_keys
+        end = gl.where(row0 < n_queries, end, 0)
+    first_block = 0
+    end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+    if HAS_LEFT:
+        first_block = gl.minimum(gl.maximum(key0 - window_left, 0) // BLOCK_N, end_block - 1)
+    return exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys
 
 
 @gluon.jit
