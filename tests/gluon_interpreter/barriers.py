@@ -150,7 +150,7 @@ def barrier_at(view: SharedView) -> MBarrier:
     """The mbarrier that was initialised in this memory."""
     found = view.allocation.barriers.get(view.offset())
     if found is None:
-        raise BarrierMisuse(f"mbarrier at {location()} of {view.allocation.where} was never initialised")
+        raise BarrierMisuse(f"mbarrier at {location()} of {view.allocation.name} was never initialised")
     return found
 
 
@@ -161,7 +161,7 @@ def init(view: SharedView, count: int) -> None:
         raise BarrierMisuse(f"mbarrier.init at {location()} with count {count}")
     if view.offset() in view.allocation.barriers:
         raise BarrierMisuse(f"mbarrier.init at {location()} of a barrier that is in use: invalidate it first")
-    name = f"mbarrier {view.allocation.where}[{view.offset() // 8}]"
+    name = f"mbarrier {view.allocation.name}[{view.offset() // 8}]"
     view.allocation.barriers[view.offset()] = MBarrier(name, count, current())
 
 

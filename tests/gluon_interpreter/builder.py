@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarri
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle, _get_np_dtype
 
 from . import barriers, inline_asm
-from .errors import InvalidOperand, Overflow, location
+from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import Inference
-from .numerics import narrow, widen
+from .numerics import narrow, poison, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
@@ -160,7 +160,7 @@ class Builder(InterpreterBuilder):
     # ---- shared memory
 
     def create_local_alloc(self, ty: Any, value: TensorHandle | None = None) -> SharedView:
-        allocation = Allocation(ty.element_ty, ty.shape, location())
+        allocation = Allocation(ty.element_ty, ty.shape, assigned_name())
         self.program.add_allocation(allocation)
         view = SharedView(allocation, allocation.array, ty.layout)
         if value is not None:
@@ -281,10 +281,8 @@ class _Results:
 
 
 def _undefined(np_dtype: np.dtype[Any], dtype: tl.dtype) -> Any:
-    array = np.empty(1, np_dtype)
-    if np_dtype == bool:
+    if dtype == tl.int1:
         return True
-    from .numerics import poison
-
+    array = np.empty(1, np_dtype)
     poison(array, dtype)
     return array[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
+from types import FrameType
 
 import triton
 
@@ -39,12 +42,25 @@ class Overflow(KernelBug):
     """Integer arithmetic left the range of its type."""
 
 
+def _place() -> FrameType | None:
+    """The innermost frame of the kernel's source."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TRITON)):
+        frame = frame.f_back
+    return frame
+
+
 def location() -> str:
     """File, line and function of the kernel's source that is being run."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_OWN, _TRITON)):
-            return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "the interpreter"
+    frame = _place()
+    if frame is None:
+        return "the interpreter"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def assigned_name() -> str:
+    """The variable that the line being run assigns, or that line's place."""
+    frame = _place()
+    line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.match(r"\s*(\w+)\s*=[^=]", line)
+    return found[1] if found else location()

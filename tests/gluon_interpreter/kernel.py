@@ -100,9 +100,8 @@ class InterpretedKernel:
             try:
                 scheduler.run()
             except KernelBug as bug:
-                raise type(bug)(
-                    f"{bug}\n(program {indices if self.interleave else indices[0]}, seed {self.seed})"
-                ) from bug
+                which = "all programs" if self.interleave else f"program {indices[0]}"
+                raise type(bug)(f"{bug}\n({which}, seed {self.seed})") from bug
         self.launches += 1
 
     def _spawn(

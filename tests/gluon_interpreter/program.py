@@ -34,7 +34,7 @@ class Program:
         self._allocations.append(allocation)
         used = sum(a.bytes for a in self._allocations)
         if used > MAX_BYTES:
-            raise InvalidOperand(f"{used} bytes of shared memory with {allocation.where}, there are {MAX_BYTES}")
+            raise InvalidOperand(f"{used} bytes of shared memory with {allocation.name}, there are {MAX_BYTES}")
 
     def named_barrier(self, number: int) -> NamedBarrier:
         return self._named.setdefault(number, NamedBarrier(number))

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.runtime.interpreter import TensorHandle
 
 from .builder import Builder
-from .clock import Clock
 from .errors import InvalidOperand, location
 from .program import COMPILER_BARRIERS, Program
 from .scheduler import Task, current
@@ -101,9 +100,7 @@ class Semantic(GluonSemantic):
         for i, ((function, args), num_warps) in enumerate(zip(workers, worker_num_warps, strict=True), 1):
             name = f"partition {i} ({function.__name__}) of program {program.index[0]}"
             body = _call(function, args)
-            tasks.append(
-                Task(body, name, program, num_warps, Clock(dict(parent.clock.known), dict(parent.clock.fenced)))
-            )
+            tasks.append(Task(body, name, program, num_warps, parent.clock.copy()))
         for task in tasks:
             program.scheduler.spawn(task)
         function, args = functions_and_args[0]

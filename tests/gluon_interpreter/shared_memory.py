@@ -53,10 +53,10 @@ class Access:
 class Allocation:
     """One `allocate_shared_memory`: its bytes, its barriers where it holds such, and who touched it."""
 
-    def __init__(self, dtype: tl.dtype, shape: list[int], where: str) -> None:
+    def __init__(self, dtype: tl.dtype, shape: list[int], name: str) -> None:
         self.array = np.empty(shape, _get_np_dtype(dtype))
         poison(self.array, dtype)
-        self.dtype, self.where = dtype, where
+        self.dtype, self.name = dtype, name
         self.bytes = math.prod(shape) * self.array.itemsize
         self.barriers: dict[int, Any] = {}
         self._accesses: list[Access] = []
@@ -69,11 +69,9 @@ class Allocation:
             if conflicts:
                 fence_needed = old.write and not old.asynchronous and new.asynchronous
                 if clock.known.get(old.agent, 0) < old.step:
-                    raise Race(
-                        f"{new.what}, but nothing has waited for the end of: {old.what} (memory of {self.where})"
-                    )
+                    raise Race(f"{new.what}, but nothing has waited for the end of: {old.what} (in {self.name})")
                 if fence_needed and clock.fenced.get(old.agent, 0) < old.step:
-                    raise Race(f"{new.what} without fence_async_shared after: {old.what} (memory of {self.where})")
+                    raise Race(f"{new.what} without fence_async_shared after: {old.what} (in {self.name})")
             superseded = new.covers(old) and (new.write or (not old.write and old.agent == new.agent))
             if not superseded:
                 kept.append(old)

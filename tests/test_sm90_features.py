@@ -11,7 +11,7 @@ from diyfa.backends.cuda.launch import is_interpreting
 if sm90.environment_refusal() is not None or is_interpreting():
     pytest.skip("needs the Gluon of Triton 3.6, compiled mode", allow_module_level=True)
 
-from tests.sm90_interpreted import Case, run
+from sm90_calls import Case, run
 
 PERSISTENT = (("persistent", True),)
 SMALL = (("block_n", 64),)  # more blocks in the same time
