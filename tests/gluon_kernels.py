@@ -198,7 +198,8 @@ def take_turns(out_ptr, TURNS: gl.constexpr, BUG: gl.constexpr):
     """Two partitions add 1 to the same memory, in turns by named barriers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     shared = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    shared.store(gl.zeros([128], gl.int32, LAYOUT))
+    if BUG != "no_start":
+        shared.store(gl.zeros([128], gl.int32, LAYOUT))
     gl.warp_specialize(
         [(_take_turns, (out_ptr, shared, 0, TURNS, BUG)), (_take_turns, (out_ptr, shared, 1, TURNS, BUG))], [4], [64]
     )

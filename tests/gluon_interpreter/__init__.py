@@ -10,7 +10,7 @@ raised as a subclass of `KernelBug` with the places in the kernel's source.
 
 from __future__ import annotations
 
-from .errors import BarrierMisuse, Deadlock, InvalidOperand, KernelBug, OutOfBounds, Overflow, Race
+from .errors import BarrierMisuse, Deadlock, InvalidOperand, KernelBug, OutOfBounds, Overflow, Race, Uninitialised
 from .kernel import InterpretedKernel
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "OutOfBounds",
     "Overflow",
     "Race",
+    "Uninitialised",
 ]

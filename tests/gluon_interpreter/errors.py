@@ -26,6 +26,10 @@ class Race(KernelBug):
     """Two accesses to one place, at least one of them a write, that nothing orders."""
 
 
+class Uninitialised(KernelBug):
+    """Shared memory is read that nobody has written."""
+
+
 class BarrierMisuse(KernelBug):
     """A barrier is used before it is initialised, gets too many arrivals, or is waited for in a wrong phase."""
 

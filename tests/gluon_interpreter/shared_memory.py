@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import _get_np_dtype
 
 from .clock import Clock
-from .errors import InvalidOperand, Race, location
+from .errors import InvalidOperand, Race, Uninitialised, location
 from .numerics import poison
 
 MAX_BYTES = 232448  # that a program of sm_90 can have
@@ -63,6 +63,8 @@ class Allocation:
 
     def access(self, new: Access, clock: Clock) -> None:
         """Log an access that happens after all that `clock` knows; a Race if it conflicts with one that it does not."""
+        if not new.write and not any(old.write and old.overlaps(new) for old in self._accesses):
+            raise Uninitialised(f"{new.what} reads from {self.name} what nobody has written")
         kept = []
         for old in self._accesses:
             conflicts = (old.write or new.write) and old.overlaps(new)
