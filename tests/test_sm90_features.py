@@ -38,7 +38,7 @@ CASES = [
     (case("seq_lens_heads_first", batch=2, seqlen_q=200, seq_lens=(130, 64), view="transposed"), TWO),
     (packed("packed", (150, 0, 3), (70, 20, 200), slack=9), TWO),
     (packed("packed_causal", (60, 200), (200, 60), causal=True), replace(TWO, persistent=True)),
-    (packed("packed_many", (5, 64, 1, 70) * 10, (9, 1, 70, 2) * 10, heads=1), replace(TWO, persistent=True)),
+    (packed("packed_many", (5, 64, 1, 130) * 9, (9, 1, 70, 2) * 9, heads=1), replace(TWO, persistent=True)),
     (packed("packed_three", (193, 20), (65, 20), slack=1), THREE),
     (case("window", window=(70, 30), seqlen_q=260, seqlen_k=300, head_dim=128), TWO),
     (case("window_narrow", window=(3, 0), seqlen_q=300, seqlen_k=200), TWO),
