@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -13,10 +13,13 @@ from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv
 from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa"})
+FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap"})
 DTYPES = ("float16", "bfloat16")
 TRITON = (3, 6)  # Gluon changes names and meanings from release to release
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
+# With these the producer has more to count than 24 registers hold; ptxas would spill.
+BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
+ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 MIN_TILES = 132
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
@@ -65,18 +68,32 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
 
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
-    rows = CONFIGS[problem.head_dim, problem.causal]
-    return next(config for most, config in rows if problem.seqlen_k <= most)
+    rows = CONFIGS[problem.head_dim, problem.window_right >= 0]
+    config = next(config for most, config in rows if keys_seen(problem) <= most)
+    if config.consumers == 2 and problem.features & BUSY_PRODUCER:
+        config = replace(config, consumer_registers=232, producer_registers=40)
+    return config
+
+
+def keys_seen(problem: AttentionProblem) -> int:
+    """How many keys a query sees at most: the length of its walk."""
+    if problem.window_left < 0:
+        return problem.seqlen_k
+    right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
+    return min(problem.window_left + 1 + right, problem.seqlen_k)
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles of queries all heads of all samples have."""
-    return cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS) * problem.batch * problem.heads_q
+    """How many tiles of queries all heads of all samples have; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS
+    if problem.varlen:
+        return (problem.total_q // rows + problem.batch) * problem.heads_q
+    return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
 def heads_together(problem: AttentionProblem) -> int:
-    """How many query heads take turns: with a causal mask, as many as keep their keys and values in L2."""
-    if not problem.causal:
+    """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
+    if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
@@ -104,8 +121,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return reason
     if problem.head_dim not in {d for d, _ in CONFIGS}:
         return f"sm90 takes head_dim {', '.join(map(str, sorted({d for d, _ in CONFIGS})))}, not {problem.head_dim}"
-    if (problem.head_dim, problem.causal) not in CONFIGS:
-        return f"with a causal mask and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
+    if (problem.head_dim, problem.window_right >= 0) not in CONFIGS:
+        return f"with a mask on the right and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if not has_tma(problem):

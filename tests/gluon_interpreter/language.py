@@ -70,6 +70,10 @@ class Accumulator(hopper.warpgroup_mma_accumulator):
 class TensorDescriptor(hopper.tma.tensor_descriptor):
     """A host-made tensor map."""
 
+    @property
+    def block_shape(self) -> list[int]:  # the compiler joins lists and tuples alike
+        return list(self.type.block_type.shape)
+
 
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any) -> Any:
