@@ -220,6 +220,16 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
         gl.store(out_ptr, (n - 8) // 3)
     elif OPERATION == "remainder":
         gl.store(out_ptr, (n - 8) % 3)
+    elif OPERATION == "carried":  # a Python number before the loop, not in it
+        k = -7
+        for _ in range(n):
+            k += 0
+        gl.store(out_ptr, k // 2)
+    elif OPERATION == "unrolled":
+        k = -7
+        for _ in gl.static_range(3):
+            k += 0
+        gl.store(out_ptr, k // 2)
     elif OPERATION == "overflow":
         gl.store(out_ptr, n * 1000000000)
     elif OPERATION == "round":

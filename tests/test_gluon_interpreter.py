@@ -151,6 +151,8 @@ def test_a_planted_bug_of_named_barriers_is_reported(bug: str, error: type, mess
     [
         ("divide", 1, 0.0, -2),
         ("remainder", 1, 0.0, -1),
+        ("carried", 1, 0.0, -3),
+        ("unrolled", 1, 0.0, -4),
         ("round", 1, 1 + 2**-8, 1.0),  # halfway: to even
         ("round", 1, 1 + 3 * 2**-8, 1 + 2**-6),
         ("round", 1, 1 + 2**-8 + 2**-20, 1 + 2**-7),
