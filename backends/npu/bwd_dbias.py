@@ -14,7 +14,7 @@ from diyfa.backends.npu.primitives import (
     load_lse,
     load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -23,7 +23,6 @@ from diyfa.backends.npu.primitives import (
     store_row,
     store_tile,
     task_in,
-    tile_needs_mask,
     turns_before,
 )
 
@@ -41,7 +40,7 @@ def _bwd_dbias_kernel(
     own_batch, own_heads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALWAYS_MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DBIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -121,14 +120,10 @@ def _bwd_dbias_kernel(
                     BLOCK_M, BLOCK_N, BIAS, False,
                 )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                p = mask_tile(
-                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                )
+            p = masked(
+                p, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
+            )  # fmt: skip
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
