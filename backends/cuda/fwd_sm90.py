@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from diyfa.backends.cuda.attention_launch import softmax_scale
-from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
+from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.sm90 import CONSUMER_ROWS, Sm90Config, config_of, grid_of, heads_together
+from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.problem import LAYOUTS, AttentionProblem, AttentionTensors, bhsd_strides
 
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -6,7 +6,7 @@ Importing this package imports neither Triton nor torch_npu; a kernel's module i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -137,11 +137,14 @@ class NPUBackend:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
 
-    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
-        """Compile every shipped kernel and tile for the chip `target` without the device; see aot.py."""
+    def compile(
+        self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
+    ) -> Iterator[CompileReport]:
+        """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
+        names; see aot.py and selection.py."""
         from diyfa.backends.npu.aot import compile_all
 
-        return compile_all(target, only)
+        return compile_all(target, only, select=select)
 
 
 @cache

@@ -2,13 +2,9 @@
 
 Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
 `bishengir-compile` (linalg to HIVM for a named chip: memory planning, the split over cube and vector cores,
-synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here; the last
-intermediate form tells
-
-* that the kernel is legal and its tiles fit: it exists;
-* `bound`: both vector cores of an AI core share the work (their loops carry `to_be_bubbled_slice`);
-* `pipelined`: the workspace between cube and vector cores is viewed as 4 or 2 buffers;
-* the peak use of each on-chip memory.
+synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here. That the last
+intermediate form exists shows that the kernel is legal and its tiles fit; hivm.py reads the rest from it, and
+metrics.py makes the numbers of a report.
 """
 
 from __future__ import annotations
@@ -16,13 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -30,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, configs_v1
-from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem
+from diyfa.backends.npu import configs, configs_v1, hivm
+from diyfa.backends.npu.metrics import limits, metrics
+from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem, ToolMissing
 
 JOBS = 2  # back-half processes at a time
 TIMEOUT_S = 300
@@ -46,11 +42,10 @@ _FLAGS = {
     "tile_mix_cube_loop": "--tile-mix-cube-loop",
 }
 _TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_ELEMENT_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i64": 64, "i32": 32, "i16": 16, "i8": 8, "i1": 1}
 
 
-class CompilerMissing(RuntimeError):
-    """One of the two compilers is not installed."""
+class CompilerMissing(ToolMissing):
+    """One of the two compilers is not installed, or cannot be used as things are."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,9 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     must_bind: bool = True  # the gate: both vector cores work
     must_pipeline: int = 0  # the gate: at least this depth
+    problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
+    step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
+    tile: configs.AttentionTile | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,7 @@ class Compiled:
     pipelined: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    module: hivm.Module | None = None
 
 
 def back_half(target: str) -> Path:
@@ -88,7 +87,7 @@ def back_half(target: str) -> Path:
     name = "bishengir-compile-a5" if chip is not None and chip.arch is NPUArch.A5 else "bishengir-compile"
     program = Path(spec.origin).parent / "bin" / name
     if not program.is_file():
-        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; install ascendnpu-ir==1.2.0")
+        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; pip install ascendnpu-ir==1.2.0")
     return program
 
 
@@ -98,7 +97,7 @@ def check_front_half() -> None:
         metadata.version("triton-ascend")
     except metadata.PackageNotFoundError:
         raise CompilerMissing(
-            "the Ascend compiler's front half is missing: install triton-ascend==3.2.0 in an environment without "
+            "the Ascend compiler's front half is missing: pip install triton-ascend==3.2.0, in an environment without "
             "mainline Triton (both install a package named triton)"
         ) from None
     from diyfa.backends.npu.compat import INTERPRETED
@@ -134,37 +133,6 @@ def to_linalg(job: Job, target: str) -> tuple[str, bool]:
     return linalg, details["mix_mode"] == "mix"
 
 
-_CONSTANT = re.compile(r"(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
-_BUFFER = re.compile(
-    r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)([a-z]\w*)(?:, strided<[^>]*>)?, #hivm\.address_space<(\w+)>"
-)
-_MEMORY_NAMES = {"ub": "ub", "cbuf": "l1", "ca": "l0a", "cb": "l0b", "cc": "l0c"}
-
-
-def peak_memory(hivm: str) -> dict[str, int]:
-    """Peak bytes of each on-chip memory: the furthest end of a planned buffer."""
-    constants: dict[str, int] = {}  # names are local to a function, and defined above their use
-    peak: dict[str, int] = {}
-    for line in hivm.splitlines():
-        if constant := _CONSTANT.search(line):
-            constants[constant[1]] = int(constant[2] or constant[3])
-        buffer = _BUFFER.search(line)
-        if buffer is None or buffer[3] not in _ELEMENT_BITS or buffer[4] not in _MEMORY_NAMES:
-            continue
-        elements = math.prod(int(size) for size in buffer[2].split("x") if size)
-        size = (elements * _ELEMENT_BITS[buffer[3]] + 7) // 8
-        memory = _MEMORY_NAMES[buffer[4]]
-        starts = [constants[name.strip()] for name in buffer[1].split(",") if name.strip() in constants]
-        peak[memory] = max([peak.get(memory, 0), *(start + size for start in starts)])
-    return peak
-
-
-def pipeline_depth(hivm: str) -> int:
-    """Buffers of the deepest cube-to-vector workspace; 0 when nothing is pipelined."""
-    depths = [int(n) for n in re.findall(r"memref\.view [^\n]* to memref<(\d)x\d+x\d+x(?:f|bf)", hivm)]
-    return max((n for n in depths if n > 1), default=0)
-
-
 def _first_error(log: str, code: int) -> str:
     overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
     if overflow:
@@ -177,15 +145,21 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
-    hivm, error, notes = _lower(linalg, target, options)
-    if hivm is None:
+    text, error, notes = lower(linalg, target, options)
+    if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
+    try:
+        module = hivm.read(text)
+    except ValueError as unread:  # what the gate looks at does not depend on it
+        module = None
+        notes = (*notes, f"not read: {unread}")
     return Compiled(
         mixed=mixed,
-        bound="to_be_bubbled_slice" in hivm,
-        pipelined=pipeline_depth(hivm),
-        memory=peak_memory(hivm),
+        bound=hivm.is_bound(text),
+        pipelined=hivm.pipeline_depth(text),
+        memory=hivm.peak_memory(text),
         notes=notes,
+        module=module,
     )
 
 
@@ -193,13 +167,13 @@ def hivm_of(job: Job, target: str) -> str:
     """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
-    hivm, error, _ = _lower(linalg, target, job.options)
-    if hivm is None:
+    text, error, _ = lower(linalg, target, job.options)
+    if text is None:
         raise RuntimeError(error)
-    return hivm
+    return text
 
 
-def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
     """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
@@ -252,6 +226,8 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         seconds=round(seconds, 2),
         memory=compiled.memory,
         notes=(*failures, *notes),
+        limits=limits(target),
+        metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
     )
 
 
@@ -363,6 +339,9 @@ def attention_job(
         # The sum of a whole tile, at the end of the gradient of a scalar bias, keeps both vector cores' work on one.
         must_bind=tile.bound and not (kernel == "dbias" and bias == "1"),
         must_pipeline=0 if kernel == "dbias" and bias == "1" else tile.pipelined,
+        problem=problem,
+        step=kernel,
+        tile=tile,
     )
 
 
@@ -630,15 +609,22 @@ def matmul_jobs(target: str) -> Iterator[Job]:
             yield matmul_job(problem, *layout)
 
 
-def compile_all(target: str, only: str | None = None, full: bool = False) -> Iterator[CompileReport]:
+def compile_all(
+    target: str, only: str | None = None, full: bool = False, select: Mapping[str, Any] | None = None
+) -> Iterator[CompileReport]:
     """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it.
 
-    Raises ValueError for an unknown chip, CompilerMissing when a compiler is not installed.
+    `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
+    that names nothing, CompilerMissing when a compiler is not installed.
     """
+    from diyfa.backends.npu.selection import selected_jobs
+
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     check_front_half()
-    jobs = (job for job in shipped_jobs(target, full) if only is None or only in f"{job.kernel} {job.case}")
+    back_half(target)
+    source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
+    jobs = (job for job in source if only is None or only in f"{job.kernel} {job.case}")
     yield from compile_jobs(jobs, target)
 
 

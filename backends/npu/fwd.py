@@ -22,13 +22,12 @@ from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, heads_together, launch_options
 from diyfa.backends.npu.primitives import (
     add_bias,
     base_of,
     dot,
     dot_add,
-    first_of_next,
     key_range,
     load_row,
     load_tile,
@@ -40,9 +39,11 @@ from diyfa.backends.npu.primitives import (
     sequence,
     store_row,
     store_tile,
+    task_in,
     task_of,
     tasks_of,
     tile_needs_mask,
+    turns_before,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -68,7 +69,7 @@ def _fwd_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -81,11 +82,14 @@ def _fwd_kernel(
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    first = tl.program_id(0)
-    for sample in range(batch if VARLEN else 1):
-        blocks, tasks = tasks_of(cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN)
-        for task in range(first, tasks, tl.num_programs(0)):
-            b, h, block = task_of(task, sample, blocks, heads_q, VARLEN)
+    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    dealt = 0
+    for sample in range(batch if BY_SAMPLE else 1):
+        blocks, tasks = tasks_of(
+            cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN, BY_SAMPLE
+        )
+        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
+            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -174,7 +178,7 @@ def _fwd_kernel(
             )
             store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
             store_row(lse_base, lse, row0, rows, BLOCK_M)
-        first = first_of_next(first, tasks, tl.num_programs(0))
+        dealt += tasks
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -194,7 +198,7 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             *strides[0], *strides[1], *strides[2], *strides[3],
             0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides,
             *attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
-            *attention_sizes(problem),
+            *attention_sizes(problem), heads_together(problem, "fwd"),
             HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
             BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
