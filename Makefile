@@ -78,7 +78,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot]'
+	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot,report]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.ready

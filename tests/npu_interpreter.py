@@ -17,6 +17,8 @@ import warnings
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def host_alias(x: torch.Tensor) -> torch.Tensor:
@@ -80,11 +82,80 @@ MOVEMENT = {
 _library = torch.library.Library("aten", "IMPL")
 
 
+class HostArithmetic(TorchDispatchMode):
+    """Inside this block PyTorch's own operators on npu tensors are computed by the host, in place of the device.
+
+    For what surrounds the kernels (a mask turned into a bias, a norm over a gradient), which a real NPU computes. Never
+    around a kernel's own test: there a torch operator must stay an error. Only the thread that enters it is served.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        devices = [x.device if isinstance(x, torch.Tensor) else x for x in leaves]
+        on_npu = [x for x in devices if isinstance(x, torch.device) and x.type == "npu"]
+        if not on_npu or func.namespace != "aten" or func.is_view or func.__name__ in _BY_THE_DEVICE:
+            return func(*args, **kwargs)
+
+        def to_host_argument(x: Any) -> Any:
+            return torch.device("cpu") if isinstance(x, torch.device) and x.type == "npu" else to_host(x)
+
+        result = func(*tree_map(to_host_argument, args), **tree_map(to_host_argument, kwargs))
+        if func._schema.is_mutable:  # the host wrote into the tensors' own memory
+            return args[0] if func._schema.returns else result
+
+        def to_npu(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=on_npu[0])
+            host_alias(copy).copy_(x)
+            return copy
+
+        return tree_map(to_npu, result)
+
+
+# Allocation, and the movement of data that is served above.
+_BY_THE_DEVICE = frozenset(
+    {
+        "empty.memory_format", "empty_strided.default", "empty_like.default", "new_empty.default",
+        "new_empty_strided.default", "copy_.default", "_to_copy.default", "clone.default", "detach.default",
+    }
+)  # fmt: skip
+
+
+def reduce_by_halves(self: Any, input: Any) -> Any:
+    """`ReduceOps.generic_reduce` on whole arrays: neighbours are combined until one is left along the axis.
+
+    triton-ascend's own calls the combining function for every element, a second for one tile of scores, and takes this
+    way for every `tl.max`. Here as there the function is only assumed to be associative.
+    """
+    import numpy as np
+
+    arrays = [x.handle.data for x in input]
+    axis = 0 if self.axis is None else self.axis
+    values = [x.reshape(-1) if self.axis is None else np.moveaxis(x, axis, 0) for x in arrays]
+    while (length := len(values[0])) > 1:
+        pairs = length // 2 * 2
+        left, right = (
+            [self.to_tensor(v[i:pairs:2], x.dtype) for v, x in zip(values, input, strict=True)] for i in (0, 1)
+        )
+        combined = self.combine_fn.fn(*left, *right)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        values = [np.concatenate((c.handle.data, v[pairs:])) for c, v in zip(combined, values, strict=True)]
+    results = []
+    for value, tensor in zip(values, input, strict=True):
+        data = value[0]
+        if self.keep_dims:
+            data = data.reshape([1] * arrays[0].ndim) if self.axis is None else np.expand_dims(data, axis)
+        results.append(self.to_tensor(data, tensor.dtype))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
 def pytest_configure() -> None:
     """Install both, unless this process has a real NPU."""
     if os.environ.get("DIYFA_HOST_SHIM") != "1":
         return
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, ReduceOps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that kernels are replaced, which is the purpose
@@ -94,5 +165,6 @@ def pytest_configure() -> None:
     def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         return [to_host(x) for x in args_dev], {name: to_host(x) for name, x in kwargs.items()}
 
+    ReduceOps.generic_reduce = reduce_by_halves
     GridExecutor._init_args_hst = init_args_hst
     GridExecutor._restore_args_dev = lambda *_: None  # the kernel has written where it should

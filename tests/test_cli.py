@@ -43,7 +43,7 @@ def invoke_json(*arguments):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "tune", "compile"):
+    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile"):
         assert command in output
 
 

@@ -15,6 +15,7 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
+    drop_columns,
     load_lse,
     load_row,
     load_tile,
@@ -128,6 +129,7 @@ def _bwd_dkdv_kernel(
                         p = mask_tile(
                             p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                         )
+                p = drop_columns(p, row0, sq, BLOCK_M)
                 # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
                 dp = dot(v, tl.trans(dout), INTERPRET)  # [BLOCK_N, BLOCK_M]
                 kept = p
@@ -142,6 +144,7 @@ def _bwd_dkdv_kernel(
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
                 dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys

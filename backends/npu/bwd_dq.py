@@ -110,15 +110,6 @@ def _bwd_dq_kernel(
                         BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                        p = mask_tile(
-                            p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                        )
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if DROPOUT:
@@ -127,11 +118,25 @@ def _bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
+                # accumulator as they were, so s and dp may hold anything there, NaN included.
+                if MASKED:  # noqa: SIM102 - when compiled, then at run time
+                    if tile_needs_mask(
+                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                    ):
+                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+                        ds = mask_tile(
+                            ds, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
+                        )
                 dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
             # The accumulator of a loop that ran no iteration is not cleared.
             dq = tl.where(hi > lo, dq, 0.0) * grad_scale
+            if SEQ_LENS:  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
+                real = ((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32))[:, None]
+                dq = tl.where(real, dq, 0.0)
             dq_block = tl.make_block_ptr(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )

@@ -312,6 +312,19 @@ def score_tile(
 
 
 @triton.jit
+def drop_columns(x, start, length, BLOCK: tl.constexpr):
+    """x [rows, BLOCK] with 0 in the columns that lie at or beyond `length`, where the first one is `start`.
+
+    A product with fewer columns than its tile has leaves the others of the accumulator as they were, whatever the
+    padding of its operands: what comes from there may be anything, NaN included, and only a select drops it.
+    """
+    if start + BLOCK > length:
+        cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
+        x = tl.where(cols < (length - start).to(tl.float32), x, 0.0)
+    return x
+
+
+@triton.jit
 def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
     """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h

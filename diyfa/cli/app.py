@@ -127,6 +127,18 @@ def tune(
 
 
 @app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],
+    output: Annotated[Path | None, typer.Option(help="Write one HTML page with curves (diyfa\\[report]).")] = None,
+    json: Json = False,
+) -> None:
+    """Show benchmark files of any number of devices as tables, and as one HTML page."""
+    from diyfa.cli.report import run
+
+    raise typer.Exit(run(files, output, json))
+
+
+@app.command()
 def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
