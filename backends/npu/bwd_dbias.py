@@ -140,9 +140,8 @@ def _bwd_dbias_kernel(
                     ds, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
                 )
             if CAUSAL and SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
-                if (
-                    row0 + BLOCK_M > sq
-                ):  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
+                # Beyond the sequence a causal mask cuts nothing, not even what no product wrote.
+                if row0 + BLOCK_M > sq:
                     rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
                     ds = tl.where(rows < (sq - row0).to(tl.float32), ds, 0.0)
             acc += ds
