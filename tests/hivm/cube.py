@@ -56,9 +56,7 @@ FIXPIPE = Function("PIPE_FIX", "rwssss", _nz2nd, whole=True)
 FUNCTIONS = {"set_l1_2d": FILL, "nd2nz": ND2NZ, "fixpipe_nz2nd": FIXPIPE}
 
 
-def multiply(
-    a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref
-) -> None:
+def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref) -> None:
     """c (+)= a @ b: all rows that c has, k products each, n columns and the rest of their last fractal."""
     for x in (a, b, c):
         _dense(x)

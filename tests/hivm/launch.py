@@ -61,7 +61,9 @@ class Log:
 _programs: dict[str, Program] = {}
 
 
-def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: str) -> Program:
+def compile_kernel(
+    function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: str
+) -> Program:
     """Both halves of the compiler, then its own printer for the generic form."""
     name = function.fn.__name__
     key = json.dumps([name, function.src, signature, sorted(constants.items()), options, target], default=str)
@@ -144,9 +146,7 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, lo
 
 
 @contextmanager
-def compiled_on_cpu(
-    target: str = "Ascend910B3", programs: int = 2, stale: float | None = None
-) -> Iterator[Log]:
+def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float | None = None) -> Iterator[Log]:
     """Within, kernels of the npu backend run on CPU tensors as compiled for `target`, with `programs` cores."""
     log = Log(stale=stale)
 

@@ -72,7 +72,11 @@ class Ref:
         kind = NUMPY[self.dtype]
         size = kind.itemsize
         return np.ndarray(
-            self.sizes, kind, self.memory.data, self.base + self.offset * size, [stride * size for stride in self.strides]
+            self.sizes,
+            kind,
+            self.memory.data,
+            self.base + self.offset * size,
+            [stride * size for stride in self.strides],
         )
 
     def read(self) -> np.ndarray:
