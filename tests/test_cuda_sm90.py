@@ -38,6 +38,8 @@ def problem(**changes) -> AttentionProblem:
         {"seqlen_q": 1000, "seqlen_k": 3333, "window_right": 0},
         {"deterministic": True, "needs_grad": True},
         {"seq_lens": True},
+        {"head_dim": 80, "head_dim_v": 80},
+        {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
         {"window_left": 128, "window_right": 0},
         {"window_left": 1000, "window_right": 50, "softcap": 30.0},
         {"layout": VARLEN, "total_q": 9000, "total_k": 9000, "window_right": 0},
@@ -54,8 +56,8 @@ def test_accepts(changes: dict) -> None:
         ({"arch": "sm_80"}, "only sm_90 has, this is sm_80"),
         ({"arch": "sm_100"}, "only sm_90 has, this is sm_100"),
         ({"dtype": "float32"}, "not float32"),
-        ({"head_dim": 80, "head_dim_v": 80}, "head_dim 64, 128, 256, not 80"),
-        ({"head_dim_v": 64}, "does not implement head_dim_v"),
+        ({"head_dim": 32, "head_dim_v": 32}, "head_dim 33 to 256, got 32 and 32"),
+        ({"head_dim": 64, "head_dim_v": 320}, "head_dim 33 to 256, got 64 and 320"),
         ({"alibi": True, "bias": True}, "does not implement alibi, attn_bias"),
         ({"sinks": True}, "does not implement sinks"),
         ({"dropout": True}, "does not implement dropout"),
@@ -69,6 +71,26 @@ def test_accepts(changes: dict) -> None:
 )
 def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
     assert reason in sm90.refuses(problem(**changes))
+
+
+@pytest.mark.parametrize("head_dim", range(40, 257, 8))
+@pytest.mark.parametrize("head_dim_v", [40, 64, 128, 192, 256])
+def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int) -> None:
+    case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
+    for length in (1024, 4096):
+        config = sm90.config_of(case.replace(seqlen_k=length))
+        width, pieces = sm90.pieces_of(head_dim, head_dim_v)
+        width_v, pieces_v = sm90.pieces_of(head_dim_v, head_dim)
+        columns, columns_v = width * pieces, width_v * pieces_v
+        assert columns >= head_dim and columns_v >= head_dim_v
+        rows = config.consumers * sm90.CONSUMER_ROWS
+        size = rows * columns + config.slots * config.block_n * (columns + columns_v) // 2
+        if config.own_o:
+            size += rows * columns_v
+        else:  # out goes where Q was
+            assert (width_v, pieces_v <= pieces) == (width, True)
+        assert 2 * size + 1024 <= 232448
+        assert sm90.has_one_ring(case) or config.slots % 2 == 0
 
 
 def test_every_head_dim_has_a_row_for_every_length() -> None:

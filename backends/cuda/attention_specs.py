@@ -179,6 +179,10 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
         *((case, "bfloat16", {"seq_lens": True}) for case in ((64, False), (128, True), (256, False))),
+        ((192, True), "float16", {"head_dim_v": 128}),
+        ((96, False), "float16", {}),
+        ((96, True), "float16", {"head_dim_v": 64}),
+        ((64, False), "float16", {"head_dim_v": 256}),
         ((128, True), "bfloat16", {"window_left": 1000}),
         ((64, False), "bfloat16", {"window_left": 1000}),
         ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
@@ -195,7 +199,7 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
     from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `_hopper_specs` asked for
     from diyfa.backends.cuda.sm90_boxes import smem_layout
 
-    config, d = sm90.config_of(problem), problem.head_dim
+    config, d, dv = sm90.config_of(problem), problem.head_dim, problem.head_dim_v
     element = _TRITON_DTYPE[problem.dtype]
     constants = fwd_sm90.constants(problem, config, False)
     blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
@@ -204,18 +208,20 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
     for name, rows in blocks.items():
         ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
         rank = 5 if ragged else 4
-        block = ",".join(map(str, [1] * (rank - 2) + [rows, d]))
-        signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, d, rank)!r}>"
+        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)))
+        block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
+        signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
     signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
     if constants["LENGTHS"] == EQUAL.value:
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+    widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
-    features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa"}))
+    features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     return CompileSpec(
         "attention_fwd/sm90",
-        f"{problem.dtype} D={d} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+        f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
         f"{' pingpong' if config.pingpong else ''}",
         fwd_sm90._fwd_sm90_kernel,
         signature,
@@ -223,8 +229,8 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         4,
         1,
         aligned=frozenset({"lse_ptr"}),
-        # A few scalars of the first consumer, stored before registers are handed out and read once for each tile.
-        spill_budget=32 if "window" in problem.features else 0,
+        # A few scalars that are stored before the registers are handed out and read once for each tile.
+        spill_budget=64 if problem.features & {"window", "varlen"} else 0,
     )
 
 

@@ -7,7 +7,9 @@ computes exponentials. `docs/hopper.md` walks through it; which problems come he
 
 Names of sizes: a tile is BLOCK_M = 64 * CONSUMERS queries of one head; keys come in blocks of BLOCK_N, from the last
 one that the tile sees to the first, so that what a mask cuts comes first. K and V share one ring of SLOTS buffers:
-K of the n-th block is item 2n, its V item 2n + 1.
+K of the n-th block is item 2n, its V item 2n + 1. Where their tiles differ in shape, the ring's even slots are buffers
+for K and its odd ones for V. Tiles are powers of two wide, with zeros beyond the head dim; one of 129 to 192 columns
+comes in three pieces of 64.
 """
 
 from __future__ import annotations
@@ -25,9 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention_launch import softmax_scale
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
-from diyfa.backends.cuda.sm90 import CONSUMER_ROWS, Sm90Config, config_of, grid_of, heads_together
+from diyfa.backends.cuda.sm90 import (
+    CONSUMER_ROWS,
+    Sm90Config,
+    config_of,
+    grid_of,
+    has_one_ring,
+    heads_together,
+    pieces_of,
+)
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
-from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_count, tile_of
+from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_at, tile_count, tile_of
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -37,24 +47,41 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 
 
 @gluon.jit
+def _buffer_of(slot, ONE_RING: gl.constexpr):
+    """Which buffer a slot is: K and V have their own, or share them all."""
+    if ONE_RING:
+        buffer = slot
+    else:
+        buffer = slot // 2
+    return buffer
+
+
+@gluon.jit
 def _load_blocks(
     h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free; returns the next item."""
     for c in gl.static_range(CONSUMERS):
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers.index(c), q_full.index(c), RAGGED)
+        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED)
     for i in range(end_block - first_block):
         start_n = (end_block - 1 - i) * BLOCK_N
         slot = item % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
-        start_load(k_tensor, b, hk, start_n, end_k, n_keys, kv_buffers.index(slot), kv_full.index(slot), RAGGED)
+        start_load(
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            PIECES, RAGGED,
+        )  # fmt: skip
         slot = (item + 1) % SLOTS
         mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
-        start_load(v_tensor, b, hk, start_n, end_v, n_keys, kv_buffers.index(slot), kv_full.index(slot), RAGGED)
+        start_load(
+            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            PIECES_V, RAGGED,
+        )  # fmt: skip
         item += 2
     return item
 
@@ -62,8 +89,9 @@ def _load_blocks(
 @gluon.jit
 def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     q_tensor, k_tensor, v_tensor, group, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
@@ -87,15 +115,15 @@ def _producer(
             if exists:
                 item = _load_blocks(
                     h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                    BLOCK_N, CONSUMERS, SLOTS, RAGGED,
+                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+                    BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
                 )  # fmt: skip
                 turn += 1
         else:
             item = _load_blocks(
                 h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                BLOCK_N, CONSUMERS, SLOTS, RAGGED,
+                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+                BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
             )  # fmt: skip
             turn += 1
 
@@ -168,67 +196,101 @@ def _softmax(
 
 
 @gluon.jit
+def _start_scores(
+    q_buffers, k_buffers, k_index, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    for j in gl.static_range(PIECES):
+        q = tile_at(q_buffers, CONSUMER * PIECES + j)
+        k = tile_at(k_buffers, k_index * PIECES + j)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr):
+    """Start adding p v to each piece of o."""
+    started = ()
+    for j in gl.static_range(PIECES_V):
+        started += (warpgroup_mma(p, tile_at(v_buffers, v_index * PIECES_V + j), o[j], is_async=True),)
+    return started
+
+
+@gluon.jit
+def _finish_values(o, PIECES_V: gl.constexpr):
+    """Wait for what `_start_values` started."""
+    if PIECES_V == 1:
+        done = (warpgroup_mma_wait(0, deps=[o[0]]),)
+    else:
+        done = warpgroup_mma_wait(0, deps=o)
+    return done
+
+
+@gluon.jit
 def _attend_blocks(
-    o,  # [64, D] fp32
+    o,  # pieces of [64, Dv] fp32
     p,  # [64, BLOCK_N], weights of the block before, ready as an operand
-    m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, start, end, end_block,
+    m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, D: gl.constexpr,
+    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = p.type.layout.parent
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
         v_slot = (item - 1) % SLOTS
-        k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
-        v = kv_buffers.index(v_slot).reshape([BLOCK_N, D])
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
         if PINGPONG:
             _wait_turn(CONSUMER)
-        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
-        o = warpgroup_mma(p, v, o, is_async=True)
+        o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
         if PINGPONG:
             _hand_over(CONSUMER)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(PIECES_V, deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha = _softmax(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
             MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = _finish_values(o, PIECES_V)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        rescaled = ()
+        for j in gl.static_range(PIECES_V):
+            rescaled += (o[j] * factor,)
+        o = rescaled
     return o, p, m_i, l_i, item
 
 
 @gluon.jit
 def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
-    D: gl.constexpr = o_tensor.block_shape[-1]
+    WIDTH: gl.constexpr = o_tensor.block_shape[-1]
     DTYPE: gl.constexpr = o_tensor.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
     MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
 
-    q = q_buffers.index(CONSUMER).reshape([ROWS, D])
-    o_buffer = o_buffers.index(CONSUMER).reshape(o_tensor.block_shape)
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     position = rows + (n_keys - n_queries)  # the key that each row is aligned with
     # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, then blocks
@@ -250,11 +312,9 @@ def _attend_tile(
 
     # The first block has no block before it whose values could be added meanwhile.
     k_slot = item % SLOTS
-    k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
     mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -264,29 +324,34 @@ def _attend_tile(
         MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
     )  # fmt: skip
     p = gl.convert_layout(weights.to(DTYPE), P)
-    o = gl.zeros([ROWS, D], gl.float32, OUT)
+    o = ()
+    for _ in gl.static_range(PIECES_V):
+        o += (gl.zeros([ROWS, WIDTH], gl.float32, OUT),)
     if MASKED:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
+            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
-        o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
+        o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
+            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
     if OWN_O:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
-    o = warpgroup_mma(p, kv_buffers.index(v_slot).reshape([BLOCK_N, D]), o, is_async=True)
+    o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     if LENGTHS == SEQ_LENS:
@@ -298,15 +363,20 @@ def _attend_tile(
         gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
-    o = warpgroup_mma_wait(0, deps=[o])
+    o = _finish_values(o, PIECES_V)
     mbarrier.arrive(kv_empty.index(v_slot), count=1)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
-    out = gl.where((factor > 0.0)[:, None], o * factor[:, None], 0.0)
-    o_buffer.reshape([ROWS, D]).store(out.to(DTYPE))
+    for j in gl.static_range(PIECES_V):
+        out = gl.where((factor > 0.0)[:, None], o[j] * factor[:, None], 0.0)
+        tile_at(o_buffers, CONSUMER * O_PIECES + j).store(out.to(DTYPE))
     fence_async_shared()
-    start_store(o_tensor, b, h, row0, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED)
+    for j in gl.static_range(PIECES_V):
+        o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
+        start_store(
+            o_tensor, b, h, row0, j * WIDTH, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED
+        )  # fmt: skip
     if not OWN_O:  # out lies where the next queries will
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -317,9 +387,10 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     o_tensor, lse_ptr, o_buffers, scale, softcap,
@@ -346,18 +417,18 @@ def _consumer(
             if exists:
                 item = _attend_tile(
                     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-                    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
+                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                    CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG,
+                    CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                 )  # fmt: skip
                 turn += 1
         else:
             item = _attend_tile(
                 b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-                q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
+                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG,
+                CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
             )  # fmt: skip
             turn += 1
@@ -383,16 +454,22 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + q_tensor.block_shape, q_tensor.layout)
-    kv_buffers = gl.allocate_shared_memory(DTYPE, [SLOTS] + k_tensor.block_shape, k_tensor.layout)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES] + q_tensor.block_shape, q_tensor.layout)
+    K_SLOTS: gl.constexpr = SLOTS if ONE_RING else SLOTS // 2
+    k_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES] + k_tensor.block_shape, k_tensor.layout)
+    if ONE_RING:
+        v_buffers = k_buffers
+    else:
+        v_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES_V] + v_tensor.block_shape, v_tensor.layout)
     if OWN_O:
-        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS] + o_tensor.block_shape, o_tensor.layout)
+        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES_V] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
@@ -407,7 +484,7 @@ def _fwd_sm90_kernel(
         mbarrier.init(kv_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
 
-    pipe = (q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty)
+    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty)
     if LENGTHS == EQUAL:
         sizes = (heads, heads)  # nothing will be read there, and a tuple of values has no None
     else:
@@ -422,11 +499,12 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
-                (_producer, (BLOCK_N, 2, SLOTS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -434,13 +512,14 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
-                (_producer, (BLOCK_N, 3, SLOTS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -456,6 +535,9 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
+        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v)[1],
+        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim)[1],
+        "ONE_RING": has_one_ring(problem),
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
@@ -481,14 +563,16 @@ def attention_forward(
 
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
-        layout, d = problem.layout, problem.head_dim
+        layout = problem.layout
+        d, dv = problem.head_dim, problem.head_dim_v
+        width, width_v = pieces_of(d, dv)[0], pieces_of(dv, d)[0]
         box = ragged_box if problem.seq_lens or problem.varlen else dense_box
         boxes = (
-            box(q, layout, CONSUMER_ROWS, d),
-            box(k, layout, config.block_n, d),
-            box(v, layout, config.block_n, d),
+            box(q, layout, CONSUMER_ROWS, width),
+            box(k, layout, config.block_n, width),
+            box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
-            (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, d),
+            (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
             *(None,) * 3,
         )
         scalars = (

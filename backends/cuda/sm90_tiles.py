@@ -118,26 +118,41 @@ def tile_of(
 
 
 @gluon.jit
-def start_load(tensor, b, h, row, end, length, buffer, full, RAGGED: gl.constexpr):
-    """Start copying a tile; `full` completes when all its bytes have arrived.
-
-    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
-    """
-    SIZE: gl.constexpr = tensor.block_type.nbytes
-    mbarrier.expect(full, SIZE)
-    if RAGGED:
-        tma.async_copy_global_to_shared(tensor, [BOUND, end, h, BOUND - length + row, 0], full, buffer)
-    else:
-        tma.async_copy_global_to_shared(tensor, [b, h, row, 0], full, buffer)
+def tile_at(buffers, index):
+    """One buffer as a matrix, whatever dimensions of one its descriptor has."""
+    RANK: gl.constexpr = len(buffers.shape)
+    N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
+    COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
+    return buffers.index(index).reshape([N_ROWS, COLUMNS])
 
 
 @gluon.jit
-def start_store(tensor, b, h, row, end, length, buffer, RAGGED: gl.constexpr):
-    """Start writing a tile, as `start_load` reads one; rows beyond the end stay as they are."""
+def start_load(
+    tensor, b, h, row, end, length, buffers, index, full, PIECES: gl.constexpr, RAGGED: gl.constexpr
+):  # fmt: skip
+    """Start copying a tile, which fills PIECES buffers of equal columns; `full` completes when all bytes have arrived.
+
+    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
+    """
+    WIDTH: gl.constexpr = tensor.block_shape[-1]
+    SIZE: gl.constexpr = tensor.block_type.nbytes * PIECES
+    mbarrier.expect(full, SIZE)
+    for j in gl.static_range(PIECES):
+        buffer = buffers.index(index * PIECES + j)
+        if RAGGED:
+            coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
+        else:
+            coordinates = [b, h, row, j * WIDTH]
+        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
+
+
+@gluon.jit
+def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.constexpr):
+    """Start writing one piece of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
     if RAGGED:
-        tma.async_copy_shared_to_global(tensor, [BOUND, end, h, BOUND - length + row, 0], buffer)
+        tma.async_copy_shared_to_global(tensor, [BOUND, end, h, BOUND - length + row, column], buffer)
     else:
-        tma.async_copy_shared_to_global(tensor, [b, h, row, 0], buffer)
+        tma.async_copy_shared_to_global(tensor, [b, h, row, column], buffer)
 
 
 @gluon.jit
