@@ -37,7 +37,10 @@ class Sm90Config:
     consumer_registers: int
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
-    pingpong: bool = False  # the two consumers issue their products in turns
+    pingpong: bool = False  # the consumers issue their products in turns
+    polynomial: int = 0  # exponentials on the FMA units: none, every fourth (1), every second (2)
+    lazy: int = 0  # rescale out only when a row's maximum has risen by more than this power of two; 0: always
+    together: int = 0  # query heads that take turns; 0: see `heads_together`
     measured: str = ""  # device, date, TFLOP/s
 
 
@@ -51,21 +54,21 @@ _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, True, True, _H200 + "414")),
-        (_ANY, C(3, 128, 6, True, 160, 32, True, False, _H200 + "480/512")),
+        (2048, C(2, 128, 8, True, 240, 24, True, True, measured=_H200 + "414")),
+        (_ANY, C(3, 128, 6, True, 160, 32, True, False, measured=_H200 + "480/512")),
     ),
     (128, False): (
-        (2048, C(2, 128, 4, True, 240, 24, True, False, _H200 + "597")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "666/673")),
+        (2048, C(2, 128, 4, True, 240, 24, True, False, measured=_H200 + "597")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "666/673")),
     ),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, True, True, _H200 + "406")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "558/623")),
+        (2048, C(2, 128, 4, True, 240, 24, True, True, measured=_H200 + "406")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "558/623")),
     ),
     (192, False): ((_ANY, C(2, 128, 3, False, 240, 24)),),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24)),),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "629, 695/736")),),
-    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "450, 634/702")),),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "629, 695/736")),),
+    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "450, 634/702")),),
 }
 
 
