@@ -234,5 +234,11 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
         gl.store(out_ptr, n * 1000000000)
     elif OPERATION == "round":
         gl.store(out_ptr, gl.load(x_ptr).to(gl.bfloat16).to(gl.float32))
+    elif OPERATION == "write_then_read":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr + gl.program_id(0)))
+    elif OPERATION == "read_others":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr))
     elif OPERATION == "beyond":
         gl.store(out_ptr, gl.load(x_ptr + n))

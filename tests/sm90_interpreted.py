@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,3 +56,14 @@ def run(case: AttentionCase) -> dict[str, str]:
         for name, check in checks.items()
         if name in ("out", "lse") and not check.share <= 1
     }
+
+
+def load_kernel(source: str, folder: Path) -> ModuleType:
+    """A module of its own with this source, which the interpreter reads again from the file."""
+    path = folder / "fwd_sm90_mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

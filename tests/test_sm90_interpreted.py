@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 from gluon_interpreter import Deadlock, KernelBug, Race  # noqa: E402
-from sm90_interpreted import interpret, run  # noqa: E402
+from sm90_interpreted import interpret, load_kernel, run  # noqa: E402
 
 from diyfa.backends.cuda import fwd_sm90  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
@@ -98,13 +97,7 @@ def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
     """The kernel's module with what `pattern` finds in its source replaced."""
     source, found = re.subn(pattern, replacement, Path(fwd_sm90.__file__).read_text())
     assert found, f"the kernel has no {pattern}"
-    path = tmp_path / "fwd_sm90_mutant.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_kernel(source, tmp_path)
 
 
 MUTANTS = {
