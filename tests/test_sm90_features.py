@@ -19,6 +19,7 @@ from diyfa.testing import AttentionCase  # noqa: E402
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
+ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
 
 
@@ -63,6 +64,9 @@ CASES = [
     (case("polynomial_fourth", seqlen_k=450), replace(TWO, polynomial=1, block_n=128)),
     (case("polynomial_half", seqlen_k=450, dtype="float16", causal=True), replace(TWO, polynomial=2)),
     (case("polynomial_lazy", seqlen_k=700, sm_scale=1.0), replace(TWO, polynomial=1, lazy=8)),
+    (case("one", seqlen_k=300, causal=True), ONE),
+    (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
+    (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
     (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),

@@ -1,7 +1,7 @@
 """Attention forward for Hopper (sm_90): a producer warp and consumer warpgroups, in Gluon.
 
 The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2): one warp
-does nothing but copy tiles to shared memory through TMA, two or three warpgroups of 64 queries each do the rest, and a
+does nothing but copy tiles to shared memory through TMA, one to three warpgroups of 64 queries each do the rest, and a
 consumer issues the scores of the next key block before the values of this one, so the tensor cores work while it
 computes exponentials. `docs/hopper.md` walks through it; which problems come here is decided in `sm90.py`.
 
@@ -35,6 +35,7 @@ from diyfa.backends.cuda.sm90 import (
     has_one_ring,
     heads_together,
     pieces_of,
+    schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
@@ -471,7 +472,19 @@ def _fwd_sm90_kernel(
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
+                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
@@ -575,7 +588,7 @@ def attention_forward(
         )
         values = constants(problem, config, negate)
         grid = grid_of(problem, config, q.device)
-        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, {"num_warps": 4}, True)
+        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
