@@ -38,9 +38,10 @@ from diyfa.backends.npu.primitives import (
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
-    dk_ptr, dv_ptr,
+    dk_ptr, dv_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    stride_dqb, stride_dqh, stride_dqm,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
@@ -49,8 +50,9 @@ def _bwd_dkdv_kernel(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
+    DROPOUT: tl.constexpr, FUSED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """dk and dv of each tile of keys. FUSED: and dq (fp32, zero before), to which every tile of keys adds its part."""
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
@@ -141,7 +143,23 @@ def _bwd_dkdv_kernel(
                     ds = ds * (1.0 - tanh * tanh)
                 ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
-                dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
+                if FUSED:  # a sum over keys, so what lies beyond the last one must go from ds too
+                    ds = masked(
+                        ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
+                    )  # fmt: skip
+                ds = narrow(ds, q.dtype, INTERPRET)
+                if FUSED:
+                    # [BLOCK_M, BLOCK_D]; the compiler adds atomically only what a vector core has touched.
+                    part = dot(tl.trans(ds), k, INTERPRET) * grad_scale
+                    offs_m = tl.arange(0, BLOCK_M) + row0
+                    offs_d = tl.arange(0, BLOCK_D)
+                    dq_base = base_of(dq_ptr, b, h, start_q, stride_dqb, stride_dqh, stride_dqm, VARLEN)
+                    inside = (offs_m < sq)[:, None]
+                    if PAD_D:
+                        inside = inside & (offs_d < HEAD_DIM)[None, :]
+                    tl.atomic_add(dq_base + offs_m[:, None] * stride_dqm + offs_d[None, :], part, mask=inside)
+                dk = dot_add(ds, q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
             # beyond the sequence.
             dk = tl.where(row_blocks > 0, dk, 0.0) * grad_scale

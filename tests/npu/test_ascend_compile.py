@@ -69,6 +69,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_fwd/v1",
         "attention_fwd/v1/finish",
         "attention_bwd/v2/dkdv",
+        "attention_bwd/fused",
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",
         "attention_bwd/v2/dbias",
