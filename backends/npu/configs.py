@@ -212,7 +212,7 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     if problem.dropout:
         return "featured"
     if problem.bias:
-        return "biased"
+        return "featured" if ALWAYS_MASK else "biased"  # whose tiles a mask in every tile would not fit
     if problem.causal:
         return "causal"
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
