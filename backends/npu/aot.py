@@ -460,7 +460,8 @@ _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr",
 }
 _INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 _FP32_SCALARS = {
-    "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
+    "sm_scale", "softcap", "softcap_minus", "softcap_inverse", "softcap_rate", "keep_threshold", "keep_prob",
+    "keep_scale", "grad_scale",
 }  # fmt: skip
 
 
