@@ -30,6 +30,7 @@ from diyfa.backends.npu.primitives import (
     dot,
     dot_add,
     key_range,
+    load_row,
     load_tile,
     masked,
     narrow,
@@ -109,7 +110,9 @@ def _fwd_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             if SINKS:  # the sink is a key without a value that every row has already seen
-                m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
+                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
+                m_i = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_i = running_max(m_i, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
                 if SOFTCAP:
                     m_i = m_i - softcap
                 l_i = tl.full([BLOCK_M], 1.0, tl.float32)
