@@ -3,10 +3,10 @@
     python -m diyfa.backends.npu.search 910B3 --kernel fwd --head-dim 128 --jobs 1
 
 The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
-few (and those that overflowed the unified buffer) with others. They are ranked by cost.py on one problem for each mode;
-only kernels that are bound and pipelined count where there are any. The winner must also compile, bound and pipelined,
-in every case of the gate that would use the row. Compilations are kept on disk under what went into them, so a second
-run costs little. The table is written after each row: a run may be interrupted and resumed.
+few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
+for each mode; only kernels that are bound and pipelined count where there are any. The winner must also compile, bound
+and pipelined, in every case of the gate that would use the row. Compilations are kept on disk under what went into
+them, so a second run costs little. The table is written after each row: a run may be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
 SHORTLIST = 3  # shapes that are tried with other options
+RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
 OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
-ON_OVERFLOW = ({"vector_loop": 2}, {"vector_loop": 4}, {"workspace_buffers": 2})
+RESCUE = ({"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"workspace_buffers": 2}, {"cube_loop": 2})
 # Chips with the memories of another one, for which the same compilations are ranked.
 SIBLINGS = {
     "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
@@ -97,6 +98,11 @@ class Candidate:
     tile: configs.AttentionTile
     module: hivm.Module | None
     error: str
+
+    @property
+    def area(self) -> int:
+        """Scores in the tile."""
+        return self.tile.block_m * self.tile.block_n
 
     @property
     def accepted(self) -> bool:
@@ -179,7 +185,10 @@ class Search:
         tried = self.compile(place, first)
         best = self.ranked(place, tried)
         again = [replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS]
-        again += [replace(c.tile, **options) for c in tried if "ub overflow" in c.error for options in ON_OVERFLOW]
+        size = best[0].area if best and best[0].accepted else SMALLEST
+        # No option makes room in L0C, which holds the accumulators.
+        lost = [c for c in tried if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
+        again += [replace(c.tile, **options) for c in lost for options in RESCUE]
         seen = [c.tile for c in tried]
         fresh = [tile for i, tile in enumerate(again) if tile not in seen and tile not in again[:i]]
         return self.ranked(place, [*tried, *self.compile(place, fresh)])
