@@ -531,5 +531,5 @@ def read(hivm: str) -> Module:
         workspace=int(workspace[1]) if workspace else 0,
         loops=loops,
         task=task,
-        score_elements=first.m * first.n if first else 0,
+        score_elements=round(first.m * first.n * first.times) if first else 0,  # its rows may be cut into pieces
     )
