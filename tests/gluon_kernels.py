@@ -220,9 +220,25 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
         gl.store(out_ptr, (n - 8) // 3)
     elif OPERATION == "remainder":
         gl.store(out_ptr, (n - 8) % 3)
+    elif OPERATION == "carried":  # a Python number before the loop, not in it
+        k = -7
+        for _ in range(n):
+            k += 0
+        gl.store(out_ptr, k // 2)
+    elif OPERATION == "unrolled":
+        k = -7
+        for _ in gl.static_range(3):
+            k += 0
+        gl.store(out_ptr, k // 2)
     elif OPERATION == "overflow":
         gl.store(out_ptr, n * 1000000000)
     elif OPERATION == "round":
         gl.store(out_ptr, gl.load(x_ptr).to(gl.bfloat16).to(gl.float32))
+    elif OPERATION == "write_then_read":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr + gl.program_id(0)))
+    elif OPERATION == "read_others":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr))
     elif OPERATION == "beyond":
         gl.store(out_ptr, gl.load(x_ptr + n))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from gluon_interpreter import InterpretedKernel
 
+from diyfa import ops, plain, registry
 from diyfa.backends.cuda import configs, fwd_sm90, sm90
 from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
@@ -27,6 +30,10 @@ def interpret(
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
     monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(fwd_sm90, "_launches", Launches())
+    # What is decided here must not outlive the patches.
+    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(sm90, "MIN_TILES", 0)
@@ -54,3 +61,14 @@ def run(case: AttentionCase) -> dict[str, str]:
         for name, check in checks.items()
         if name in ("out", "lse") and not check.share <= 1
     }
+
+
+def load_kernel(source: str, folder: Path) -> ModuleType:
+    """A module of its own with this source, which the interpreter reads again from the file."""
+    path = folder / "fwd_sm90_mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

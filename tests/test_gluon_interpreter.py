@@ -78,6 +78,17 @@ def test_a_planted_bug_of_the_pipeline_is_reported(bug: str, error: type, messag
             double_rows(bug, seed)
 
 
+def test_a_seed_is_an_interleaving() -> None:
+    def report(seed: int) -> str:
+        with pytest.raises(KernelBug) as caught:
+            double_rows("no_wait", seed)
+        return str(caught.value).replace(f"seed {seed}", "")
+
+    first = [report(seed) for seed in range(8)]
+    assert first == [report(seed) for seed in range(8)]
+    assert len(set(first)) > 1
+
+
 def test_several_programs_must_not_write_one_place() -> None:
     x = torch.randn(32, 64, dtype=torch.float16)
     target, sums = torch.empty_like(x), torch.empty(32)
@@ -151,6 +162,8 @@ def test_a_planted_bug_of_named_barriers_is_reported(bug: str, error: type, mess
     [
         ("divide", 1, 0.0, -2),
         ("remainder", 1, 0.0, -1),
+        ("carried", 1, 0.0, -3),
+        ("unrolled", 1, 0.0, -4),
         ("round", 1, 1 + 2**-8, 1.0),  # halfway: to even
         ("round", 1, 1 + 3 * 2**-8, 1 + 2**-6),
         ("round", 1, 1 + 2**-8 + 2**-20, 1 + 2**-7),
@@ -169,6 +182,14 @@ def test_overflow_and_reads_beyond_a_storage_are_reported() -> None:
     for n in (4, -1):
         with pytest.raises(OutOfBounds, match="x_ptr"):
             InterpretedKernel(kernels.arithmetic)[(1,)](x, n, out, OPERATION="beyond")
+
+
+def test_what_another_program_writes_must_not_be_read() -> None:
+    x, out = torch.zeros(2), torch.zeros(2)
+    InterpretedKernel(kernels.arithmetic)[(2,)](x, 5, out, OPERATION="write_then_read")
+    assert out.tolist() == [5, 5]
+    with pytest.raises(Race, match="somebody else writes x_ptr there"):
+        InterpretedKernel(kernels.arithmetic)[(2,)](x, 5, out, OPERATION="read_others")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 from gluon_interpreter import Deadlock, KernelBug, Race  # noqa: E402
-from sm90_interpreted import interpret, run  # noqa: E402
+from sm90_interpreted import interpret, load_kernel, run  # noqa: E402
 
 from diyfa.backends.cuda import fwd_sm90  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
@@ -98,13 +97,7 @@ def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
     """The kernel's module with what `pattern` finds in its source replaced."""
     source, found = re.subn(pattern, replacement, Path(fwd_sm90.__file__).read_text())
     assert found, f"the kernel has no {pattern}"
-    path = tmp_path / "fwd_sm90_mutant.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_kernel(source, tmp_path)
 
 
 MUTANTS = {
@@ -115,22 +108,37 @@ MUTANTS = {
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = warpgroup_mma_wait\(0, deps=\[o\]\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
+        r"( +o = _finish_values\(o, PIECES_V\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
         r"\2\1",
         Race,
         {},
     ),
-    "scores are read while their product runs": (r"s = warpgroup_mma_wait\(1", "s = warpgroup_mma_wait(2", Race, {}),
-    "values are read while their product runs": (r"o = warpgroup_mma_wait\(0", "o = warpgroup_mma_wait(1", Race, {}),
+    "scores are read while their product runs": (
+        r"s = warpgroup_mma_wait\(PIECES_V",
+        "s = warpgroup_mma_wait(PIECES_V + 1",
+        Race,
+        {},
+    ),
+    "values are read while their product runs": (
+        r"warpgroup_mma_wait\(0, deps=\[o",
+        "warpgroup_mma_wait(1, deps=[o",
+        Race,
+        {},
+    ),
     "Q is released although out follows it there": (
         r"if OWN_O:  # the last",
         "if True:  #",
         KernelBug,
         {"own_o": False},
     ),
-    "out is overwritten while it leaves": (r" +tma\.store_wait\(0\)\n( +out = )", r"\1", Race, {}),
+    "out is overwritten while it leaves": (
+        r" +tma\.store_wait\(0\)\n( +for j in gl\.static_range\(PIECES_V\):\n +out = )",
+        r"\1",
+        Race,
+        {},
+    ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
-    "the end does not wait for out": (r"(\n        turn \+= 1\n)    tma\.store_wait\(0\)\n", r"\1", KernelBug, {}),
+    "the end does not wait for out": (r"(\n +turn \+= 1\n)    tma\.store_wait\(0\)\n", r"\1", KernelBug, {}),
     "nobody has the first turn": (r"if PINGPONG and CONSUMER == 1:", "if False:", Deadlock, {"pingpong": True}),
     "V is waited for in K's parity": (
         r"(mbarrier\.wait\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",

@@ -9,6 +9,7 @@ share the work, `pipelined` the depth of the cube-to-vector pipeline; both are r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ from diyfa.problem import AttentionProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
+# A run-time `if` around the mask spares tiles that need none, and is what to suspect first when results are wrong on a
+# device but right in the interpreter: with DIYFA_NPU_ALWAYS_MASK=1 every tile is masked, without an `if`.
+ALWAYS_MASK = os.environ.get("DIYFA_NPU_ALWAYS_MASK", "0") == "1"
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -345,6 +349,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
     """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
     return {
         "MASKED": attention_key(problem, kernel).mode != "even",
+        "ALWAYS_MASK": ALWAYS_MASK,
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right > 0,

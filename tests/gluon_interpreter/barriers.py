@@ -51,6 +51,10 @@ class MBarrier:
 
     def expect(self, size: int) -> None:
         self.bytes += size
+        if self.bytes > MAX_COUNT:
+            raise BarrierMisuse(
+                f"{self.bytes} bytes expected at {self.name} at {location()}: a phase counts {MAX_COUNT}"
+            )
         self.arrive(1)
 
     def check_asynchronous(self, clock: Clock) -> None:

@@ -141,9 +141,10 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
         dtype = ptrs.get_element_ty()
         np_dtype = _get_np_dtype(dtype)
+        reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
         # Where nothing is loaded and nothing given instead, the value is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data
-        return TensorHandle(self.program.memory.load(ptrs.data, mask.data, fallback, np_dtype), dtype)
+        return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader), dtype)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> None:
         writer = self.program.writer_of(current())

@@ -60,11 +60,16 @@ class GlobalMemory:
     def _items(storage: _Storage, dtype: np.dtype[Any]) -> np.ndarray:
         return storage.bytes[: len(storage.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
 
-    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-        """Items where the mask is set, `other` elsewhere."""
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype[Any], reader: int
+    ) -> np.ndarray:
+        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read."""
         result = np.broadcast_to(other, addresses.shape).astype(dtype)
         if mask.any():
             storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
+            written = storage.writers[index * dtype.itemsize]
+            if ((written != 0) & (written != reader)).any():
+                raise Race(f"load at {location()}: somebody else writes {storage.name} there in the same launch")
             result[mask] = self._items(storage, dtype)[index]
         return result
 

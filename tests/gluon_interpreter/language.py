@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from .errors import InvalidOperand, Race, location
+from .loops import CARRIED, carrying_code
 from .scheduler import current
 from .wgmma import check_operands
 
@@ -69,6 +70,10 @@ class Accumulator(hopper.warpgroup_mma_accumulator):
 
 class TensorDescriptor(hopper.tma.tensor_descriptor):
     """A host-made tensor map."""
+
+    @property
+    def block_shape(self) -> list[int]:  # the compiler joins lists and tuples alike
+        return list(self.type.block_type.shape)
 
 
 def _refuse(name: str) -> Callable[..., Any]:
@@ -126,6 +131,12 @@ def _range(*bounds: Any, **hints: Any) -> Iterator[Any]:
         yield lift(_semantic().to_tensor(i))
 
 
+def _carried(value: Any) -> Any:
+    """A value on entry to a loop that changes it."""
+    value = unwrap(value)
+    return lift(_semantic().to_tensor(value)) if isinstance(value, (bool, int, float)) else value
+
+
 def _static_range(*bounds: Any) -> Iterator[int]:
     if any(isinstance(bound, tl_core.tensor) for bound in bounds):
         raise InvalidOperand(f"static_range at {location()} over a number that is not known when compiling")
@@ -139,8 +150,6 @@ _REPLACED = {
     id(hopper.warpgroup_mma): _warpgroup_mma,
     id(gl.static_range): _static_range,
 }
-# Pure functions of the standard library, which run as they are.
-_PLAIN_BUILTINS = {"range": _range}
 
 
 class _Module:
@@ -189,11 +198,10 @@ class Function:
         fn = self._original
         wanted = _names(fn.__code__)
         names = {name: translate(value) for name, value in fn.__globals__.items() if name in wanted}
-        names.update(_PLAIN_BUILTINS, __builtins__=builtins)
-        closure = None
-        if fn.__closure__:
-            closure = tuple(types.CellType(translate(cell.cell_contents)) for cell in fn.__closure__)
-        return types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, closure)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            names[name] = translate(cell.cell_contents)  # the new code has it as a global
+        names.update({"range": _range, CARRIED: _carried, "__builtins__": builtins})
+        return types.FunctionType(carrying_code(fn), names, fn.__name__, fn.__defaults__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rebuilt is None:

@@ -76,12 +76,12 @@ class Semantic(GluonSemantic):
             return self.tensor(TensorHandle(function(data).reshape(1), input.dtype), input.dtype)
         if not 0 <= axis < rank:
             raise InvalidOperand(f"reduction along axis {axis} of {rank} at {location()}")
-        data = np.asarray(function(data, axis=axis))
+        data = np.asarray(function(data, axis=axis)).astype(data.dtype)  # NumPy sums int32 in int64
         shape = [int(size) for i, size in enumerate(input.type.shape) if i != axis]
         if not shape:
             return self.tensor(TensorHandle(data.reshape(1), input.dtype), input.dtype)
         result = gl.distributed_type(input.dtype, shape, gl.SliceLayout(axis, input.type.layout))
-        reduced = self.tensor(TensorHandle(data.astype(input.handle.data.dtype), input.dtype), result)
+        reduced = self.tensor(TensorHandle(data, input.dtype), result)
         return self.expand_dims(reduced, axis) if keep_dims else reduced
 
     def reduction(self, inputs: Sequence[Any], axis: int, region_builder_fn: Any) -> Any:

@@ -121,7 +121,7 @@ class Load:
 
     def _land(self, part: slice) -> None:
         addresses, inside, fill, dtype = self._from
-        self._to[part] = self.program.memory.load(addresses[part], inside[part], fill, dtype)
+        self._to[part] = self.program.memory.load(addresses[part], inside[part], fill, dtype, reader=-1)
         self._parts -= 1
         self.barrier.complete(self._to[part].nbytes, self, finished=self._parts == 0)
         if self._parts == 0:

@@ -23,8 +23,7 @@ def _dense(x: Ref) -> Ref:
 
 def _nd2nz(source: Ref, target: Ref) -> None:
     """Global memory [rows, columns] to fractals; the rest of the last fractal keeps what it held."""
-    rows, columns = source.sizes
-    width = target.sizes[3]
+    columns, width = source.sizes[1], target.sizes[3]
     values = source.read()
     for block in range(-(-columns // width)):
         part = values[:, block * width : (block + 1) * width]
@@ -56,9 +55,7 @@ FIXPIPE = Function("PIPE_FIX", "rwssss", _nz2nd, whole=True)
 FUNCTIONS = {"set_l1_2d": FILL, "nd2nz": ND2NZ, "fixpipe_nz2nd": FIXPIPE}
 
 
-def multiply(
-    a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref
-) -> None:
+def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref) -> None:
     """c (+)= a @ b: all rows that c has, k products each, n columns and the rest of their last fractal."""
     for x in (a, b, c):
         _dense(x)

@@ -1,4 +1,4 @@
-"""Parser for MLIR in its generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
+"""Parser for MLIR's generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,9 @@ def groups(attribute: str) -> list[list[int]]:
     return [list(group) for group in ast.literal_eval(attribute)]
 
 
-_MEMREF = re.compile(r"^memref<((?:[\d?]+x)*)(\w+)(?:, strided<\[[^\]]*\](?:, offset: [\d?]+)?>)?, #hivm.address_space<(\w+)>>$")
+_MEMREF = re.compile(
+    r"^memref<((?:[\d?]+x)*)(\w+)(?:, strided<\[[^\]]*\](?:, offset: [\d?]+)?>)?, #hivm.address_space<(\w+)>>$"
+)
 
 
 @cache
@@ -200,5 +202,7 @@ def affine(attribute: str) -> Callable[..., tuple[int, ...]]:
     names = [name.strip() for part in (found[1], found[2] or "") for name in part.split(",") if name.strip()]
     body = found[3].replace("floordiv", "//").replace("ceildiv", "@").replace("mod", "%")
     tree = ast.parse(f"lambda {', '.join(names)}: ({body},)", mode="eval")
-    function: Callable[..., tuple[int, ...]] = eval(compile(ast.fix_missing_locations(_CeilDiv().visit(tree)), "", "eval"))
+    function: Callable[..., tuple[int, ...]] = eval(
+        compile(ast.fix_missing_locations(_CeilDiv().visit(tree)), "", "eval")
+    )
     return function
