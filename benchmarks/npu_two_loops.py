@@ -99,5 +99,5 @@ def job(head_dim: int, causal: bool, tile: tuple[int, int], options: dict[str, A
     mask = "causal" if causal else "full"
     return aot.Job(
         "two loops", f"float16 D={head_dim} {mask} {tile[0]}x{tile[1]}", _two_loops_kernel, signature, constants,
-        options, must_bind=False,
+        options, gated=False,
     )  # fmt: skip
