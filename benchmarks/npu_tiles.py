@@ -25,6 +25,7 @@ CHIPS = (
     ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
     ("Ascend950PR_9589", "Ascend950PR_9599"),
 )
+FAMILIES = {"Ascend910B3": "910B, A3", "Ascend950PR_9589": "950"}  # by the chip compiled for
 KERNELS = ("fwd", "dq", "dkdv")
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"full": -1, "causal": 0}  # window_right
@@ -95,28 +96,26 @@ def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table for people: chips that agree in everything but a rounded share are one line."""
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    """The table for people: chips that were compiled for as one are one line, with a share for each that differs."""
+    lines: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for row in document["rows"]:
-        chip = row["chip"].removeprefix("Ascend")
-        what = (row["D"], row["mask"], row["pass"], row["kernel"], row["tile"])
+        what = (FAMILIES[row["compiled_for"]], row["D"], row["mask"], row["pass"], row["kernel"], row["tile"])
         if "error" in row:
-            lines.setdefault((*what, row["error"], "", "", "", ""), {})[chip] = "–"
+            lines[(*what, row["error"], "", "", "", "")] = {"–": []}
             continue
         used = f"{row['ub_kib']:.0f} / {row['l1_kib']:.0f} / {row['l0c_kib']:.0f}"
         state = ("yes" if row["bound"] else "no", row["pipelined"] or "none")
         passes = f"{row['passes']} + {row['mask_passes']}" if row["mask"] == "causal" else f"{row['passes']}"
         share = f"{100 * row['predicted_share_of_cube_peak']:.0f} %"
-        lines.setdefault((*what, used, *state, passes, row["bottleneck"]), {})[chip] = share
+        shares = lines.setdefault((*what, used, *state, passes, row["bottleneck"]), {})
+        shares.setdefault(share, []).append(row["chip"].removeprefix("Ascend"))
     out = [
-        "| D | mask | pass | kernel | tile | UB / L1 / L0C KiB | bound | pipe | passes | waits for | predicted share |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0C KiB | bound | pipe | passes | waits for | share |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for what, shares in lines.items():
-        by_share: dict[str, list[str]] = {}
-        for chip, share in shares.items():
-            by_share.setdefault(share, []).append(chip)
-        told = "; ".join(f"{share} ({', '.join(chips)})" for share, chips in by_share.items())
+        several = len(shares) > 1
+        told = "; ".join(f"{share} ({', '.join(chips)})" if several else share for share, chips in shares.items())
         out.append("| " + " | ".join([*map(str, what), told]) + " |")
     return "\n".join(out)
 
