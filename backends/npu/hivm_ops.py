@@ -55,8 +55,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: "cube", "vector", "move" (to or from global memory), "direct" (between on-chip memories), "fill" (of
-    L1), "scalar". A register instruction has `elements` of `bits` instead of buffers."""
+    """An operation: "cube", "vector", "move" (to or from global memory), "direct" (between on-chip memories), "fill"
+    (of L1), "scalar". A register instruction has `elements` of `bits` instead of buffers."""
 
     kind: str
     name: str

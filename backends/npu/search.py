@@ -34,6 +34,7 @@ KERNELS = ("fwd", "dq", "dkdv")
 ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
+MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
 SHORTLIST = 3  # shapes that are tried with other options
 RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
 OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
@@ -223,6 +224,11 @@ class Search:
         """The best candidate as a row; None when nothing passes."""
         found = self.candidates(place)
         winner = next((candidate for candidate in found if self.passes_gate(place, candidate)), None)
+        table = configs.attention_tile(place.problem(), place.kernel)
+        present = next((candidate for candidate in found if candidate.tile == table and candidate.accepted), None)
+        if winner is not None and present is not None:
+            gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
+            winner = winner if gain > MARGIN else present
         if winner is None:
             return None
         assert winner.module is not None
