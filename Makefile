@@ -134,7 +134,7 @@ compile-gate-npu: $(VENV_NPU)/.ready
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 # Left out: a case that is one torch reduction on the device and no kernel, which host memory has not got.
 test-npu: $(VENV_NPU)/.ready
-	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
+	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) --dist loadgroup \
 	  --ignore=tests/npu/test_ascend_compile.py \
 	  --deselect 'tests/test_attention_matrix.py::test_attention[npu-auto-no_keys_sinks]' $(PYTEST_ARGS)
 

@@ -14,8 +14,12 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -151,10 +155,62 @@ def reduce_by_halves(self: Any, input: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def patch_once(patch: Any) -> Any:
+    """`_patch_lang`, which every call of a helper runs anew although nothing takes the patches back, once a module."""
+    patched: set[int] = set()
+
+    def patch_lang(fn: Any) -> None:
+        if id(fn.__globals__) not in patched:
+            patch(fn)
+            patched.add(id(fn.__globals__))
+
+    return patch_lang
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: its name, and what was current when it was launched."""
+
+    kernel: str
+    device: int
+    stream: int
+
+
+LAUNCHES: deque[Launch] = deque(maxlen=256)  # the latest, for tests of devices and streams
+_launched = 0  # in all
+
+
+def _count_launches(item: Any) -> Iterator[None]:
+    """Tell whoever sums up, in another process perhaps, how many kernels the phase of a test ran on npu tensors."""
+    before = _launched
+    yield
+    if _launched > before:
+        item.user_properties.append(("npu_launches", _launched - before))
+
+
+# Setup counts too: one run of a script may serve all tests of a file.
+pytest_runtest_setup = pytest.hookimpl(hookwrapper=True)(lambda item: (yield from _count_launches(item)))
+pytest_runtest_call = pytest.hookimpl(hookwrapper=True)(lambda item: (yield from _count_launches(item)))
+
+
+def _note_launch(kernel: str, arguments: list[Any]) -> None:
+    """Triton launches on the current device and stream, whatever the tensors': a tensor elsewhere is an error."""
+    devices = {x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.device.type == "npu"}
+    if not devices:
+        return
+    current = torch.npu.current_device()
+    if devices != {current}:
+        raise RuntimeError(f"{kernel} is launched on npu:{current} with tensors of {sorted(devices)}")
+    global _launched
+    _launched += 1
+    LAUNCHES.append(Launch(kernel, current, torch.npu.current_stream().npu_stream))
+
+
 def pytest_configure() -> None:
-    """Install both, unless this process has a real NPU."""
+    """Install all of it, unless this process has a real NPU."""
     if os.environ.get("DIYFA_HOST_SHIM") != "1":
         return
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, ReduceOps
 
     with warnings.catch_warnings():
@@ -163,8 +219,10 @@ def pytest_configure() -> None:
             _library.impl(name, function, "PrivateUse1")
 
     def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        _note_launch(self.fn.__name__, [*args_dev, *kwargs.values()])
         return [to_host(x) for x in args_dev], {name: to_host(x) for name, x in kwargs.items()}
 
     ReduceOps.generic_reduce = reduce_by_halves
+    interpreter._patch_lang = patch_once(interpreter._patch_lang)
     GridExecutor._init_args_hst = init_args_hst
     GridExecutor._restore_args_dev = lambda *_: None  # the kernel has written where it should

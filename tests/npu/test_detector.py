@@ -14,7 +14,10 @@ from subprocesses import run_python
 
 from diyfa.arch import NPU_SPECS, NPUArch, npu_spec
 
-pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="a real NPU is what it is")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="a real NPU is what it is"),
+    pytest.mark.xdist_group("detector"),  # what it shares is made once
+]
 
 UNLISTED = (
     "Ascend910_9363", "Ascend910_9382", "Ascend910_9391", "Ascend910_9392", "Ascend950DT_950x", "Ascend950DT_9571",

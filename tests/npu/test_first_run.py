@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="the script itself is for a real NPU")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="the script itself is for a real NPU"),
+    pytest.mark.xdist_group("first_run"),  # what it shares is made once
+]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
