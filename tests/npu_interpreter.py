@@ -16,6 +16,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +90,8 @@ _library = torch.library.Library("aten", "IMPL")
 class HostArithmetic(TorchDispatchMode):
     """Inside this block PyTorch's own operators on npu tensors are computed by the host, in place of the device.
 
-    For what surrounds the kernels (a mask turned into a bias, a norm over a gradient), which a real NPU computes. Never
-    around a kernel's own test: there a torch operator must stay an error. Only the thread that enters it is served.
+    For what surrounds the kernels (a mask turned into a bias, a norm over a gradient), which a real NPU computes.
+    Inside diyfa's own operators the block has no effect: one that leans on PyTorch's still fails.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,6 +126,29 @@ _BY_THE_DEVICE = frozenset(
         "new_empty_strided.default", "copy_.default", "_to_copy.default", "clone.default", "detach.default",
     }
 )  # fmt: skip
+
+
+@contextmanager
+def on_the_host(*operators: str) -> Iterator[None]:
+    """Inside this block the named aten operators ("sum.dim_IntList") on npu tensors are computed by the host, inside
+    diyfa's operators too. For calls that run no kernel."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def serve(operator: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return operator(*tree_map(to_host, args), **tree_map(to_host, kwargs)).to("npu")
+
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in operators:
+            packet, overload = name.split(".")
+            library.impl(name, serve(getattr(getattr(torch.ops.aten, packet), overload)), "PrivateUse1")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def reduce_by_halves(self: Any, input: Any) -> Any:
