@@ -37,6 +37,12 @@ def problem(**changes) -> AttentionProblem:
         {"head_dim": 256, "head_dim_v": 256, "window_right": 0},
         {"seqlen_q": 1000, "seqlen_k": 3333, "window_right": 0},
         {"deterministic": True, "needs_grad": True},
+        {"seq_lens": True},
+        {"head_dim": 80, "head_dim_v": 80},
+        {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
+        {"window_left": 128, "window_right": 0},
+        {"window_left": 1000, "window_right": 50, "softcap": 30.0},
+        {"layout": VARLEN, "total_q": 9000, "total_k": 9000, "window_right": 0},
     ],
     ids=str,
 )
@@ -50,15 +56,11 @@ def test_accepts(changes: dict) -> None:
         ({"arch": "sm_80"}, "only sm_90 has, this is sm_80"),
         ({"arch": "sm_100"}, "only sm_90 has, this is sm_100"),
         ({"dtype": "float32"}, "not float32"),
-        ({"head_dim": 80, "head_dim_v": 80}, "head_dim 64, 128, 256, not 80"),
-        ({"head_dim_v": 64}, "does not implement head_dim_v"),
-        ({"window_left": 128, "window_right": 0}, "does not implement window"),
-        ({"softcap": 30.0}, "does not implement softcap"),
+        ({"head_dim": 32, "head_dim_v": 32}, "head_dim 33 to 256, got 32 and 32"),
+        ({"head_dim": 64, "head_dim_v": 320}, "head_dim 33 to 256, got 64 and 320"),
         ({"alibi": True, "bias": True}, "does not implement alibi, attn_bias"),
         ({"sinks": True}, "does not implement sinks"),
         ({"dropout": True}, "does not implement dropout"),
-        ({"seq_lens": True}, "does not implement seq_lens"),
-        ({"layout": VARLEN, "total_q": 9000, "total_k": 9000}, "does not implement varlen"),
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"head_dim": 64, "head_dim_v": 64, "window_right": 0}, "the portable kernel is as fast"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
@@ -71,10 +73,77 @@ def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
     assert reason in sm90.refuses(problem(**changes))
 
 
+@pytest.mark.parametrize("head_dim", range(40, 257, 8))
+@pytest.mark.parametrize("head_dim_v", [40, 64, 128, 192, 256])
+def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int) -> None:
+    case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
+    for length in (1024, 4096):
+        config = sm90.config_of(case.replace(seqlen_k=length))
+        width, pieces = sm90.pieces_of(head_dim, head_dim_v)
+        width_v, pieces_v = sm90.pieces_of(head_dim_v, head_dim)
+        columns, columns_v = width * pieces, width_v * pieces_v
+        assert columns >= head_dim and columns_v >= head_dim_v
+        rows = config.consumers * sm90.CONSUMER_ROWS
+        size = rows * columns + config.slots * config.block_n * (columns + columns_v) // 2
+        if config.own_o:
+            size += rows * columns_v
+        else:  # out goes where Q was
+            assert (width_v, pieces_v <= pieces) == (width, True)
+        assert 2 * size + 1024 <= 232448
+        assert sm90.has_one_ring(case) or config.slots % 2 == 0
+
+
 def test_every_head_dim_has_a_row_for_every_length() -> None:
     for rows in sm90.CONFIGS.values():
         limits = [most for most, _ in rows]
         assert limits == sorted(set(limits)) and limits[-1] >= 1 << 40
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+@pytest.mark.parametrize("columns", [64, 192])
+def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) -> None:
+    """The address of each row, computed as TMA does: coordinates times strides, modulo 2^64 bytes."""
+    boxes = pytest.importorskip("diyfa.backends.cuda.sm90_boxes", reason="needs a Triton with Gluon")
+    batch, heads, rows = 3, 2, 50
+    sizes = {"b": batch, "h": heads, "s": rows, "d": columns}
+    x = torch.empty([sizes[c] for c in layout]).permute([layout.index(c) for c in "bhsd"])
+    box = boxes.ragged_box(x, "bhsd", 64, 64)
+    sample_steps, row_steps = boxes.steps_of(x, "bhsd")
+    for b, h, row, length in ((0, 0, 0, 50), (2, 1, 7, 8), (1, 1, 49, 50), (2, 0, 0, 1)):
+        end = b * sample_steps + length * row_steps
+        coordinates = (sm90.ROW_BOUND, end, h, sm90.ROW_BOUND - length + row, 5)
+        assert all(0 <= c < size for c, size in zip(coordinates, box.shape, strict=True))
+        address = sum(2 * c * stride for c, stride in zip(coordinates, box.strides, strict=True)) % 2**64
+        expected = sum(i * stride for i, stride in zip((b, h, row, 5), x.stride(), strict=True))
+        assert address == 2 * expected
+        assert all(stride % 8 == 0 and stride < 1 << 39 for stride in box.strides[:-1])  # what TMA can hold
+
+
+def test_steps_that_32_bits_do_not_count_are_refused() -> None:
+    boxes = pytest.importorskip("diyfa.backends.cuda.sm90_boxes", reason="needs a Triton with Gluon")
+    x = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 8, 1), device="meta")
+    with pytest.raises(ValueError, match="counts 2147418112 steps"):
+        boxes.steps_of(x, "bhsd")
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192])
+def test_packed_tiles_cover_every_row_once(rows: int) -> None:
+    """The numbering of `_packed_tile`, in Python: all tiles of a sequence have a number, and no number has two."""
+    choose = random.Random(rows)
+    for _ in range(50):
+        lengths = [choose.choice((0, 1, 63, 64, 65, 500)) for _ in range(choose.randint(1, 40))]
+        begins = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+        size = {"batch": len(lengths), "total_q": begins[-1], "total_k": begins[-1], "heads_q": 4}
+        config = sm90.Sm90Config(rows // 64, 128, 4, True, 240, 24)
+        slots = sm90.tiles_of(problem(layout=VARLEN, **size), config) // 4
+        seen = set()
+        for slot in range(slots):
+            b = max(sum(begins[i] // rows + i <= slot for i in range(len(lengths))) - 1, 0)
+            tile = slot - begins[b] // rows - b
+            if 0 <= tile < -(-lengths[b] // rows):
+                seen.add((b, tile))
+        assert seen == {(b, t) for b, length in enumerate(lengths) for t in range(-(-length // rows))}
+        assert slots - len(seen) <= len(lengths) + 1
 
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +156,9 @@ def test_taken_by_name_where_it_can_run_and_explained_where_not(monkeypatch: pyt
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda).name == "v2"  # until its last form has run on a GPU
-    assert registry.choose("attention_fwd", problem(softcap=1.0), cuda).name == "v2"
-    with pytest.raises(ValueError, match="sm90: sm90 does not implement softcap"):
-        registry.choose("attention_fwd", problem(softcap=1.0), cuda, "sm90")
+    assert registry.choose("attention_fwd", problem(sinks=True), cuda).name == "v2"
+    with pytest.raises(ValueError, match="sm90: sm90 does not implement sinks"):
+        registry.choose("attention_fwd", problem(sinks=True), cuda, "sm90")
 
 
 def random_cases(seed: int, count: int) -> list[AttentionCase]:

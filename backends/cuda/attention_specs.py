@@ -14,7 +14,7 @@ from diyfa.arch import gpu_spec
 from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
 from diyfa.backends.cuda.aot import CompileSpec
 from diyfa.backends.cuda.configs import PER_SCORE_FEATURES, AttentionConfig, candidates, default_config, gpu_class
-from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
+from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS
 from diyfa.problem import VARLEN, AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -171,39 +171,67 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
     if sm90.environment_refusal():
         return
-    from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that was just asked for
-
-    # Every compiled form in one dtype, the other dtype and keys that end inside a block once.
-    for (d, causal), dtype, keys in (
-        *((case, "bfloat16", min(rows[0][0], 4096)) for case, rows in sm90.CONFIGS.items()),
-        ((64, False), "bfloat16", 4096),
-        ((128, True), "float16", 4096),
-        ((128, False), "float16", 4095),
+    # Every compiled form in one dtype; the other dtype, keys that end inside a block, sequences of other lengths.
+    packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
+    for (d, causal), dtype, changes in (
+        *((case, "bfloat16", {"seqlen_k": min(rows[0][0], 4096)}) for case, rows in sm90.CONFIGS.items()),
+        ((64, False), "bfloat16", {}),
+        ((128, True), "float16", {}),
+        ((128, False), "float16", {"seqlen_k": 4095}),
+        *((case, "bfloat16", {"seq_lens": True}) for case in ((64, False), (128, True), (256, False))),
+        ((192, True), "float16", {"head_dim_v": 128}),
+        ((96, False), "float16", {}),
+        ((96, True), "float16", {"head_dim_v": 64}),
+        ((64, False), "float16", {"head_dim_v": 256}),
+        ((128, True), "bfloat16", {"window_left": 1000}),
+        ((64, False), "bfloat16", {"window_left": 1000}),
+        ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
+        *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (256, True))),
+        ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
+        *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),
     ):
-        problem = _problem(arch, dtype, d, causal).replace(seqlen_q=4096, seqlen_k=keys)
-        if sm90.refuses(problem):
-            continue
-        config = sm90.config_of(problem)
-        element = _TRITON_DTYPE[dtype]
-        rows = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
-        rows["o_tensor"] = sm90.CONSUMER_ROWS
-        signature = {
-            name: f"tensordesc<{element}[1,1,{n},{d}],{fwd_sm90.smem_layout(n, d)!r}>" for name, n in rows.items()
-        }
-        sizes = ("heads", "heads_q", "group", "heads_at_once", "seqlen_q", "seqlen_k")
-        signature |= {"lse_ptr": "*fp32", **dict.fromkeys(sizes, "i32"), "scale": "fp32"}
-        mask = "causal" if causal else "full" if keys % config.block_n == 0 else "ragged"
-        yield CompileSpec(
-            "attention_fwd/sm90",
-            f"{dtype} D={d} {mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
-            f"{' pingpong' if config.pingpong else ''}",
-            fwd_sm90._fwd_sm90_kernel,
-            signature,
-            fwd_sm90.constants(problem, config, False),
-            4,
-            1,
-            aligned=frozenset({"lse_ptr"}),
-        )
+        problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
+        if not sm90.refuses(problem):
+            yield _hopper_spec(problem)
+
+
+def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
+    from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `_hopper_specs` asked for
+    from diyfa.backends.cuda.sm90_boxes import smem_layout
+
+    config, d, dv = sm90.config_of(problem), problem.head_dim, problem.head_dim_v
+    element = _TRITON_DTYPE[problem.dtype]
+    constants = fwd_sm90.constants(problem, config, False)
+    blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
+    blocks["o_tensor"] = sm90.CONSUMER_ROWS
+    signature = {}
+    for name, rows in blocks.items():
+        ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
+        rank = 5 if ragged else 4
+        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)))
+        block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
+        signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
+    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
+    if constants["LENGTHS"] == EQUAL.value:
+        constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
+    else:
+        signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+    widths = f"{d}" if d == dv else f"{d}/{dv}"
+    mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
+    features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
+    return CompileSpec(
+        "attention_fwd/sm90",
+        f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+        f"{' pingpong' if config.pingpong else ''}",
+        fwd_sm90._fwd_sm90_kernel,
+        signature,
+        constants,
+        4,
+        1,
+        aligned=frozenset({"lse_ptr"}),
+        # A few scalars that are stored before the registers are handed out and read once for each tile.
+        spill_budget=64 if problem.features & {"window", "varlen"} else 0,
+    )
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:

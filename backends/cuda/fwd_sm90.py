@@ -7,7 +7,9 @@ computes exponentials. `docs/hopper.md` walks through it; which problems come he
 
 Names of sizes: a tile is BLOCK_M = 64 * CONSUMERS queries of one head; keys come in blocks of BLOCK_N, from the last
 one that the tile sees to the first, so that what a mask cuts comes first. K and V share one ring of SLOTS buffers:
-K of the n-th block is item 2n, its V item 2n + 1.
+K of the n-th block is item 2n, its V item 2n + 1. Where their tiles differ in shape, the ring's even slots are buffers
+for K and its odd ones for V. Tiles are powers of two wide, with zeros beyond the head dim; one of 129 to 192 columns
+comes in three pieces of 64.
 """
 
 from __future__ import annotations
@@ -25,9 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention_launch import softmax_scale
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
-from diyfa.backends.cuda.sm90 import CONSUMER_ROWS, Sm90Config, config_of, grid_of, heads_together
-from diyfa.backends.cuda.tensor_maps import Box
-from diyfa.problem import LAYOUTS, AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.backends.cuda.sm90 import (
+    CONSUMER_ROWS,
+    Sm90Config,
+    config_of,
+    grid_of,
+    has_one_ring,
+    heads_together,
+    pieces_of,
+)
+from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_at, tile_count, tile_of
+from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
+from diyfa.problem import AttentionProblem, AttentionTensors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -35,65 +47,85 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 
 
 @gluon.jit
-def _tile(
-    index, heads, heads_q, heads_at_once, seqlen_q, seqlen_k,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Tile number -> (sample, head, first query, key blocks it visits, at least one).
-
-    `heads_at_once` heads take turns, so that their keys stay in L2 while the longest tiles of all of them start first.
-    """
-    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
-    first = index // (heads_at_once * tiles_m) * heads_at_once
-    width = gl.minimum(heads_at_once, heads - first)
-    rest = index % (heads_at_once * tiles_m)
-    head = first + rest % width
-    tile_m = rest // width
-    end = seqlen_k
-    if CAUSAL:
-        tile_m = tiles_m - 1 - tile_m
-        end = gl.minimum(seqlen_k, (tile_m + 1) * BLOCK_M + seqlen_k - seqlen_q)
-    return head // heads_q, head % heads_q, tile_m * BLOCK_M, gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+def _buffer_of(slot, ONE_RING: gl.constexpr):
+    """Which buffer a slot is: K and V have their own, or share them all."""
+    if ONE_RING:
+        buffer = slot
+    else:
+        buffer = slot // 2
+    return buffer
 
 
 @gluon.jit
-def _load(tensor, coordinates, buffer, full):
-    """Start copying a tile; `full` completes when all its bytes have arrived."""
-    SIZE: gl.constexpr = tensor.block_type.nbytes
-    mbarrier.expect(full, SIZE)
-    tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
+def _load_blocks(
+    h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free; returns the next item."""
+    for c in gl.static_range(CONSUMERS):
+        # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
+        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED)
+    for i in range(end_block - first_block):
+        start_n = (end_block - 1 - i) * BLOCK_N
+        slot = item % SLOTS
+        mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
+        start_load(
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            PIECES, RAGGED,
+        )  # fmt: skip
+        slot = (item + 1) % SLOTS
+        mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
+        start_load(
+            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            PIECES_V, RAGGED,
+        )  # fmt: skip
+        item += 2
+    return item
 
 
 @gluon.jit
 def _producer(
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
-    q_tensor, k_tensor, v_tensor, heads, heads_q, group, heads_at_once, seqlen_q, seqlen_k,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    lengths_q_ptr, lengths_k_ptr,
+    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    q_tensor, k_tensor, v_tensor, group, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
-    """One warp: bring Q of each tile, then its K and V blocks, as soon as a buffer is free."""
+    """One warp: copy what the consumers of each tile read."""
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    tiles = gl.cdiv(seqlen_q, BLOCK_M) * heads
+    RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
     turn = 0
+    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, row0, n_blocks = _tile(
-            index, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL
+        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
+            index, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 1,
         )  # fmt: skip
-        hk = h // group
-        for c in gl.static_range(CONSUMERS):
-            # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            _load(q_tensor, [b, h, row0 + c * ROWS, 0], q_buffers.index(c), q_full.index(c))
-        for i in range(n_blocks):
-            start_n = (n_blocks - 1 - i) * BLOCK_N
-            slot = item % SLOTS
-            mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
-            _load(k_tensor, [b, hk, start_n, 0], kv_buffers.index(slot), kv_full.index(slot))
-            slot = (item + 1) % SLOTS
-            mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
-            _load(v_tensor, [b, hk, start_n, 0], kv_buffers.index(slot), kv_full.index(slot))
-            item += 2
-        turn += 1
+        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
+        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
+        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
+        if LENGTHS == PACKED:
+            if exists:
+                item = _load_blocks(
+                    h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+                    BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
+                )  # fmt: skip
+                turn += 1
+        else:
+            item = _load_blocks(
+                h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+                BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
+            )  # fmt: skip
+            turn += 1
 
 
 @gluon.jit
@@ -123,179 +155,321 @@ def _hand_over(CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, start_n, last_key, scale_log2, MASKED: gl.constexpr, NEGATE: gl.constexpr):
+def _softmax(
+    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, running maximum, running sum, factor of what was summed before).
 
-    The maximum is in units of log2. MASKED: row i sees the keys up to last_key[i], maybe none.
+    The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
+    at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
     """
     if NEGATE:
         s = -s
+    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1
+        s = cap - (2.0 * cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
+        scale = 1.0
     if MASKED:
-        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        s = gl.where(columns[None, :] <= (last_key - start_n)[:, None], s, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
+        # A thread's columns are those of its lane, 2 * (lane % 4), plus constants. Moving the lane's part to the other
+        # side leaves comparisons with constants; else the columns would fill up to 32 registers during the loop.
+        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        own = position[:, None] - (columns & 6) - start_n
+        constant = columns & ~6
+        if CAUSAL:  # which also keeps inside the keys
+            seen = constant <= own
+        elif HAS_RIGHT:
+            seen = (constant <= own + window_right) & (constant < n_keys - start_n - (columns & 6))
+        else:
+            seen = constant < n_keys - start_n - (columns & 6)
+        if HAS_LEFT:
+            seen = seen & (constant >= own - window_left)
+        s = gl.where(seen, s, float("-inf"))
+    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
         m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         m_ref = m_new
-    p = gl.exp2(s * scale_log2 - m_ref[:, None])
+    p = gl.exp2(s * scale - m_ref[:, None])
     alpha = gl.exp2(m_i - m_ref)
     return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
+def _start_scores(
+    q_buffers, k_buffers, k_index, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    for j in gl.static_range(PIECES):
+        q = tile_at(q_buffers, CONSUMER * PIECES + j)
+        k = tile_at(k_buffers, k_index * PIECES + j)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr):
+    """Start adding p v to each piece of o."""
+    started = ()
+    for j in gl.static_range(PIECES_V):
+        started += (warpgroup_mma(p, tile_at(v_buffers, v_index * PIECES_V + j), o[j], is_async=True),)
+    return started
+
+
+@gluon.jit
+def _finish_values(o, PIECES_V: gl.constexpr):
+    """Wait for what `_start_values` started."""
+    if PIECES_V == 1:
+        done = (warpgroup_mma_wait(0, deps=[o[0]]),)
+    else:
+        done = warpgroup_mma_wait(0, deps=o)
+    return done
+
+
+@gluon.jit
 def _attend_blocks(
-    o,  # [64, D] fp32
+    o,  # pieces of [64, Dv] fp32
     p,  # [64, BLOCK_N], weights of the block before, ready as an operand
-    m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, start, end, n_blocks, last_key, scale_log2,
-    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, D: gl.constexpr, MASKED: gl.constexpr, NEGATE: gl.constexpr,
+    m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
+    position, n_keys, window_left, window_right, scale, cap,
+    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = p.type.layout.parent
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
         v_slot = (item - 1) % SLOTS
-        k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
-        v = kv_buffers.index(v_slot).reshape([BLOCK_N, D])
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
         if PINGPONG:
             _wait_turn(CONSUMER)
-        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
-        o = warpgroup_mma(p, v, o, is_async=True)
+        o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
         if PINGPONG:
             _hand_over(CONSUMER)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(PIECES_V, deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha = _softmax(
-            s, m_i, l_i, (n_blocks - 1 - i) * BLOCK_N, last_key, scale_log2, MASKED, NEGATE
+            s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
+            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = _finish_values(o, PIECES_V)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        rescaled = ()
+        for j in gl.static_range(PIECES_V):
+            rescaled += (o[j] * factor,)
+        o = rescaled
     return o, p, m_i, l_i, item
+
+
+@gluon.jit
+def _attend_tile(
+    b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+):  # fmt: skip
+    """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
+    WIDTH: gl.constexpr = o_tensor.block_shape[-1]
+    DTYPE: gl.constexpr = o_tensor.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
+    MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
+
+    rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
+    position = rows + (n_keys - n_queries)  # the key that each row is aligned with
+    # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, then blocks
+    # that all rows see whole, from the n_whole-th on those that the left edge cuts.
+    key0 = row0 + (n_keys - n_queries)
+    n_blocks = end_block - first_block
+    n_masked = 1
+    if HAS_RIGHT:
+        after = key0 + 1 if CAUSAL else key0 + 1 + window_right
+        n_masked = end_block - gl.minimum(gl.maximum(after, 0), n_keys) // BLOCK_N
+    elif CHECK_KEYS:
+        n_masked = end_block - n_keys // BLOCK_N
+    n_masked = gl.maximum(n_masked, 1)
+    n_whole = n_blocks
+    if HAS_LEFT:
+        n_masked = gl.minimum(n_masked, n_blocks)
+        n_whole = end_block - gl.cdiv(gl.maximum(key0 + (ROWS - 1) - window_left, 0), BLOCK_N)
+        n_whole = gl.maximum(gl.minimum(n_whole, n_blocks), n_masked)
+
+    # The first block has no block before it whose values could be added meanwhile.
+    k_slot = item % SLOTS
+    mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+    mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
+    s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(kv_empty.index(k_slot), count=1)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+    l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
+    weights, m_i, l_i, _ = _softmax(
+        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+    )  # fmt: skip
+    p = gl.convert_layout(weights.to(DTYPE), P)
+    o = ()
+    for _ in gl.static_range(PIECES_V):
+        o += (gl.zeros([ROWS, WIDTH], gl.float32, OUT),)
+    if MASKED:
+        o, p, m_i, l_i, item = _attend_blocks(
+            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
+            position, n_keys, window_left, window_right, scale, cap,
+            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        )  # fmt: skip
+    o, p, m_i, l_i, item = _attend_blocks(
+        o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
+        position, n_keys, window_left, window_right, scale, cap,
+        CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+    )  # fmt: skip
+    if HAS_LEFT:
+        o, p, m_i, l_i, item = _attend_blocks(
+            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
+            position, n_keys, window_left, window_right, scale, cap,
+            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        )  # fmt: skip
+    if OWN_O:  # the last scores are there: the next tile's queries may come
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+    v_slot = (item + 1) % SLOTS
+    mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
+    o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
+    # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
+    seen = l_i != 0.0
+    if LENGTHS == SEQ_LENS:
+        seen = seen & (rows < n_queries)
+    total = gl.where(seen, l_i, 1.0)
+    lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
+    factor = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROWS)
+    if LENGTHS == PACKED:
+        gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
+    else:
+        gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+    o = _finish_values(o, PIECES_V)
+    mbarrier.arrive(kv_empty.index(v_slot), count=1)
+
+    # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
+    tma.store_wait(0)
+    for j in gl.static_range(PIECES_V):
+        out = gl.where((factor > 0.0)[:, None], o[j] * factor[:, None], 0.0)
+        tile_at(o_buffers, CONSUMER * O_PIECES + j).store(out.to(DTYPE))
+    fence_async_shared()
+    for j in gl.static_range(PIECES_V):
+        o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
+        start_store(
+            o_tensor, b, h, row0, j * WIDTH, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED
+        )  # fmt: skip
+    if not OWN_O:  # out lies where the next queries will
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+    return item + 2
 
 
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    CAUSAL: gl.constexpr, CHECK_KEYS: gl.constexpr, NEGATE: gl.constexpr,
-    q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty,
-    o_tensor, lse_ptr, o_buffers, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, scale,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    lengths_q_ptr, lengths_k_ptr,
+    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    o_tensor, lse_ptr, o_buffers, scale, softcap,
 ):  # fmt: skip
-    """One warpgroup: 64 queries of each tile, from scores to the rows of out and lse."""
+    """One warpgroup: its 64 queries of each tile."""
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    D: gl.constexpr = o_tensor.block_shape[3]
-    DTYPE: gl.constexpr = o_tensor.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
-    MASKED: gl.constexpr = CAUSAL or CHECK_KEYS
-
-    q = q_buffers.index(CONSUMER).reshape([ROWS, D])
-    o_buffer = o_buffers.index(CONSUMER)
-    scale_log2 = scale * LOG2E
-    tiles = gl.cdiv(seqlen_q, BLOCK_M) * heads
+    # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
+    cap = softcap * LOG2E
+    if not SOFTCAP:
+        scale = scale * LOG2E
     item = 0
     turn = 0
     if PINGPONG and CONSUMER == 1:  # the first turn is consumer 0's: without this both would wait forever
         _hand_over(CONSUMER)
+    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, row0, n_blocks = _tile(
-            index, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL
+        exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
+            index, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 4,
         )  # fmt: skip
         row0 += CONSUMER * ROWS
-        rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
-        # Row i sees the keys up to last_key[i]; the first n_full blocks are seen by all rows.
-        last_key = gl.full([ROWS], 0, gl.int32, S_ROWS) + (seqlen_k - 1)
-        n_full = n_blocks
-        if CAUSAL:
-            last_key = rows + (seqlen_k - seqlen_q)
-            n_full = gl.minimum(gl.maximum(row0 + seqlen_k - seqlen_q + 1, 0), seqlen_k) // BLOCK_N
-        elif CHECK_KEYS:
-            n_full = seqlen_k // BLOCK_N
-        n_masked = gl.maximum(n_blocks - n_full, 1)  # of the walk, which begins at the last block
-
-        # The first block has no block before it whose values could be added meanwhile.
-        k_slot = item % SLOTS
-        k = kv_buffers.index(k_slot).reshape([BLOCK_N, D])
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(kv_empty.index(k_slot), count=1)
-        m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
-        weights, m_i, l_i, _ = _softmax(
-            s, m_i, l_i, (n_blocks - 1) * BLOCK_N, last_key, scale_log2, MASKED, NEGATE
-        )  # fmt: skip
-        p = gl.convert_layout(weights.to(DTYPE), P)
-        o = gl.zeros([ROWS, D], gl.float32, OUT)
-        if MASKED:
-            o, p, m_i, l_i, item = _attend_blocks(
-                o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, 1, n_masked, n_blocks, last_key, scale_log2,
-                CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, True, NEGATE,
+        if LENGTHS == PACKED:
+            if exists:
+                item = _attend_tile(
+                    b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+                    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+                    CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                )  # fmt: skip
+                turn += 1
+        else:
+            item = _attend_tile(
+                b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+                heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+                CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
             )  # fmt: skip
-        o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, kv_buffers, kv_full, kv_empty, item, n_masked, n_blocks, n_blocks, last_key, scale_log2,
-            CONSUMER, PINGPONG, BLOCK_N, SLOTS, D, False, NEGATE,
-        )  # fmt: skip
-        if OWN_O:  # the last scores are there: the next tile's queries may come
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        v_slot = (item + 1) % SLOTS
-        mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
-        o = warpgroup_mma(p, kv_buffers.index(v_slot).reshape([BLOCK_N, D]), o, is_async=True)
-        # A row that saw no key: out 0, lse +inf.
-        seen = l_i != 0.0
-        total = gl.where(seen, l_i, 1.0)
-        lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
-        factor = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROWS)
-        gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
-        o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(kv_empty.index(v_slot), count=1)
-        item += 2
-
-        # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
-        tma.store_wait(0)
-        out = gl.where((factor > 0.0)[:, None], o * factor[:, None], 0.0)
-        o_buffer.reshape([ROWS, D]).store(out.to(DTYPE))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_tensor, [b, h, row0, 0], o_buffer)
-        if not OWN_O:  # out lies where the next queries will
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        turn += 1
+            turn += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=("heads", "heads_q", "group", "heads_at_once", "seqlen_q", "seqlen_k"))
+SIZES = (
+    "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
+    "window_left", "window_right", "group",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
+)  # fmt: skip
+LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _fwd_sm90_kernel(
-    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides
-    lse_ptr,  # (B, H, Sq) fp32
+    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
+    lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
+    lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
     heads,  # of all samples together
-    heads_q,
+    heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group,  # query heads that share one key head
-    heads_at_once, seqlen_q, seqlen_k, scale,
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
+    scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    CAUSAL: gl.constexpr, CHECK_KEYS: gl.constexpr, NEGATE: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    D: gl.constexpr = q_tensor.block_shape[3]
-    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, D], q_tensor.layout)
-    kv_buffers = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, BLOCK_N, D], k_tensor.layout)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES] + q_tensor.block_shape, q_tensor.layout)
+    K_SLOTS: gl.constexpr = SLOTS if ONE_RING else SLOTS // 2
+    k_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES] + k_tensor.block_shape, k_tensor.layout)
+    if ONE_RING:
+        v_buffers = k_buffers
+    else:
+        v_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES_V] + v_tensor.block_shape, v_tensor.layout)
     if OWN_O:
-        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, D], o_tensor.layout)
+        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES_V] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
@@ -310,49 +484,67 @@ def _fwd_sm90_kernel(
         mbarrier.init(kv_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
 
-    pipe = (q_buffers, kv_buffers, q_full, q_empty, kv_full, kv_empty)
-    consume = (o_tensor, lse_ptr, o_buffers, heads, heads_q, heads_at_once, seqlen_q, seqlen_k, scale)
-    produce = (q_tensor, k_tensor, v_tensor, heads, heads_q, group, heads_at_once, seqlen_q, seqlen_k)
+    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty)
+    if LENGTHS == EQUAL:
+        sizes = (heads, heads)  # nothing will be read there, and a tuple of values has no None
+    else:
+        sizes = (lengths_q_ptr, lengths_k_ptr)
+    sizes += (heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k)
+    sizes += (window_left, window_right)
+    consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
+    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group)
+    produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_producer, (BLOCK_N, 2, SLOTS, CAUSAL) + pipe + produce),
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, CAUSAL, CHECK_KEYS, NEGATE) + pipe + consume),
-                (_producer, (BLOCK_N, 3, SLOTS, CAUSAL) + pipe + produce),
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-
-
-def smem_layout(rows: int, head_dim: int) -> gl.NVMMASharedLayout:
-    """How a tile of fp16 or bf16 lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.float16)
+        )  # fmt: skip
 
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> dict[str, object]:
     """The kernel's constexprs."""
+    ragged = lengths_of(problem) != EQUAL.value
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
+        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v)[1],
+        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim)[1],
+        "ONE_RING": has_one_ring(problem),
         "CAUSAL": problem.causal,
-        "CHECK_KEYS": not problem.causal and problem.seqlen_k % config.block_n != 0,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,
+        "CHECK_KEYS": problem.window_right < 0
+        and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
+        "LENGTHS": lengths_of(problem),
+        "SOFTCAP": problem.softcap != 0.0,
         "NEGATE": negate,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
@@ -360,12 +552,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
 
 
 _launches = Launches()
-
-
-def _box(x: torch.Tensor, problem: AttentionProblem, rows: int) -> Box:
-    shape = [x.shape[i] for i in LAYOUTS[problem.layout]]
-    block = [1, 1, rows, problem.head_dim]
-    return Box(shape, list(bhsd_strides(x, problem.layout)), block, smem_layout(rows, problem.head_dim))
 
 
 def attention_forward(
@@ -377,27 +563,39 @@ def attention_forward(
 
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
+        layout = problem.layout
+        d, dv = problem.head_dim, problem.head_dim_v
+        width, width_v = pieces_of(d, dv)[0], pieces_of(dv, d)[0]
+        box = ragged_box if problem.seq_lens or problem.varlen else dense_box
         boxes = (
-            _box(q, problem, CONSUMER_ROWS),
-            _box(k, problem, config.block_n),
-            _box(v, problem, config.block_n),
-            _box(out, problem, CONSUMER_ROWS),
-            None,
+            box(q, layout, CONSUMER_ROWS, width),
+            box(k, layout, config.block_n, width),
+            box(v, layout, config.block_n, width_v),
+            # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+            (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
+            *(None,) * 3,
         )
-        heads = problem.batch * problem.heads_q
         scalars = (
-            heads,
+            problem.batch * problem.heads_q,
             problem.heads_q,
-            problem.heads_q // problem.heads_kv,
             heads_together(problem),
+            problem.batch,
             problem.seqlen_q,
             problem.seqlen_k,
+            problem.total_q,
+            problem.total_k,
+            problem.window_left,
+            problem.window_right,
+            problem.heads_q // problem.heads_kv,
+            *(n for x in (q, k, v) for n in (steps_of(x, layout) if box is ragged_box else (0, 0))),
             scale,
+            problem.softcap,
         )
         values = constants(problem, config, negate)
         grid = grid_of(problem, config, q.device)
         return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, {"num_warps": 4}, True)
 
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
+    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
-        _launches.get(key, make)(q, k, v, out, lse)
+        _launches.get(key, make)(q, k, v, out, *lengths, lse)

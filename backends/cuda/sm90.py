@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,13 +10,17 @@ import triton
 
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
-from diyfa.backends.cuda.tiles import cdiv
+from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
 from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa"})
+FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap"})
 DTYPES = ("float16", "bfloat16")
 TRITON = (3, 6)  # Gluon changes names and meanings from release to release
+MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
+# With these the producer has more to count than 24 registers hold; ptxas would spill.
+BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
+ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 MIN_TILES = 132
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
@@ -37,11 +41,11 @@ class Sm90Config:
     measured: str = ""  # device, date, TFLOP/s
 
 
-# Rows by (head_dim, causal): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads * head_dim = 2048,
-# S = 1k, or 4k/16k. A short walk over the keys gains from a persistent grid, whose next tile is already loading while
-# the last one is written; a long one loses 2 to 4 % to it, and a long causal one a fifth, because its programs do not
-# end together. head_dim 64 with a causal mask is missing: the portable kernel was faster up to S = 4k (302 against 299,
-# 425 against 390).
+# Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads *
+# head_dim = 2048, S = 1k, or 4k/16k; a row without one was never timed. A short walk over the keys gains from a
+# persistent grid, whose next tile is already loading while the last one is written; a long one loses 2 to 4 % to it,
+# and a long causal one a fifth, because its programs do not end together. head_dim 64 with a causal mask is missing:
+# the portable kernel was faster up to S = 4k (302 against 299, 425 against 390).
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
@@ -58,6 +62,8 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (2048, C(2, 128, 4, True, 240, 24, True, True, _H200 + "406")),
         (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "558/623")),
     ),
+    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24)),),
+    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24)),),
     (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "629, 695/736")),),
     (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "450, 634/702")),),
 }
@@ -65,18 +71,54 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
 
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
-    rows = CONFIGS[problem.head_dim, problem.causal]
-    return next(config for most, config in rows if problem.seqlen_k <= most)
+    rows = CONFIGS[tile_class(problem)]
+    config = next(config for most, config in rows if keys_seen(problem) <= most)
+    if not has_one_ring(problem):
+        config = replace(config, slots=cdiv(config.slots, 2) * 2)
+        if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
+            config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
+    if config.consumers == 2 and problem.features & BUSY_PRODUCER:
+        config = replace(config, consumer_registers=232, producer_registers=40)
+    return config
+
+
+def keys_seen(problem: AttentionProblem) -> int:
+    """How many keys a query sees at most: the length of its walk."""
+    if problem.window_left < 0:
+        return problem.seqlen_k
+    right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
+    return min(problem.window_left + 1 + right, problem.seqlen_k)
+
+
+def pieces_of(head_dim: int, other: int) -> tuple[int, int]:
+    """(columns, how many): the buffers that make up a tile of `head_dim` columns; `other` is that of V, or of K."""
+    if 128 < max(head_dim, other) <= 192:  # a power of two would waste a quarter
+        return 64, cdiv(head_dim, 64)
+    return max(64, padded_head_dim(head_dim)), 1
+
+
+def has_one_ring(problem: AttentionProblem) -> bool:
+    """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
+    return pieces_of(problem.head_dim, problem.head_dim_v) == pieces_of(problem.head_dim_v, problem.head_dim)
+
+
+def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
+    """The rows of the table that a problem looks in: columns of its widest tile, whether later tiles see more keys."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return next((c for c in (64, 128, 192) if widest <= c), 256), problem.window_right >= 0
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles of queries all heads of all samples have."""
-    return cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS) * problem.batch * problem.heads_q
+    """How many tiles of queries all heads of all samples have; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS
+    if problem.varlen:
+        return (problem.total_q // rows + problem.batch) * problem.heads_q
+    return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
 def heads_together(problem: AttentionProblem) -> int:
-    """How many query heads take turns: with a causal mask, as many as keep their keys and values in L2."""
-    if not problem.causal:
+    """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
+    if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
@@ -102,10 +144,10 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-    if problem.head_dim not in {d for d, _ in CONFIGS}:
-        return f"sm90 takes head_dim {', '.join(map(str, sorted({d for d, _ in CONFIGS})))}, not {problem.head_dim}"
-    if (problem.head_dim, problem.causal) not in CONFIGS:
-        return f"with a causal mask and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
+    if not MIN_HEAD_DIM <= max(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
+        return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    if tile_class(problem) not in CONFIGS:
+        return f"with a mask on the right and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if not has_tma(problem):

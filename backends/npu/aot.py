@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, configs_v1, hivm
+from diyfa.backends.npu import configs, configs_v1, gate, hivm
 from diyfa.backends.npu.metrics import limits, metrics
 from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem, ToolMissing
 
-JOBS = 2  # back-half processes at a time
+JOBS = os.cpu_count() or 2  # back-half processes at a time
 TIMEOUT_S = 300
 
 # triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
@@ -58,8 +60,6 @@ class Job:
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    must_bind: bool = True  # the gate: both vector cores work
-    must_pipeline: int = 0  # the gate: at least this depth
     problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
     step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
     tile: configs.AttentionTile | None = None
@@ -145,7 +145,7 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
-    text, error, notes = _lower(linalg, target, options)
+    text, error, notes = lower(linalg, target, options)
     if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
     try:
@@ -167,13 +167,13 @@ def hivm_of(job: Job, target: str) -> str:
     """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
-    text, error, _ = _lower(linalg, target, job.options)
+    text, error, _ = lower(linalg, target, job.options)
     if text is None:
         raise RuntimeError(error)
     return text
 
 
-def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
     """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
@@ -213,10 +213,7 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         failures.append(compiled.error)
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
-        if job.must_bind and not compiled.bound:
-            failures.append("gate: not split over both vector cores")
-        if compiled.pipelined < job.must_pipeline:
-            failures.append(f"gate: pipeline depth {compiled.pipelined}, expected {job.must_pipeline}")
+        failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
     return CompileReport(
         backend="npu",
         target=target,
@@ -336,9 +333,6 @@ def attention_job(
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        # The sum of a whole tile, at the end of the gradient of a scalar bias, keeps both vector cores' work on one.
-        must_bind=tile.bound and not (kernel == "dbias" and bias == "1"),
-        must_pipeline=0 if kernel == "dbias" and bias == "1" else tile.pipelined,
         problem=problem,
         step=kernel,
         tile=tile,
@@ -366,7 +360,7 @@ def v1_job(problem: AttentionProblem) -> Job:
     return Job(
         "attention_fwd/v1", _case(problem, tile), function,
         _signature(function, _TRITON_DTYPES[problem.dtype]), constants,
-        tile.compile_options(problem.arch), must_bind=tile.bound, must_pipeline=tile.pipelined,
+        tile.compile_options(problem.arch),
     )  # fmt: skip
 
 
@@ -447,7 +441,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     return Job(
         "matmul/persistent",
         f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}",
-        function, signature, constants, tile.compile_options(problem.arch), must_bind=False,
+        function, signature, constants, tile.compile_options(problem.arch),
     )  # fmt: skip
 
 
@@ -545,34 +539,57 @@ def attention_jobs(target: str, changes: dict[str, Any]) -> Iterator[Job]:
         yield attention_job(problem, kernel, bias=dims)
 
 
-def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
-    """Every row of the tile tables for `target`, every feature and every kind of head dim.
+# The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
+_LEAN_HEAD_DIMS = (40, 80, 192)
 
-    `full`: every feature in every dtype with every head-dim class, instead of float16 with 128.
+
+def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """What is compiled for `target`.
+
+    910B: every row of the tile tables, every feature (float16, D = 128) and every kind of head dim. A3, which has the
+    same memories and gets the same kernels from the front half, and 950, whose compiler takes four times as long: every
+    kernel and tile once, with most of what runs in it. `full`: every feature in every dtype with every head-dim class.
     """
+    lean = configs.family(target) is not NPUArch.A2 and not full
+    yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
+    yield from helper_jobs(target)
+    yield from matmul_jobs(target)
+
+
+def tile_jobs(target: str) -> Iterator[Job]:
+    """Every attention kernel with every tile that it has in the table, in the most demanding mode that uses it."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        seen: set[tuple[str, int, int]] = set()
+        for case in reversed(MODE_CASES.values()):  # the most demanding first
+            for job in attention_jobs(target, {"dtype": dtype, "head_dim": head_dim, **case}):
+                shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+                if shape not in seen:
+                    seen.add(shape)
+                    yield job
+    for case in HEAD_DIM_CASES:
+        if case["head_dim"] in _LEAN_HEAD_DIMS:
+            yield from attention_jobs(target, case)
+
+
+def every_job(target: str, full: bool) -> Iterator[Job]:
+    """Every mode of the table and every feature of the attention kernels."""
     head_dims = configs.HEAD_DIM_CLASSES
-    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype and the features all at once.
-    lean = configs.family(target) is NPUArch.A5 and not full
     changes: list[dict[str, Any]] = []
     for dtype in configs.DTYPE_BYTES:
         cases = dict(MODE_CASES)
         if dtype == "bfloat16" and not full:  # the rows are float16's
-            cases = {} if lean else {mode: cases[mode] for mode in ("even", "causal", "crowded")}
-        if lean:  # where these have the tiles of the crowded rows
-            cases = {mode: case for mode, case in cases.items() if mode not in ("biased", "featured")}
+            cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
     for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
             {"dtype": dtype, "head_dim": head_dim, **case}
             for head_dim in (head_dims if full else (128,))
-            for case in (() if lean else FEATURE_CASES)
+            for case in FEATURE_CASES
         ]
     for change in changes:
         yield from attention_jobs(target, change)
-    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
-    yield from helper_jobs(target)
-    yield from matmul_jobs(target)
 
 
 def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:

@@ -14,7 +14,7 @@ from diyfa.backends.npu.primitives import (
     load_lse,
     load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -23,7 +23,6 @@ from diyfa.backends.npu.primitives import (
     store_row,
     store_tile,
     task_in,
-    tile_needs_mask,
     turns_before,
 )
 
@@ -41,7 +40,7 @@ def _bwd_dbias_kernel(
     own_batch, own_heads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALWAYS_MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DBIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
@@ -121,14 +120,6 @@ def _bwd_dbias_kernel(
                     BLOCK_M, BLOCK_N, BIAS, False,
                 )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-            if tile_needs_mask(
-                row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-            ):
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                p = mask_tile(
-                    p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                )
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
@@ -138,7 +129,17 @@ def _bwd_dbias_kernel(
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
-            acc += p * (dp - delta[:, None])
+            ds = p * (dp - delta[:, None])
+            ds = masked(
+                ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
+            )  # fmt: skip
+            if CAUSAL and SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+                # Beyond the sequence a causal mask cuts nothing, not even what no product wrote.
+                if row0 + BLOCK_M > sq:
+                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
+                    ds = tl.where(rows < (sq - row0).to(tl.float32), ds, 0.0)
+            acc += ds
         if DROPOUT:
             acc = acc * keep_scale
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h

@@ -15,10 +15,11 @@ from diyfa.backends.npu.primitives import (
     base_of,
     dot,
     dot_add,
+    drop_columns,
     load_lse,
     load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -29,7 +30,6 @@ from diyfa.backends.npu.primitives import (
     task_in,
     task_of,
     tasks_of,
-    tile_needs_mask,
     turns_before,
 )
 
@@ -47,7 +47,7 @@ def _bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -119,15 +119,12 @@ def _bwd_dkdv_kernel(
                         BLOCK_M, BLOCK_N, BIAS, True,
                     )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
-                        p = mask_tile(
-                            p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                        )
+                if MASKED:
+                    p = masked(
+                        p, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
+                    )  # fmt: skip
+                p = drop_columns(p, row0, sq, BLOCK_M)
                 # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
                 dp = dot(v, tl.trans(dout), INTERPRET)  # [BLOCK_N, BLOCK_M]
                 kept = p
@@ -142,6 +139,7 @@ def _bwd_dkdv_kernel(
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
                 dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys

@@ -15,7 +15,7 @@ from diyfa.backends.npu.primitives import (
     load_lse,
     load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -25,7 +25,6 @@ from diyfa.backends.npu.primitives import (
     task_in,
     task_of,
     tasks_of,
-    tile_needs_mask,
     turns_before,
 )
 
@@ -43,7 +42,7 @@ def _bwd_dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -110,15 +109,6 @@ def _bwd_dq_kernel(
                         BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                        p = mask_tile(
-                            p, rel, cols, 0.0, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT
-                        )
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if DROPOUT:
@@ -127,11 +117,21 @@ def _bwd_dq_kernel(
                 ds = p * (dp - delta[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
+                # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
+                # accumulator as they were, so s and dp may hold anything there, NaN included.
+                if MASKED:
+                    ds = masked(
+                        ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
+                    )  # fmt: skip
                 dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
             # The accumulator of a loop that ran no iteration is not cleared.
             dq = tl.where(hi > lo, dq, 0.0) * grad_scale
+            if SEQ_LENS:  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
+                real = ((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32))[:, None]
+                dq = tl.where(real, dq, 0.0)
             dq_block = tl.make_block_ptr(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )

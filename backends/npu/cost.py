@@ -224,11 +224,18 @@ def _tensor_bytes(problem: AttentionProblem, kernel: str, width: int) -> float:
 
 
 def predict(
-    module: Module, problem: AttentionProblem, kernel: str, block_m: int, block_n: int, zigzag: bool = True
+    module: Module,
+    problem: AttentionProblem,
+    kernel: str,
+    block_m: int,
+    block_n: int,
+    zigzag: bool = True,
+    heads_inside: bool = False,
 ) -> Prediction:
     """Predicted time of `kernel` ("fwd", "dq", "dkdv") as compiled into `module`, for `problem` on its chip.
 
-    Where the kernel has two loops the first is that of full tiles, the second that of masked ones.
+    Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
+    was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
     """
     chip = problem.arch
     spec, speed = _spec(chip), rates(chip)
@@ -238,12 +245,17 @@ def predict(
     cut = stages(masked.tile, chip).plus(stages(masked.masked, chip))
     per_tile, per_cut = tile_cycles(plain, module.pipelined), tile_cycles(cut, module.pipelined)
     around = stages(module.task, chip).total
+    if module.task.products:
+        per_cut = 0.0
     costs = [
         (task.tiles - task.masked) * per_tile + task.masked * per_cut + around
         for task in attention_tasks(problem, kernel, block_m, block_n)
     ]
     heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
-    order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
+    if heads_inside:
+        order = [cost * heads for cost in costs]
+    else:
+        order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
     programs = min(spec.cube_cores, len(order))
     load = deal(order, programs, zigzag)
     seconds = max(load) / speed.hertz

@@ -29,8 +29,9 @@ from diyfa.backends.npu.primitives import (
     dot,
     dot_add,
     key_range,
+    load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -41,7 +42,6 @@ from diyfa.backends.npu.primitives import (
     task_in,
     task_of,
     tasks_of,
-    tile_needs_mask,
     turns_before,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors
@@ -72,7 +72,7 @@ def _fwd_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,9 @@ def _fwd_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             if SINKS:  # the sink is a key without a value that every row has already seen
-                m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
+                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
+                m_i = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_i = running_max(m_i, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
                 l_i = tl.full([BLOCK_M], 1.0, tl.float32)
             else:
                 m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -139,16 +141,11 @@ def _fwd_kernel(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                        s = mask_tile(
-                            s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                            CAUSAL, HAS_LEFT, HAS_RIGHT,
-                        )  # fmt: skip
+                if MASKED:
+                    s = masked(
+                        s, float("-inf"), row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
+                    )  # fmt: skip
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
                 if DROPOUT:  # of the weights only: the denominator and lse know nothing of it
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)

@@ -456,19 +456,24 @@ def _add(work: Work, op: _Op, times: float) -> None:
 
 
 def _times(op: _Op, depth: int, unrolled: dict[int, int]) -> float:
-    """How often `op` runs for each iteration of its `depth`-th run-time loop, a pipeline's steps being iterations."""
-    times, level, inner_unroll = op.times, 0, False
-    frame_of_depth = None
+    """How often `op` runs for each iteration of its `depth`-th run-time loop.
+
+    The steps of a pipeline inside that loop are its iterations; one that has no such loop around it, because that ran
+    once and was folded away, counts all its steps.
+    """
+    times, level, stepped = op.times, 0, False
+    walked: _Frame | None = None
     for frame in op.frames:
         if _is_dynamic(frame):
             level += 1
-            frame_of_depth = frame if level == depth else frame_of_depth
-        elif level >= depth and frame.unroll:
-            inner_unroll = True
-        elif level >= depth and frame.trips is not None:
-            times *= frame.trips
-    if frame_of_depth is not None and not inner_unroll:
-        times /= unrolled.get(id(frame_of_depth), 1)
+            walked = frame if level == depth else walked
+        elif level >= depth and frame.kind == "loop":
+            if frame.unroll and walked is not None and id(walked) in unrolled:
+                stepped = True
+            else:
+                times *= frame.unroll if frame.trips is None else frame.trips
+    if walked is not None and not stepped:
+        times /= unrolled.get(id(walked), 1)
     return times
 
 
@@ -491,7 +496,11 @@ def read(hivm: str) -> Module:
     deciding = [op for op in everything if op.kind == "cube"] or [op for op in everything if op.kind == "vector"]
     depth = max((len(_dynamic(op)) for op in deciding), default=0)
     unrolled = {
-        id(_dynamic(op)[-1]): frame.unroll for op in everything for frame in op.frames if frame.unroll and _dynamic(op)
+        id(outer[depth - 1]): frame.unroll
+        for op in everything
+        if len(outer := _dynamic(op)) >= depth > 0
+        for frame in op.frames
+        if frame.unroll
     }
     loops: list[Loop] = []
     task = Work()

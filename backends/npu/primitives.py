@@ -296,6 +296,47 @@ def mask_tile(
 
 
 @triton.jit
+def masked(
+    x, fill, row0, n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALWAYS_MASK: tl.constexpr,
+):  # fmt: skip
+    """x [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], where query and key see each other, else `fill`.
+
+    Under a run-time `if`, so that a tile in which all see each other pays nothing; ALWAYS_MASK does without the `if`.
+    """
+    if ALWAYS_MASK:
+        x = mask_whole(
+            x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+            TRANSPOSED,
+        )  # fmt: skip
+    else:
+        if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT):
+            x = mask_whole(
+                x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                TRANSPOSED,
+            )  # fmt: skip
+    return x
+
+
+@triton.jit
+def mask_whole(
+    x, fill, row0, n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """`mask_tile` with the positions inside the tile."""
+    if TRANSPOSED:
+        rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
+        cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
+    else:
+        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+    return mask_tile(x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+
+
+@triton.jit
 def score_tile(
     s, rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
 ):
@@ -309,6 +350,19 @@ def score_tile(
     if ALIBI:
         s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
     return s, tanh
+
+
+@triton.jit
+def drop_columns(x, start, length, BLOCK: tl.constexpr):
+    """x [rows, BLOCK] with 0 in the columns that lie at or beyond `length`, where the first one is `start`.
+
+    A product with fewer columns than its tile has leaves the others of the accumulator as they were, whatever the
+    padding of its operands: what comes from there may be anything, NaN included, and only a select drops it.
+    """
+    if start + BLOCK > length:
+        cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
+        x = tl.where(cols < (length - start).to(tl.float32), x, 0.0)
+    return x
 
 
 @triton.jit

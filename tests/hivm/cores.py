@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Generator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hivm import cube, library
 from hivm.ir import DYNAMIC, Block, Operation, affine, groups, integers, memref, name_in
-from hivm.memory import Memory, Ref, contiguous
-from hivm.order import Order
+from hivm.memory import ON_CHIP_GRANULE, Memory, Ref, contiguous
+from hivm.order import Blocks, Order
 
 MEMORIES = {"ub": 192 << 10, "cbuf": 512 << 10, "cc": 128 << 10}  # of a 910B: bytes on chip
-ON_CHIP_GRANULE = 32
 MOST_SET = 15  # of a flag between cores: its counter has four bits
 _PRODUCT = re.compile(r"^mma_tile_(?:half|bfloat16_t|float)_to_float(_ta)?(_tb)?$")
 
@@ -96,9 +96,11 @@ def _constant(text: str) -> Any:
 class Cluster:
     """The cores of one block, what stands between them, and where in the grid they are."""
 
-    def __init__(self, names: list[str], block: int, blocks: int, stale: float | None = None) -> None:
-        self.order = Order([f"block {block} {name}" for name in names])
-        self.block, self.blocks = block, blocks
+    def __init__(
+        self, names: list[str], block: int, grid: int, blocks: Blocks | None = None, stale: float | None = None
+    ) -> None:
+        self.order = Order([f"block {block} {name}" for name in names], block, blocks or Blocks())
+        self.block, self.grid = block, grid
         self.flags: dict[tuple[int, int], deque[np.ndarray]] = {}  # (flag, vector core, to the cube core?)
         self.instructions = 0
         self.stale = stale  # what the accumulators hold at first, NaN unless given
@@ -298,7 +300,7 @@ class Core:
         sizes, strides = [], []
         for group in groups(operation.attributes["reassociation"]):
             wide = [i for i in group if source.sizes[i] != 1] or group[-1:]
-            for i, j in zip(wide, wide[1:], strict=False):
+            for i, j in pairwise(wide):
                 if source.strides[i] != source.strides[j] * source.sizes[j]:
                     raise NotImplementedError(f"collapsing {source} strides {source.strides}")
             sizes.append(int(np.prod([source.sizes[i] for i in group])))
@@ -338,7 +340,7 @@ class Core:
         return self.cluster.block
 
     def _hivm_hir_get_block_num(self, operation: Operation) -> int:
-        return self.cluster.blocks
+        return self.cluster.grid
 
     def _hivm_hir_get_sub_block_idx(self, operation: Operation) -> int:
         return self.vector

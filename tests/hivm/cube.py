@@ -23,8 +23,7 @@ def _dense(x: Ref) -> Ref:
 
 def _nd2nz(source: Ref, target: Ref) -> None:
     """Global memory [rows, columns] to fractals; the rest of the last fractal keeps what it held."""
-    rows, columns = source.sizes
-    width = target.sizes[3]
+    columns, width = source.sizes[1], target.sizes[3]
     values = source.read()
     for block in range(-(-columns // width)):
         part = values[:, block * width : (block + 1) * width]

@@ -1,4 +1,4 @@
-"""Parser for MLIR in its generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
+"""Parser for MLIR's generic form, as `bishengir-opt --mlir-print-op-generic --mlir-print-local-scope` prints it."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from triton.runtime.jit import JITFunction
 from diyfa.backends.npu import NPUBackend, aot, launch
 from hivm.cores import Cluster, Core, Deadlock, FlagError
 from hivm.ir import Operation, parse
-from hivm.memory import Memory, Ref
+from hivm.memory import GLOBAL_GRANULE, Memory, Ref
+from hivm.order import Blocks
 
-GLOBAL_GRANULE = 2  # bytes: neighbours in global memory may belong to different cores
 _POINTERS = {
     torch.float16: ("*fp16", "f16"), torch.bfloat16: ("*bf16", "bf16"), torch.float32: ("*fp32", "f32"),
     torch.int32: ("*i32", "i32"), torch.int64: ("*i64", "i64"),
@@ -113,11 +113,12 @@ def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None
     workspace = Memory("workspace", size * grid, GLOBAL_GRANULE)
     lock = Memory("sync block lock", 0, GLOBAL_GRANULE)
     hidden = [0, *(Ref(memory, "i8", 0, 0, (-1,), (1,)) for memory in (lock, workspace))]
+    blocks = Blocks()
     for block in range(grid):
-        _run_block(program, [*hidden, *placed, grid, 1, 1], block, grid, log)
+        _run_block(program, [*hidden, *placed, grid, 1, 1], block, grid, blocks, log)
 
 
-def _run_block(program: Program, arguments: list[Any], block: int, grid: int, log: Log) -> None:
+def _run_block(program: Program, arguments: list[Any], block: int, grid: int, blocks: Blocks, log: Log) -> None:
     kernel = program.functions.get(program.name)
     if program.mixed:
         names = ["cube", "vector 0", "vector 1"]
@@ -126,7 +127,7 @@ def _run_block(program: Program, arguments: list[Any], block: int, grid: int, lo
         assert kernel is not None
         is_cube = kernel.attributes["hivm.func_core_type"] == "#hivm.func_core_type<AIC>"
         names, kinds = ["cube" if is_cube else "vector"], [("", is_cube, 0)]
-    cluster = Cluster(names, block, grid, log.stale)
+    cluster = Cluster(names, block, grid, blocks, log.stale)
     running = []
     for index, (suffix, is_cube, vector) in enumerate(kinds):
         core = Core(cluster, index, is_cube, vector, names[index])

@@ -182,6 +182,7 @@ TABLE: dict[str, Function] = {
     },
     "transpose_2d_with_last_axis": Function(_V, "rw", np.transpose),
     "broadcast_scalar": Function(_V, "sw", _fill, whole=True),
+    "broadcast_1d": Function(_V, "rw", _same),
     "broadcast_last_axis_align": Function(_V, "rwt", _same),
     "broadcast_first_axis_align": Function(_V, "rw", _same),
     "arange_1d": Function(_V, "wss", _arange, whole=True),

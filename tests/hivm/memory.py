@@ -15,6 +15,7 @@ NUMPY = {
     "f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(np.uint16), "i64": np.dtype(np.int64),
     "i32": np.dtype(np.int32), "i16": np.dtype(np.int16), "i8": np.dtype(np.int8),
 }  # fmt: skip
+ON_CHIP_GRANULE, GLOBAL_GRANULE = 32, 2
 POISON = 0xFF  # as bytes NaN in every floating-point format, and -1 in every integer one
 
 
@@ -23,12 +24,12 @@ class OutOfBounds(Exception):
 
 
 class Memory:
-    """Bytes, NaN until written. `granule`: bytes that `order` keeps apart (on chip everything is aligned to 32)."""
+    """Bytes, NaN until written. `granule`: bytes that `order` keeps apart (on chip everything is aligned to 32).
+    `shared`: all blocks see it."""
 
     def __init__(self, name: str, size: int, granule: int, data: np.ndarray | None = None) -> None:
-        self.name, self.granule = name, granule
+        self.name, self.granule, self.shared = name, granule, granule < ON_CHIP_GRANULE
         self.data = np.full(size, POISON, np.uint8) if data is None else data
-        self.shadow: Any = None  # what `order` knows about accesses
 
     @property
     def size(self) -> int:

@@ -32,10 +32,37 @@ class _Shadow:
         self.read: list[np.ndarray | None] = [None] * threads
 
 
+class Blocks:
+    """Which block read and wrote what of global memory. Nothing orders the blocks of a launch."""
+
+    NONE, SEVERAL = -1, -2
+
+    def __init__(self) -> None:
+        self.uses: dict[int, tuple[Memory, np.ndarray, np.ndarray]] = {}
+
+    def conflict(self, block: int, ref: Ref, write: bool) -> str:
+        """Record an access; what conflicts with it, if anything."""
+        memory = ref.memory
+        if id(memory) not in self.uses:
+            granules = -(-memory.size // memory.granule)
+            self.uses[id(memory)] = (memory, *(np.full(granules, self.NONE, np.int16) for _ in range(2)))
+        _, writer, reader = self.uses[id(memory)]
+        where = ref.granules()
+        others = [(name, of[where]) for name, of in (("written", writer), ("read", reader)) if write or of is writer]
+        found = [name for name, of in others if ((of != self.NONE) & (of != block)).any()]
+        if write:
+            writer[where] = block
+        else:
+            before = reader[where]
+            reader[where] = np.where((before == self.NONE) | (before == block), block, self.SEVERAL)
+        return f"{found[0]} by another block" if found else ""
+
+
 class Order:
     """Vector clocks of the pipes of one block's cores."""
 
-    def __init__(self, cores: list[str]) -> None:
+    def __init__(self, cores: list[str], block: int, blocks: Blocks) -> None:
+        self.block, self.blocks = block, blocks
         self.cores = cores
         self.count = len(cores) * len(PIPES)
         self.issued = np.zeros(self.count, np.int32)  # instructions of each thread
@@ -114,6 +141,8 @@ class Order:
         return found[1]
 
     def _access(self, thread: int, ref: Ref, write: bool, line: int, what: str) -> None:
+        if ref.memory.shared and (conflict := self.blocks.conflict(self.block, ref, write)):
+            self.races.setdefault((line, conflict), f"line {line}: {self._name(thread)} {what}: {ref} is {conflict}")
         shadow, where, known = self._shadow(ref.memory), ref.granules(), self.clock[thread]
         writer = shadow.writer[where]
         late = (writer >= 0) & (shadow.written[where] > known[writer])

@@ -1,0 +1,92 @@
+"""Global memory: the tensors a kernel was given, each in an address range of its own, far from all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import OutOfBounds, Race, location
+
+REGION_BITS = 44
+ALIGNMENT = 256  # what an address keeps of the real one, so that alignment rules can be checked
+
+
+class _Storage:
+    def __init__(self, x: torch.Tensor, address: int, name: str) -> None:
+        storage = x.untyped_storage()
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        self.address, self.name, self.keep = address, name, x
+        self.writers = np.zeros(len(self.bytes), np.int32)
+
+
+class GlobalMemory:
+    """Addresses of the tensors of one launch, and bounds-checked access to them."""
+
+    def __init__(self) -> None:
+        self.writers = 0  # how many have been numbered
+        self._storages: list[_Storage] = []
+        self._by_pointer: dict[int, _Storage] = {}
+
+    def address_of(self, x: torch.Tensor, name: str) -> int:
+        """The address of the tensor's first element."""
+        real = x.untyped_storage().data_ptr()
+        found = self._by_pointer.get(real)
+        if found is None:
+            address = ((len(self._storages) + 1) << REGION_BITS) + (1 << (REGION_BITS - 1)) + real % ALIGNMENT
+            found = self._by_pointer[real] = _Storage(x, address, name)
+            self._storages.append(found)
+        return found.address + x.storage_offset() * x.element_size()
+
+    def _locate(self, addresses: np.ndarray, itemsize: int, what: str) -> tuple[_Storage, np.ndarray]:
+        """The storage that all addresses lie in, and their offsets in it in items."""
+        region = int(addresses[0] >> REGION_BITS)
+        if not 1 <= region <= len(self._storages):
+            raise OutOfBounds(f"{what} at {location()}: the address is of no tensor")
+        storage = self._storages[region - 1]
+        offsets = addresses.astype(np.int64) - storage.address
+        low, high = int(offsets.min()), int(offsets.max())
+        if low < 0 or high + itemsize > len(storage.bytes):
+            raise OutOfBounds(
+                f"{what} at {location()}: bytes {low} to {high + itemsize} of {storage.name}, whose storage has "
+                f"{len(storage.bytes)}"
+            )
+        if (offsets % itemsize).any():
+            raise OutOfBounds(f"{what} at {location()}: an address in {storage.name} is not a multiple of {itemsize}")
+        return storage, offsets // itemsize
+
+    @staticmethod
+    def _items(storage: _Storage, dtype: np.dtype[Any]) -> np.ndarray:
+        return storage.bytes[: len(storage.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype[Any], reader: int
+    ) -> np.ndarray:
+        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read."""
+        result = np.broadcast_to(other, addresses.shape).astype(dtype)
+        if mask.any():
+            storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
+            written = storage.writers[index * dtype.itemsize]
+            if ((written != 0) & (written != reader)).any():
+                raise Race(f"load at {location()}: somebody else writes {storage.name} there in the same launch")
+            result[mask] = self._items(storage, dtype)[index]
+        return result
+
+    def store(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, writer: int) -> None:
+        """Write items where the mask is set. Two writers of one item in one launch are a race, whatever they write."""
+        if not mask.any():
+            return
+        values = np.broadcast_to(values, addresses.shape)
+        storage, index = self._locate(addresses[mask], values.itemsize, "store")
+        before = storage.writers[index * values.itemsize]
+        if ((before != 0) & (before != writer)).any():
+            raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
+        storage.writers[index * values.itemsize] = writer
+        self._items(storage, values.dtype)[index] = values[mask]
+
+    def reduce(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, function: np.ufunc) -> None:
+        """Combine items with what is there, one at a time: nobody's result is lost."""
+        if mask.any():
+            storage, index = self._locate(addresses[mask], values.itemsize, "reduction")
+            function.at(self._items(storage, values.dtype), index, values[mask])

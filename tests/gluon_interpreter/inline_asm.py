@@ -1,0 +1,56 @@
+"""The inline assembly that kernels use: named barriers, and approximate functions by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from .errors import BarrierMisuse, location
+from .scheduler import current
+
+_BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
+_NUMBERS = 16
+# float32 functions of one argument: `name $0, $1;`
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ex2.approx.ftz.f32": np.exp2,
+    "ex2.approx.f32": np.exp2,
+    "lg2.approx.f32": np.log2,
+    "lg2.approx.ftz.f32": np.log2,
+    "tanh.approx.f32": np.tanh,
+    "rcp.approx.f32": np.reciprocal,
+    "rcp.approx.ftz.f32": np.reciprocal,
+}
+_FUNCTION = re.compile(r"^\s*([\w.]+)\s+\$0\s*,\s*\$1\s*;\s*$")
+
+
+def _named_barrier(action: str, number: int, count: int) -> None:
+    task = current()
+    reserved = task.program.reserved_barriers
+    if not reserved <= number < _NUMBERS:
+        raise BarrierMisuse(
+            f"named barrier {number} at {location()}: of {_NUMBERS}, the compiler itself uses those below {reserved}"
+        )
+    if count % 32:
+        raise BarrierMisuse(f"named barrier {number} at {location()} of {count} threads, which are no whole warps")
+    barrier = task.program.named_barrier(number)
+    task.program.scheduler.pause()
+    (barrier.sync if action == "sync" else barrier.arrive)(count)
+
+
+def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle:
+    """The result of one inline assembly on the handles `values`."""
+    barriers = _BARRIER.findall(asm)
+    if barriers:
+        for action, number, count in barriers:
+            _named_barrier(action, int(number), int(count))
+        return TensorHandle(np.zeros(1, np.int32), tl.int32)
+    found = _FUNCTION.match(asm)
+    if found and found[1] in FUNCTIONS and dtype == tl.float32:
+        with np.errstate(all="ignore"):
+            return TensorHandle(FUNCTIONS[found[1]](values[0].data).astype(np.float32), dtype)
+    raise NotImplementedError(f"inline assembly at {location()} that the interpreter does not know: {asm!r}")

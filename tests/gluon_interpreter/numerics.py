@@ -1,0 +1,40 @@
+"""16-bit floats in NumPy, which has no bfloat16: that is kept as its bits in uint16."""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+
+NAN_BITS = {tl.float16: 0x7E00, tl.bfloat16: 0x7FC0}
+
+
+def widen(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Exact values in float32 (float64 stays)."""
+    if dtype == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data if dtype == tl.float64 else data.astype(np.float32)
+
+
+def round_to_bfloat16(data: np.ndarray) -> np.ndarray:
+    """float32 -> bits, to nearest even, as cvt.rn.bf16 does."""
+    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(data), np.uint16(NAN_BITS[tl.bfloat16]), rounded)
+
+
+def narrow(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """float32 values rounded to `dtype`, as it is stored."""
+    if dtype == tl.bfloat16:
+        return round_to_bfloat16(data)
+    with np.errstate(over="ignore"):
+        return data.astype({tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}[dtype])
+
+
+def poison(array: np.ndarray, dtype: tl.dtype) -> None:
+    """Fill with NaN, or with the largest integer: what nobody wrote must not reach a result unnoticed."""
+    if dtype in NAN_BITS:
+        array.view(np.uint16)[...] = NAN_BITS[dtype]
+    elif np.issubdtype(array.dtype, np.floating):
+        array[...] = np.nan
+    else:
+        array[...] = np.iinfo(array.dtype).max

@@ -1,0 +1,113 @@
+"""Shared memory: poisoned buffers, views of them, and a log that finds accesses which nothing orders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import _get_np_dtype
+
+from .clock import Clock
+from .errors import InvalidOperand, Race, Uninitialised, location
+from .numerics import poison
+
+MAX_BYTES = 232448  # that a program of sm_90 can have
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    low, high = np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)
+    return low, high
+
+
+@dataclass
+class Access:
+    """One access to shared memory. `asynchronous`: by TMA or wgmma, not by register instructions."""
+
+    array: np.ndarray
+    write: bool
+    asynchronous: bool
+    agent: Hashable
+    step: int
+    what: str
+    low: int = 0
+    high: int = 0
+
+    def __post_init__(self) -> None:
+        self.low, self.high = _bounds(self.array)
+
+    def overlaps(self, other: Access) -> bool:
+        if self.high <= other.low or other.high <= self.low:
+            return False
+        if self.array.flags.c_contiguous and other.array.flags.c_contiguous:
+            return True
+        return np.shares_memory(self.array, other.array)
+
+    def covers(self, other: Access) -> bool:
+        return self.array.flags.c_contiguous and self.low <= other.low and other.high <= self.high
+
+
+class Allocation:
+    """One `allocate_shared_memory`: its bytes, its barriers where it holds such, and who touched it."""
+
+    def __init__(self, dtype: tl.dtype, shape: list[int], name: str) -> None:
+        self.array = np.empty(shape, _get_np_dtype(dtype))
+        poison(self.array, dtype)
+        self.dtype, self.name = dtype, name
+        self.bytes = math.prod(shape) * self.array.itemsize
+        self.barriers: dict[int, Any] = {}
+        self._accesses: list[Access] = []
+
+    def access(self, new: Access, clock: Clock) -> None:
+        """Log an access that happens after all that `clock` knows; a Race if it conflicts with one that it does not."""
+        if not new.write and not any(old.write and old.overlaps(new) for old in self._accesses):
+            raise Uninitialised(f"{new.what} reads from {self.name} what nobody has written")
+        kept = []
+        for old in self._accesses:
+            conflicts = (old.write or new.write) and old.overlaps(new)
+            if conflicts:
+                fence_needed = old.write and not old.asynchronous and new.asynchronous
+                if clock.known.get(old.agent, 0) < old.step:
+                    raise Race(f"{new.what}, but nothing has waited for the end of: {old.what} (in {self.name})")
+                if fence_needed and clock.fenced.get(old.agent, 0) < old.step:
+                    raise Race(f"{new.what} without fence_async_shared after: {old.what} (in {self.name})")
+            superseded = new.covers(old) and (new.write or (not old.write and old.agent == new.agent))
+            if not superseded:
+                kept.append(old)
+        kept.append(new)
+        self._accesses = kept
+
+
+class SharedView:
+    """What a shared_memory_descriptor stands for: a NumPy view of an allocation, and its layout."""
+
+    __slots__ = ("allocation", "array", "layout")
+
+    def __init__(self, allocation: Allocation, array: np.ndarray, layout: Any) -> None:
+        self.allocation, self.array, self.layout = allocation, array, layout
+
+    @property
+    def dtype(self) -> tl.dtype:
+        return self.allocation.dtype
+
+    def offset(self) -> int:
+        return _bounds(self.array)[0] - _bounds(self.allocation.array)[0]
+
+    def index(self, i: int, layout: Any) -> SharedView:
+        if not 0 <= i < self.array.shape[0]:
+            raise InvalidOperand(f"index {i} of shared memory of shape {self.array.shape}, at {location()}")
+        return SharedView(self.allocation, self.array[i], layout)
+
+    def reshape(self, shape: list[int], layout: Any) -> SharedView:
+        array = self.array.reshape(shape)
+        if not np.shares_memory(array, self.array):
+            raise InvalidOperand(f"{self.array.shape} of strided shared memory has no view {shape}, at {location()}")
+        return SharedView(self.allocation, array, layout)
+
+    def access(
+        self, what: str, clock: Clock, agent: Hashable, step: int, *, write: bool, asynchronous: bool = False
+    ) -> None:
+        self.allocation.access(Access(self.array, write, asynchronous, agent, step, what), clock)

@@ -1,0 +1,244 @@
+"""Small Gluon kernels, right or with one planted bug each (BUG), for the tests of their interpreter."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _barrier(action: gl.constexpr, number: gl.constexpr, count: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, 0; bar." + action + " " + number + ", " + count + ";",
+        "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.constexpr):
+    ROWS: gl.constexpr = source.block_shape[0]
+    SIZE: gl.constexpr = source.block_type.nbytes
+    for i in range(n_tiles):
+        slot = i % SLOTS
+        if BUG == "wrong_parity":
+            mbarrier.wait(empty.index(slot), 1)
+        else:
+            mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        if BUG == "too_few_bytes":
+            mbarrier.expect(full.index(slot), SIZE // 2)
+        elif BUG == "too_many_bytes":
+            mbarrier.expect(full.index(slot), SIZE * 2)
+        else:
+            mbarrier.expect(full.index(slot), SIZE)
+        tma.async_copy_global_to_shared(source, [i * ROWS, 0], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.constexpr):
+    ROWS: gl.constexpr = target.block_shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    OTHER: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    for i in range(n_tiles):
+        slot = i % SLOTS
+        if BUG != "no_wait":
+            mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+        if BUG == "early_release":
+            mbarrier.arrive(empty.index(slot), count=1)
+        x = ring.index(slot).load(LAYOUT)
+        if BUG != "early_release" and BUG != "no_release":
+            mbarrier.arrive(empty.index(slot), count=1)
+        if BUG == "released_twice":
+            mbarrier.arrive(empty.index(slot), count=1)
+        if BUG == "layout_mismatch":
+            x = x + gl.full([ROWS, x.shape[1]], 1.0, x.dtype, OTHER)
+        if BUG == "wrong_warps":
+            x = gl.convert_layout(x, gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0]))
+        rows = i * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0 if BUG == "wrong_slice" else 1, LAYOUT))
+        if BUG == "no_mask":
+            gl.store(sums_ptr + rows, gl.sum(x.to(gl.float32), 1))
+        else:
+            gl.store(sums_ptr + rows, gl.sum(x.to(gl.float32), 1), mask=rows < n_rows)
+        if BUG == "same_place":
+            gl.store(sums_ptr + rows * 0, gl.sum(x.to(gl.float32), 1))
+        if BUG != "no_store_wait":
+            tma.store_wait(0)
+        buffer.store(x + x)
+        if BUG != "no_fence":
+            fence_async_shared()
+        tma.async_copy_shared_to_global(target, [i * ROWS, 0], buffer)
+    if BUG != "store_at_the_end":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BUG: gl.constexpr):
+    """target = 2 * source, sums = row sums of source: a ring of tiles between a producer and one consumer."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ROWS: gl.constexpr = source.block_shape[0]
+    COLUMNS: gl.constexpr = source.block_shape[1]
+    ring = gl.allocate_shared_memory(source.dtype, [SLOTS, ROWS, COLUMNS], source.layout)
+    buffer = gl.allocate_shared_memory(target.dtype, [ROWS, COLUMNS], target.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for slot in gl.static_range(SLOTS):
+        if BUG != "no_init":
+            mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+        if BUG == "init_twice":
+            mbarrier.init(empty.index(slot), count=1)
+    if BUG != "no_fence_after_init":
+        fence_async_shared()
+    n_tiles = gl.cdiv(n_rows, ROWS)
+    gl.warp_specialize(
+        [
+            (_double_tiles, (target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS, BUG)),
+            (_load_tiles, (source, ring, full, empty, n_tiles, SLOTS, BUG)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def _load_operands(a, b, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.constexpr):
+    SIZE: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
+    K: gl.constexpr = a.block_shape[1]
+    for i in range(n_blocks):
+        slot = i % SLOTS
+        mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), SIZE)
+        tma.async_copy_global_to_shared(a, [0, i * K], full.index(slot), a_buffers.index(slot))
+        tma.async_copy_global_to_shared(b, [i * K, 0], full.index(slot), b_buffers.index(slot))
+
+
+@gluon.jit
+def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.constexpr, BUG: gl.constexpr):
+    M: gl.constexpr = a_buffers.shape[1]
+    N: gl.constexpr = b_buffers.shape[2]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    WRONG: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, 16])
+    copy = gl.allocate_shared_memory(a_buffers.dtype, a_buffers.shape[1:], a_buffers.layout)
+    acc = gl.zeros([M, N], gl.float32, WRONG if BUG == "wrong_instruction" else OUT)
+    for i in range(n_blocks):
+        slot = i % SLOTS
+        mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+        a = a_buffers.index(slot)
+        if BUG == "operand_layout":
+            a = a.load(gl.DotOperandLayout(0, OUT, 4))
+        elif BUG == "through_registers":  # no bug
+            a = a.load(gl.DotOperandLayout(0, OUT, 2))
+        elif BUG == "through_shared" or BUG == "no_fence":  # the first is none
+            copy.store(a.load(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
+            if BUG != "no_fence":
+                fence_async_shared()
+            a = copy
+        running = warpgroup_mma(a, b_buffers.index(slot), acc, is_async=True)
+        if BUG == "early_release":
+            mbarrier.arrive(empty.index(slot), count=1)
+        if BUG == "no_wait":
+            acc = running * 1.0
+        elif BUG == "short_wait":
+            acc = warpgroup_mma_wait(1, deps=[running]) * 1.0
+        else:
+            acc = warpgroup_mma_wait(0, deps=[running])
+        if BUG != "early_release":
+            mbarrier.arrive(empty.index(slot), count=1)
+    rows = gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, OUT))
+    gl.store(c_ptr + rows[:, None] * N + columns[None, :], acc)
+
+
+@gluon.jit
+def multiply(a, b, c_ptr, n_blocks, SLOTS: gl.constexpr, BUG: gl.constexpr):
+    """c = a @ b, for one tile of c."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    a_buffers = gl.allocate_shared_memory(a.dtype, [SLOTS, a.block_shape[0], a.block_shape[1]], a.layout)
+    b_buffers = gl.allocate_shared_memory(b.dtype, [SLOTS, b.block_shape[0], b.block_shape[1]], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS, BUG)),
+            (_load_operands, (a, b, a_buffers, b_buffers, full, empty, n_blocks, SLOTS)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def _take_turns(out_ptr, shared, ME: gl.constexpr, TURNS: gl.constexpr, BUG: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    MINE: gl.constexpr = "8" if ME == 0 else "9"
+    THEIRS: gl.constexpr = "9" if ME == 0 else "8"
+    if ME == 1 and BUG != "no_first_turn":
+        _barrier("arrive", THEIRS, "256")
+    for turn in range(TURNS):
+        if BUG == "reserved_barrier":
+            _barrier("sync", "1", "256")
+        elif BUG == "wrong_count":
+            _barrier("sync", MINE, "128" if ME == 0 else "256")
+        elif BUG != "no_turns":
+            _barrier("sync", MINE, "256")
+        x = shared.load(LAYOUT)
+        shared.store(x + 1)
+        if BUG == "arrive_twice":
+            _barrier("arrive", THEIRS, "256")
+        if BUG != "no_turns" and (ME == 0 or turn + 1 < TURNS):
+            _barrier("arrive", THEIRS, "256")
+    if ME == 1:
+        gl.store(out_ptr + gl.arange(0, 128, layout=LAYOUT), shared.load(LAYOUT))
+
+
+@gluon.jit
+def take_turns(out_ptr, TURNS: gl.constexpr, BUG: gl.constexpr):
+    """Two partitions add 1 to the same memory, in turns by named barriers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if BUG != "no_start":
+        shared.store(gl.zeros([128], gl.int32, LAYOUT))
+    gl.warp_specialize(
+        [(_take_turns, (out_ptr, shared, 0, TURNS, BUG)), (_take_turns, (out_ptr, shared, 1, TURNS, BUG))], [4], [64]
+    )
+
+
+@gluon.jit
+def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
+    """One number by scalar arithmetic, to compare with what the hardware computes."""
+    if OPERATION == "divide":  # towards zero
+        gl.store(out_ptr, (n - 8) // 3)
+    elif OPERATION == "remainder":
+        gl.store(out_ptr, (n - 8) % 3)
+    elif OPERATION == "carried":  # a Python number before the loop, not in it
+        k = -7
+        for _ in range(n):
+            k += 0
+        gl.store(out_ptr, k // 2)
+    elif OPERATION == "unrolled":
+        k = -7
+        for _ in gl.static_range(3):
+            k += 0
+        gl.store(out_ptr, k // 2)
+    elif OPERATION == "overflow":
+        gl.store(out_ptr, n * 1000000000)
+    elif OPERATION == "round":
+        gl.store(out_ptr, gl.load(x_ptr).to(gl.bfloat16).to(gl.float32))
+    elif OPERATION == "write_then_read":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr + gl.program_id(0)))
+    elif OPERATION == "read_others":
+        gl.store(x_ptr + gl.program_id(0), n)
+        gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr))
+    elif OPERATION == "beyond":
+        gl.store(out_ptr, gl.load(x_ptr + n))

@@ -1,0 +1,74 @@
+"""The Hopper kernel in the Gluon interpreter, through its launcher and the public functions, on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from gluon_interpreter import InterpretedKernel
+
+from diyfa import ops, plain, registry
+from diyfa.backends.cuda import configs, fwd_sm90, sm90
+from diyfa.backends.cuda.launch import Launches
+from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
+
+MULTIPROCESSORS = 2  # of the device that persistent grids see
+
+
+def interpret(
+    monkeypatch: pytest.MonkeyPatch,
+    config: sm90.Sm90Config | None = None,
+    seed: int = 0,
+    interleave: bool = False,
+    kernels: ModuleType = fwd_sm90,
+) -> InterpretedKernel:
+    """From now on `variant="sm90"` runs here: every tile that `sm90.py` would refuse for being small, with `config`
+    or the table's. `kernels`: where the kernel is taken from."""
+    kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
+    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
+    monkeypatch.setattr(fwd_sm90, "_launches", Launches())
+    # What is decided here must not outlive the patches.
+    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(sm90, "MIN_TILES", 0)
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
+    if config is not None:
+        every_form = {
+            (head_dim, mask): sm90.CONFIGS[head_dim, False] for head_dim, _ in sm90.CONFIGS for mask in (0, 1)
+        }
+        monkeypatch.setattr(sm90, "CONFIGS", every_form)
+        for module in (sm90, fwd_sm90):
+            monkeypatch.setattr(module, "config_of", lambda problem: config)
+    return kernel
+
+
+def run(case: AttentionCase) -> dict[str, str]:
+    """Out and lse of `case` that miss their error budgets, in words."""
+    inputs = make_inputs(case)
+    attend = attention_function(case, backend="cuda", variant="sm90")
+    with torch.no_grad():
+        out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    checks = check_budget(Results(out, lse, *[None] * (len(Results._fields) - 2)), case)
+    return {
+        name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
+        for name, check in checks.items()
+        if name in ("out", "lse") and not check.share <= 1
+    }
+
+
+def load_kernel(source: str, folder: Path) -> ModuleType:
+    """A module of its own with this source, which the interpreter reads again from the file."""
+    path = folder / "fwd_sm90_mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

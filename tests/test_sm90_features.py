@@ -1,0 +1,70 @@
+"""The Hopper kernel without a GPU: what sets its tiles, masks and descriptors apart from the plain case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+
+from sm90_interpreted import interpret, run  # noqa: E402
+
+from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
+THREE = replace(TWO, consumers=3)
+
+
+def case(name: str, **changes) -> AttentionCase:
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 150, "seqlen_k": 200, "head_dim": 64}
+    return AttentionCase(name, **{**sizes, "dtype": "bfloat16", **changes})
+
+
+def packed(name: str, lens_q: tuple[int, ...], lens_k: tuple[int, ...], **changes) -> AttentionCase:
+    return case(name, batch=0, seqlen_q=0, seqlen_k=0, layout="thd", lens_q=lens_q, lens_k=lens_k, **changes)
+
+
+CASES = [
+    (case("seq_lens", batch=2, seqlen_q=200, seq_lens=(130, 1), layout="bshd"), TWO),
+    (case("seq_lens_causal", batch=2, seqlen_q=200, seq_lens=(200, 70), causal=True, head_dim=128), TWO),
+    (case("seq_lens_more_keys", batch=2, seqlen_q=193, seqlen_k=260, seq_lens=(129, 250)), THREE),
+    (case("seq_lens_heads_first", batch=2, seqlen_q=200, seq_lens=(130, 64), view="transposed"), TWO),
+    (packed("packed", (150, 0, 3), (70, 20, 200), slack=9), TWO),
+    (packed("packed_causal", (60, 200), (200, 60), causal=True), replace(TWO, persistent=True)),
+    (packed("packed_many", (5, 64, 1, 130) * 9, (9, 1, 70, 2) * 9, heads=1), replace(TWO, persistent=True)),
+    (packed("packed_three", (193, 20), (65, 20), slack=1), THREE),
+    (case("window", window=(70, 30), seqlen_q=260, seqlen_k=300, head_dim=128), TWO),
+    (case("window_narrow", window=(3, 0), seqlen_q=300, seqlen_k=200), TWO),
+    (case("window_left", window=(100, -1), seqlen_q=130, seqlen_k=400), TWO),
+    (case("window_right", window=(-1, 20), seqlen_q=200, seqlen_k=150), TWO),
+    (packed("window_packed", (150, 64), (150, 130), window=(40, 10)), TWO),
+    (case("window_seq_lens", batch=2, seqlen_q=200, seq_lens=(190, 33), window=(50, 0)), THREE),
+    (case("d96", head_dim=96, causal=True), TWO),
+    (case("d40", head_dim=40, layout="bshd"), TWO),
+    (case("d192", head_dim=192, causal=True), replace(TWO, slots=3, own_o=False)),
+    (case("d136", head_dim=136), TWO),
+    (case("d192_128", head_dim=192, head_dim_v=128, causal=True), replace(TWO, own_o=False, persistent=True)),
+    (case("d192_64", head_dim=192, head_dim_v=64, seq_lens=(99,)), TWO),
+    (case("d64_192", head_dim=64, head_dim_v=192), TWO),
+    (case("d64_128", head_dim=64, head_dim_v=128, window=(80, 0)), TWO),
+    (case("d128_64", head_dim=128, head_dim_v=64, softcap=3.0), TWO),
+    (packed("d96_packed", (150, 40), (70, 20), head_dim=96, head_dim_v=72, causal=True), TWO),
+    (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
+    (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
+]
+
+
+@pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
+def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 4):
+        with monkeypatch.context() as patch:
+            kernel = interpret(patch, config, seed)
+            assert not run(case)
+            assert kernel.launches == 1

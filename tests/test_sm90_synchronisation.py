@@ -1,0 +1,71 @@
+"""Every wait, arrival and fence of the Hopper kernel is needed: without any one the interpreter reports a bug."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if not triton.__version__.startswith("3.6."):
+    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+
+from gluon_interpreter import KernelBug  # noqa: E402
+from sm90_interpreted import interpret, load_kernel, run  # noqa: E402
+
+from diyfa.backends.cuda import fwd_sm90  # noqa: E402
+from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+SYNCHRONISING = (
+    "mbarrier.wait",
+    "mbarrier.arrive",
+    "mbarrier.init",
+    "fence_async_shared",
+    "tma.store_wait",
+    "_wait_turn",
+    "_hand_over",
+)
+# Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
+WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
+PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
+FORMS = (PLAIN, replace(PLAIN, own_o=False), replace(PLAIN, pingpong=True))
+
+
+def statements(tree: ast.AST) -> list[ast.Expr]:
+    """The statements that synchronise and do nothing else, in the order of the source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return sorted((c for c in calls if ast.unparse(c.value.func) in SYNCHRONISING), key=lambda c: c.lineno)
+
+
+TREE = ast.parse(Path(fwd_sm90.__file__).read_text())
+LINES = [f"{i}: {ast.unparse(statement)}" for i, statement in enumerate(statements(TREE))]
+
+
+def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_kernel(ast.unparse(TREE), tmp_path)
+    for form in FORMS:
+        with monkeypatch.context() as patch:
+            interpret(patch, form, seed=3, kernels=kernels)
+            assert not run(WALK)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = copy.deepcopy(TREE)
+    statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
+    kernels = load_kernel(ast.unparse(tree), tmp_path)
+    for form in FORMS:
+        with monkeypatch.context() as patch:
+            interpret(patch, form, seed=3, kernels=kernels)
+            try:
+                run(WALK)
+            except KernelBug:
+                return
+    pytest.fail(f"nothing reports that {line} is missing")
