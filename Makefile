@@ -137,7 +137,7 @@ compile-gate-npu: $(VENV_NPU)/.ready
 
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 test-npu: $(VENV_NPU)/.ready
-	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) --dist loadgroup \
+	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
 test-triton39: $(CACHE)/triton39/.ready
