@@ -72,7 +72,14 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return refuse_features(problem, FEATURES, "the npu backend")
 
 
+# Whether the compiler shares a kernel's atomic additions between both vector cores. It splits stores, but
+# lets each of the two add the whole tile: compiled, the fused backward returns twice dq.
+SHARES_ATOMICS = False
+
+
 def _fused_unsupported(problem: AttentionProblem) -> str | None:
+    if not SHARES_ATOMICS and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return "compiled by ascendnpu-ir 1.2.0 both vector cores add all of dq, so it runs only in the interpreter"
     if problem.deterministic:
         return "deterministic gradients need one order of additions, and the fused backward adds dq up atomically"
     return _attention_unsupported(problem)

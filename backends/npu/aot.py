@@ -343,7 +343,7 @@ def attention_job(
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        problem=problem,
+        problem=None if fused else problem,  # the tile is that of dkdv, chosen without dq
         step=step,
         tile=tile,
     )

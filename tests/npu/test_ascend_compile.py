@@ -24,6 +24,7 @@ from diyfa.backends.npu import configs, gate
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
 # With --dist loadgroup the tests of a chip stay in one process, and what it compiles is compiled once.
+ON_A2_ONLY = pytest.mark.xdist_group(A2)
 ON_A2, ON_A3, ON_A5 = (pytest.param(chip, marks=pytest.mark.xdist_group(chip)) for chip in (A2, A3, A5))
 TIMEOUT_S = 1500
 
@@ -159,6 +160,21 @@ def test_memory_peaks_are_inside_the_chip(target: str) -> None:
             assert report["memory"].get("l0c", 0) > 0, _describe(report)
         for memory, used in report["memory"].items():
             assert 0 < used <= getattr(spec, memory), f"{memory} {used}: {_describe(report)}"
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+@ON_A2_ONLY
+def test_head_dims_are_native_in_multiples_of_16() -> None:
+    """L0C holds two tiles of scores and both accumulators, with as many columns as the head dims have."""
+    sizes = {r["case"]: r["memory"]["l0c"] for r in reports(A2) if r["kernel"] == "attention_bwd/v2/dkdv"}
+    for case, (keys, columns) in {
+        "float16 D=80 full 64x64": (64, 80 + 80),
+        "float16 D=96 causal 64x64": (64, 96 + 96),
+        "float16 D=160 seq_lens 32x32": (32, 160 + 160),
+        "float16 D=192 causal head_dim_v 32x32": (32, 192 + 128),
+    }.items():
+        assert sizes[case] == 4 * (2 * keys * keys + keys * columns), case
 
 
 @needs_compilers
