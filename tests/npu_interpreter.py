@@ -14,8 +14,13 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -85,8 +90,8 @@ _library = torch.library.Library("aten", "IMPL")
 class HostArithmetic(TorchDispatchMode):
     """Inside this block PyTorch's own operators on npu tensors are computed by the host, in place of the device.
 
-    For what surrounds the kernels (a mask turned into a bias, a norm over a gradient), which a real NPU computes. Never
-    around a kernel's own test: there a torch operator must stay an error. Only the thread that enters it is served.
+    For what surrounds the kernels (a mask turned into a bias, a norm over a gradient), which a real NPU computes.
+    Inside diyfa's own operators the block has no effect: one that leans on PyTorch's still fails.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,6 +128,29 @@ _BY_THE_DEVICE = frozenset(
 )  # fmt: skip
 
 
+@contextmanager
+def on_the_host(*operators: str) -> Iterator[None]:
+    """Inside this block the named aten operators ("sum.dim_IntList") on npu tensors are computed by the host, inside
+    diyfa's operators too. For calls that run no kernel."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def serve(operator: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return operator(*tree_map(to_host, args), **tree_map(to_host, kwargs)).to("npu")
+
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in operators:
+            packet, overload = name.split(".")
+            library.impl(name, serve(getattr(getattr(torch.ops.aten, packet), overload)), "PrivateUse1")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
 def reduce_by_halves(self: Any, input: Any) -> Any:
     """`ReduceOps.generic_reduce` on whole arrays: neighbours are combined until one is left along the axis.
 
@@ -151,10 +179,62 @@ def reduce_by_halves(self: Any, input: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def patch_once(patch: Any) -> Any:
+    """`_patch_lang`, which every call of a helper runs anew although nothing takes the patches back, once a module."""
+    patched: set[int] = set()
+
+    def patch_lang(fn: Any) -> None:
+        if id(fn.__globals__) not in patched:
+            patch(fn)
+            patched.add(id(fn.__globals__))
+
+    return patch_lang
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: its name, and what was current when it was launched."""
+
+    kernel: str
+    device: int
+    stream: int
+
+
+LAUNCHES: deque[Launch] = deque(maxlen=256)  # the latest, for tests of devices and streams
+_launched = 0  # in all
+
+
+def _count_launches(item: Any) -> Iterator[None]:
+    """Tell whoever sums up, in another process perhaps, how many kernels the phase of a test ran on npu tensors."""
+    before = _launched
+    yield
+    if _launched > before:
+        item.user_properties.append(("npu_launches", _launched - before))
+
+
+# Setup counts too: one run of a script may serve all tests of a file.
+pytest_runtest_setup = pytest.hookimpl(hookwrapper=True)(lambda item: (yield from _count_launches(item)))
+pytest_runtest_call = pytest.hookimpl(hookwrapper=True)(lambda item: (yield from _count_launches(item)))
+
+
+def _note_launch(kernel: str, arguments: list[Any]) -> None:
+    """Triton launches on the current device and stream, whatever the tensors': a tensor elsewhere is an error."""
+    devices = {x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.device.type == "npu"}
+    if not devices:
+        return
+    current = torch.npu.current_device()
+    if devices != {current}:
+        raise RuntimeError(f"{kernel} is launched on npu:{current} with tensors of {sorted(devices)}")
+    global _launched
+    _launched += 1
+    LAUNCHES.append(Launch(kernel, current, torch.npu.current_stream().npu_stream))
+
+
 def pytest_configure() -> None:
-    """Install both, unless this process has a real NPU."""
+    """Install all of it, unless this process has a real NPU."""
     if os.environ.get("DIYFA_HOST_SHIM") != "1":
         return
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, ReduceOps
 
     with warnings.catch_warnings():
@@ -163,8 +243,10 @@ def pytest_configure() -> None:
             _library.impl(name, function, "PrivateUse1")
 
     def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        _note_launch(self.fn.__name__, [*args_dev, *kwargs.values()])
         return [to_host(x) for x in args_dev], {name: to_host(x) for name, x in kwargs.items()}
 
     ReduceOps.generic_reduce = reduce_by_halves
+    interpreter._patch_lang = patch_once(interpreter._patch_lang)
     GridExecutor._init_args_hst = init_args_hst
     GridExecutor._restore_args_dev = lambda *_: None  # the kernel has written where it should

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def document(npu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What the script writes."""
+def run_the_script(path: Path) -> dict:
+    """What it writes."""
     from npu_interpreter import HostArithmetic
 
     from diyfa.bench import timing
@@ -26,7 +25,6 @@ def document(npu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dic
         patch.setattr(timing, "FLUSH_BYTES", 4096)  # there is no cache to flush
         import ascend_first_run
 
-        path = tmp_path_factory.mktemp("first_run") / "out.json"
         with HostArithmetic():
             status = ascend_first_run.main(["--smoke", "--output", str(path)])
         sys.modules.pop("ascend_first_run"), sys.modules.pop("ascend_cases")
@@ -38,7 +36,7 @@ def rows(document: dict, table: str) -> list[dict]:
     return [row for row in document["rows"] if row["table"] == table]
 
 
-def test_it_says_where_it_ran(document: dict) -> None:
+def check_it_says_where_it_ran(document: dict) -> None:
     assert document["benchmark"] == "ascend first run" and document["smoke"] is True
     assert document["device"] == "Ascend910B3" and document["chip"]["cube_cores"] == 20
     assert document["versions"]["torch_npu"] and {row["table"] for row in document["rows"]} == {
@@ -46,7 +44,7 @@ def test_it_says_where_it_ran(document: dict) -> None:
     }  # fmt: skip
 
 
-def test_numerics_pass_in_every_dtype(document: dict) -> None:
+def check_numerics_pass_in_every_dtype(document: dict) -> None:
     found = rows(document, "numerics")
     assert {row["status"] for row in found} == {"pass"}, [row for row in found if row["status"] != "pass"]
     assert {row["dtype"] for row in found} == {"float16", "bfloat16", "float32"}
@@ -54,7 +52,7 @@ def test_numerics_pass_in_every_dtype(document: dict) -> None:
     assert {row["variant"] for row in found} == {"auto", "v1"} and len(found) >= 60
 
 
-def test_the_operator_is_refused_with_the_reason(document: dict) -> None:
+def check_the_operator_is_refused_with_the_reason(document: dict) -> None:
     """Compute operators do not exist on the shim, so the vendor's cannot be compared here; diyfa's form of it can."""
     found = rows(document, "equivalence")
     theirs = [row for row in found if row["implementation"] == "torch_npu"]
@@ -65,14 +63,14 @@ def test_the_operator_is_refused_with_the_reason(document: dict) -> None:
         assert max(row["max_error"].values()) < 2e-2, row
 
 
-def test_tiles_are_timed(document: dict) -> None:
+def check_tiles_are_timed(document: dict) -> None:
     found = rows(document, "tiles")
     assert {row["kernel"] for row in found} == {"fwd", "dq", "dkdv"}
     assert all(row["ms"] > 0 for row in found) and sum(row["default"] for row in found) == 6
     assert len(found) > 6
 
 
-def test_attention_is_timed_beside_the_operator(document: dict) -> None:
+def check_attention_is_timed_beside_the_operator(document: dict) -> None:
     found = rows(document, "attention")
     assert {row["implementation"] for row in found} == {"diyfa", "diyfa tuned", "torch_npu"}
     for row in found:
@@ -82,7 +80,18 @@ def test_attention_is_timed_beside_the_operator(document: dict) -> None:
             assert row["ms"] > 0 and row["pass"] in ("forward", "backward")
 
 
-def test_the_table_of_tiles_is_as_before(document: dict) -> None:
+def check_the_table_of_tiles_is_as_before(document: dict) -> None:
     from diyfa.backends.npu import configs
 
     assert dict(configs._rows()) == configs.ATTENTION_TILES
+
+
+def test_first_run(npu: torch.device, tmp_path: Path) -> None:
+    """One run, for which one process is enough."""
+    document = run_the_script(tmp_path / "out.json")
+    check_it_says_where_it_ran(document)
+    check_numerics_pass_in_every_dtype(document)
+    check_the_operator_is_refused_with_the_reason(document)
+    check_tiles_are_timed(document)
+    check_attention_is_timed_beside_the_operator(document)
+    check_the_table_of_tiles_is_as_before(document)

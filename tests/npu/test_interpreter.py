@@ -49,3 +49,13 @@ def test_host_arithmetic_is_bounded(npu: torch.device) -> None:
         assert torch.ones(2, device=npu).cpu().tolist() == [1, 1]
     with pytest.raises(RuntimeError, match="error code is 500002"):
         x + x
+
+
+def test_named_operators_are_served_and_given_back(npu: torch.device) -> None:
+    from npu_interpreter import on_the_host
+
+    x = torch.arange(6.0).reshape(2, 3).to(npu)
+    with on_the_host("sum.dim_IntList"):
+        assert x.sum((0,)).cpu().tolist() == [3, 5, 7]
+    with pytest.raises(RuntimeError, match="error code is 500002"):
+        x.sum((0,))
