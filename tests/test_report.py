@@ -45,7 +45,7 @@ def npu_file(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
 def section(sections: list, title: str):
@@ -183,10 +183,10 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 
 
 def test_what_diyfa_bench_writes_is_understood(tmp_path: Path) -> None:
-    from diyfa.cli.bench import Request, run
-
     path = tmp_path / "bench.json"
-    run(Request(seq_lens=[16], batch=1, heads=1, head_dim=16, sizes=[16], warmup=0, rep=1, backend="cpu"), path, True)
+    sizes = "--seq-len 16 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
+    options = ["bench", *sizes.split(), "--backend", "cpu", "--output", str(path), "--json"]
+    assert CliRunner().invoke(app, options, env={"COLUMNS": "160"}).exit_code == 0
     sections = build_sections([read_document(path)])
     attention, product = section(sections, "Attention"), section(sections, "Matrix product")
     assert "FlashAttention" in attention.columns and {"PyTorch", "Triton"} <= set(product.columns)
