@@ -17,8 +17,13 @@ import triton.language as tl
 from diyfa.backends.npu import aot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Query rows x keys as the tutorial runs them for each head dim: its keys never outnumber the head dim.
-TILES = {64: (32, 64), 128: (64, 128), 256: (32, 256)}
+# Query rows x keys for each mask and head dim. Full attention: the largest of the tutorial, whose keys never outnumber
+# the head dim. Causal: the diagonal loop needs rows to be a multiple of keys, so the largest square and the largest 2:1
+# tile that compile.
+TILES = {
+    "full": {64: ((32, 64),), 128: ((64, 128),), 256: ((32, 256),)},
+    "causal": {64: ((64, 64), (128, 64)), 128: ((64, 64), (128, 64)), 256: ((32, 32), (64, 32))},
+}
 
 
 @triton.jit
@@ -94,5 +99,5 @@ def job(head_dim: int, causal: bool, tile: tuple[int, int], options: dict[str, A
     mask = "causal" if causal else "full"
     return aot.Job(
         "two loops", f"float16 D={head_dim} {mask} {tile[0]}x{tile[1]}", _two_loops_kernel, signature, constants,
-        options, must_bind=False,
+        options, gated=False,
     )  # fmt: skip

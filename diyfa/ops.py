@@ -32,7 +32,8 @@ from diyfa.validation import dtype_name
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward ignores it.
+# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward takes its
+# own of that name, where there is one.
 _FEATURES = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? alibi_slopes, Tensor? attn_bias, "
     "Tensor? sinks, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float sm_scale, SymInt window_left, "
@@ -160,9 +161,9 @@ def _decide(
     if decided is None:
         chosen = registry.resolve_backend(q.device, backend)
         problem = describe_attention(chosen, tensors, scalars)
-        decided = problem, registry.choose(op, problem, chosen, variant)
+        decided = problem, registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            registry.choose("attention_bwd", problem, chosen)
+            registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
         if len(_decided) >= _DECIDED_LIMIT:
             _decided.clear()
         _decided[key] = decided
@@ -296,7 +297,7 @@ def _backward_into(
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
-    tensors, scalars, backend, _ = _bind(q, k, v, features)
+    tensors, scalars, backend, variant = _bind(q, k, v, features)
     nothing = _computes_nothing(tensors, scalars)
     if nothing or scalars.layout == VARLEN:
         for x in grads[:3]:
@@ -311,7 +312,7 @@ def _backward_into(
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, "auto")
+    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
     kernel.launch(problem, tensors, out, lse, dout, dlse, grads)
 
 

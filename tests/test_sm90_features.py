@@ -19,6 +19,7 @@ from diyfa.testing import AttentionCase  # noqa: E402
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
+ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
 
 
@@ -56,6 +57,17 @@ CASES = [
     (case("d64_128", head_dim=64, head_dim_v=128, window=(80, 0)), TWO),
     (case("d128_64", head_dim=128, head_dim_v=64, softcap=3.0), TWO),
     (packed("d96_packed", (150, 40), (70, 20), head_dim=96, head_dim_v=72, causal=True), TWO),
+    (case("pingpong_three", seqlen_q=400, causal=True), replace(THREE, persistent=True, pingpong=True)),
+    (case("lazy", sm_scale=2.0, seqlen_k=500), replace(TWO, lazy=8)),
+    (case("lazy_causal", sm_scale=1.0, seqlen_q=193, seqlen_k=400, causal=True), replace(THREE, lazy=4)),
+    (case("lazy_window", sm_scale=1.0, seqlen_k=400, window=(100, 20)), replace(TWO, lazy=8)),
+    (case("polynomial_fourth", seqlen_k=450), replace(TWO, polynomial=1, block_n=128)),
+    (case("polynomial_half", seqlen_k=450, dtype="float16", causal=True), replace(TWO, polynomial=2)),
+    (case("polynomial_lazy", seqlen_k=700, sm_scale=1.0), replace(TWO, polynomial=1, lazy=8)),
+    (case("one", seqlen_k=300, causal=True), ONE),
+    (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
+    (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
+    (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]

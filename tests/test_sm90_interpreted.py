@@ -139,7 +139,12 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (r"(\n +turn \+= 1\n)    tma\.store_wait\(0\)\n", r"\1", KernelBug, {}),
-    "nobody has the first turn": (r"if PINGPONG and CONSUMER == 1:", "if False:", Deadlock, {"pingpong": True}),
+    "nobody has the first turn": (
+        r"if PINGPONG and CONSUMER == CONSUMERS - 1:",
+        "if False:",
+        Deadlock,
+        {"pingpong": True},
+    ),
     "V is waited for in K's parity": (
         r"(mbarrier\.wait\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
         r"\1item\2",

@@ -179,6 +179,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
         *((case, "bfloat16", {"seq_lens": True}) for case in ((64, False), (128, True), (256, False))),
+        *((case, "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}) for case in ((64, False), (128, True), (256, True))),
+        ((192, False), "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}),
         ((192, True), "float16", {"head_dim_v": 128}),
         ((96, False), "float16", {}),
         ((96, True), "float16", {"head_dim_v": 64}),
@@ -228,6 +230,7 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         constants,
         4,
         1,
+        options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
         aligned=frozenset({"lse_ptr"}),
         # A few scalars that are stored before the registers are handed out and read once for each tile.
         spill_budget=64 if problem.features & {"window", "varlen"} else 0,

@@ -1,7 +1,7 @@
 """Attention forward for Hopper (sm_90): a producer warp and consumer warpgroups, in Gluon.
 
 The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2): one warp
-does nothing but copy tiles to shared memory through TMA, two or three warpgroups of 64 queries each do the rest, and a
+does nothing but copy tiles to shared memory through TMA, one to three warpgroups of 64 queries each do the rest, and a
 consumer issues the scores of the next key block before the values of this one, so the tensor cores work while it
 computes exponentials. `docs/hopper.md` walks through it; which problems come here is decided in `sm90.py`.
 
@@ -35,13 +35,14 @@ from diyfa.backends.cuda.sm90 import (
     has_one_ring,
     heads_together,
     pieces_of,
+    schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
 from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_at, tile_count, tile_of
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
 
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warpgroup instruction
 
@@ -138,61 +139,24 @@ def _named_barrier(action: gl.constexpr, number: gl.constexpr):
 
 @gluon.jit
 def _wait_turn(CONSUMER: gl.constexpr):
-    """Block until the other consumer has handed over."""
+    """Block until the consumer before this one has handed over."""
     if CONSUMER == 0:
         _named_barrier("sync", "8")
-    else:
+    elif CONSUMER == 1:
         _named_barrier("sync", "9")
+    else:
+        _named_barrier("sync", "10")
 
 
 @gluon.jit
-def _hand_over(CONSUMER: gl.constexpr):
-    """The other consumer may issue its products; does not block."""
-    if CONSUMER == 0:
+def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The next consumer, after the last one the first, may issue its products; does not block."""
+    if CONSUMER == CONSUMERS - 1:
+        _named_barrier("arrive", "8")
+    elif CONSUMER == 0:
         _named_barrier("arrive", "9")
     else:
-        _named_barrier("arrive", "8")
-
-
-@gluon.jit
-def _softmax(
-    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
-):  # fmt: skip
-    """Products s [64, BLOCK_N] -> (weights p, running maximum, running sum, factor of what was summed before).
-
-    The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
-    at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
-    """
-    if NEGATE:
-        s = -s
-    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1
-        s = cap - (2.0 * cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
-        scale = 1.0
-    if MASKED:
-        # A thread's columns are those of its lane, 2 * (lane % 4), plus constants. Moving the lane's part to the other
-        # side leaves comparisons with constants; else the columns would fill up to 32 registers during the loop.
-        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        own = position[:, None] - (columns & 6) - start_n
-        constant = columns & ~6
-        if CAUSAL:  # which also keeps inside the keys
-            seen = constant <= own
-        elif HAS_RIGHT:
-            seen = (constant <= own + window_right) & (constant < n_keys - start_n - (columns & 6))
-        else:
-            seen = constant < n_keys - start_n - (columns & 6)
-        if HAS_LEFT:
-            seen = seen & (constant >= own - window_left)
-        s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
-        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_ref = m_new
-    p = gl.exp2(s * scale - m_ref[:, None])
-    alpha = gl.exp2(m_i - m_ref)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+        _named_barrier("arrive", "10")
 
 
 @gluon.jit
@@ -229,15 +193,26 @@ def _finish_values(o, PIECES_V: gl.constexpr):
 
 
 @gluon.jit
+def _rescaled(o, alpha, OUT: gl.constexpr, PIECES_V: gl.constexpr):
+    """Each row of o times its alpha."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    result = ()
+    for j in gl.static_range(PIECES_V):
+        result += (o[j] * factor,)
+    return result
+
+
+@gluon.jit
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
     p,  # [64, BLOCK_N], weights of the block before, ready as an operand
     m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
     OUT: gl.constexpr = p.type.layout.parent
@@ -252,21 +227,21 @@ def _attend_blocks(
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
         o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
         if PINGPONG:
-            _hand_over(CONSUMER)
+            _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(PIECES_V, deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
-        weights, m_i, l_i, alpha = _softmax(
+        weights, m_i, l_i, alpha, moved = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
         o = _finish_values(o, PIECES_V)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-        rescaled = ()
-        for j in gl.static_range(PIECES_V):
-            rescaled += (o[j] * factor,)
-        o = rescaled
+        if LAZY:
+            if moved:
+                o = _rescaled(o, alpha, OUT, PIECES_V)
+        else:
+            o = _rescaled(o, alpha, OUT, PIECES_V)
     return o, p, m_i, l_i, item
 
 
@@ -275,10 +250,11 @@ def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    PINGPONG: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -319,9 +295,9 @@ def _attend_tile(
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
-    weights, m_i, l_i, _ = _softmax(
+    weights, m_i, l_i, _, _ = softmax_step(
         s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, 0,
     )  # fmt: skip
     p = gl.convert_layout(weights.to(DTYPE), P)
     o = ()
@@ -331,21 +307,21 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
-        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     if OWN_O:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -389,7 +365,7 @@ def _consumer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -403,8 +379,8 @@ def _consumer(
         scale = scale * LOG2E
     item = 0
     turn = 0
-    if PINGPONG and CONSUMER == 1:  # the first turn is consumer 0's: without this both would wait forever
-        _hand_over(CONSUMER)
+    if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
+        _hand_over(CONSUMER, CONSUMERS)
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
@@ -419,8 +395,8 @@ def _consumer(
                     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                    CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                    CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
                 )  # fmt: skip
                 turn += 1
         else:
@@ -428,8 +404,8 @@ def _consumer(
                 b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
     tma.store_wait(0)
@@ -456,7 +432,7 @@ def _fwd_sm90_kernel(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
@@ -496,13 +472,27 @@ def _fwd_sm90_kernel(
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
+                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
@@ -513,11 +503,14 @@ def _fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
                 (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE) + consume),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                             POLYNOMIAL, LAZY) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
             ],
@@ -546,6 +539,8 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "NEGATE": negate,
+        "POLYNOMIAL": config.polynomial,
+        "LAZY": config.lazy,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
     }
@@ -578,7 +573,7 @@ def attention_forward(
         scalars = (
             problem.batch * problem.heads_q,
             problem.heads_q,
-            heads_together(problem),
+            config.together or heads_together(problem),
             problem.batch,
             problem.seqlen_q,
             problem.seqlen_k,
@@ -593,7 +588,7 @@ def attention_forward(
         )
         values = constants(problem, config, negate)
         grid = grid_of(problem, config, q.device)
-        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, {"num_warps": 4}, True)
+        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2

@@ -22,7 +22,7 @@ CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
-MIN_TILES = 132
+FULL_GPU = 132
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
 
 
@@ -37,42 +37,58 @@ class Sm90Config:
     consumer_registers: int
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
-    pingpong: bool = False  # the two consumers issue their products in turns
+    pingpong: bool = False  # the consumers issue their products in turns
+    polynomial: int = 0  # exponentials on the FMA units: none, every fourth (1), every second (2)
+    lazy: int = 0  # rescale out only when a row's maximum has risen by more than this power of two; 0: always
+    together: int = 0  # query heads that take turns; 0: see `heads_together`
     measured: str = ""  # device, date, TFLOP/s
 
 
 # Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads *
 # head_dim = 2048, S = 1k, or 4k/16k; a row without one was never timed. A short walk over the keys gains from a
 # persistent grid, whose next tile is already loading while the last one is written; a long one loses 2 to 4 % to it,
-# and a long causal one a fifth, because its programs do not end together. head_dim 64 with a causal mask is missing:
-# the portable kernel was faster up to S = 4k (302 against 299, 425 against 390).
+# and a long causal one a fifth, because its programs do not end together. With head_dim 64 and a
+# causal mask the portable kernel was faster up to S = 4k (302 against 299, 425 against 390).
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, True, True, _H200 + "414")),
-        (_ANY, C(3, 128, 6, True, 160, 32, True, False, _H200 + "480/512")),
+        (2048, C(2, 128, 8, True, 240, 24, True, True, measured=_H200 + "414")),
+        (_ANY, C(3, 128, 6, True, 160, 32, True, False, measured=_H200 + "480/512")),
     ),
+    (64, True): ((_ANY, C(3, 128, 6, True, 160, 32, measured=_H200 + "299, 390/454")),),
     (128, False): (
-        (2048, C(2, 128, 4, True, 240, 24, True, False, _H200 + "597")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "666/673")),
+        (2048, C(2, 128, 4, True, 240, 24, True, False, measured=_H200 + "597")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "666/673")),
     ),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, True, True, _H200 + "406")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, _H200 + "558/623")),
+        (2048, C(2, 128, 4, True, 240, 24, True, True, measured=_H200 + "406")),
+        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "558/623")),
     ),
     (192, False): ((_ANY, C(2, 128, 3, False, 240, 24)),),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24)),),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "629, 695/736")),),
-    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, _H200 + "450, 634/702")),),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "629, 695/736")),),
+    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "450, 634/702")),),
 }
+# Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
+# then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers. Never timed.
+SMALL: dict[int, Sm90Config] = {
+    64: C(1, 128, 4, True, 232, 24),
+    128: C(1, 64, 4, True, 232, 24),
+    192: C(1, 64, 3, False, 232, 24),
+    256: C(1, 64, 4, False, 248, 88),
+}
+# Rows of the table that the portable kernel was faster than.
+SLOWER = frozenset({(64, True)})
 
 
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = CONFIGS[tile_class(problem)]
     config = next(config for most, config in rows if keys_seen(problem) <= most)
+    if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        config = SMALL[tile_class(problem)[0]]
     if not has_one_ring(problem):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -88,6 +104,13 @@ def keys_seen(problem: AttentionProblem) -> int:
         return problem.seqlen_k
     right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
     return min(problem.window_left + 1 + right, problem.seqlen_k)
+
+
+def schedule_of(config: Sm90Config) -> dict[str, int]:
+    """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
+    if config.consumers != 1:
+        return {"num_warps": 4}
+    return {"num_warps": 4, "maxnreg": cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8}
 
 
 def pieces_of(head_dim: int, other: int) -> tuple[int, int]:
@@ -146,7 +169,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         return reason
     if not MIN_HEAD_DIM <= max(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
-    if tile_class(problem) not in CONFIGS:
+    if tile_class(problem) in SLOWER:
         return f"with a mask on the right and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
@@ -155,8 +178,6 @@ def refuses(problem: AttentionProblem) -> str | None:
     config = config_of(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
-    if tiles_of(problem, config) < MIN_TILES:
-        return f"sm90 needs {MIN_TILES} tiles of queries to keep a GPU busy, got {tiles_of(problem, config)}"
     return None
 
 

@@ -55,6 +55,10 @@ def _launch_bwd(*args: Any) -> Any:
     return _kernel_module("bwd").attention_bwd(*args)
 
 
+def _launch_bwd_fused(*args: Any) -> Any:
+    return _kernel_module("bwd").attention_bwd_fused(*args)
+
+
 def _launch_matmul(*args: Any) -> Any:
     return _kernel_module("matmul").matmul(*args)
 
@@ -66,6 +70,12 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
     return refuse_features(problem, FEATURES, "the npu backend")
+
+
+def _fused_unsupported(problem: AttentionProblem) -> str | None:
+    if problem.deterministic:
+        return "deterministic gradients need one order of additions, and the fused backward adds dq up atomically"
+    return _attention_unsupported(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -101,11 +111,27 @@ class NPUBackend:
             configs_v1.v1_tile,
         ),
         Kernel(
+            "fused",
+            "attention_fwd",
+            'the kernel of "v2"; the backward pass is then the kernel "fused"',
+            _launch_fwd,
+            _fused_unsupported,
+            configs.fwd_tile,
+        ),
+        Kernel(
             "v2",
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
             _attention_unsupported,
+            configs.bwd_tiles,
+        ),
+        Kernel(
+            "fused",
+            "attention_bwd",
+            "one kernel for dk, dv and dq, which it adds up atomically in fp32; only where it is asked for by name",
+            _launch_bwd_fused,
+            _fused_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(

@@ -63,6 +63,7 @@ class Job:
     problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
     step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
     tile: configs.AttentionTile | None = None
+    gated: bool = True  # shipped: must be bound and pipelined, or among the gate's exceptions
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         failures.append(compiled.error)
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
-        failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
+        if job.gated:
+            failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
     return CompileReport(
         backend="npu",
         target=target,
@@ -288,22 +290,28 @@ def attention_job(
     bias: str = "qk",
     bias_dtype: str = "float32",
 ) -> Job:
-    """The job of `kernel` ("fwd", "dq", "dkdv", "dbias") for `problem`, with the table's tile unless one is given.
+    """The job of `kernel` for `problem`, with the table's tile unless one is given.
 
+    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq.
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
     from diyfa.backends.npu.compat import padded_head_dim
 
-    tile = tile or configs.attention_tile(problem, kernel)
+    fused = kernel == "fused"
+    step = "dkdv" if fused else kernel
+    tile = tile or configs.attention_tile(problem, step)
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
         "dkdv": bwd._bwd_dkdv_kernel,
         "dbias": bwd._bwd_dbias_kernel,
-    }[kernel]
+    }[step]
+    flags = configs.attention_flags(problem, step)
     constants: dict[str, Any] = {
-        **configs.attention_flags(problem, kernel),
+        **flags,
+        "MASKED": flags["MASKED"] or fused,
+        "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),
@@ -322,19 +330,21 @@ def attention_job(
         "bias_ptr": problem.bias,
         "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
+        "dq_ptr": kernel != "dkdv",
     }
     constants |= {name: None for name, used in absent.items() if not used}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
+    signature |= {"dq_ptr": "*fp32"} if fused else {}
     return Job(
-        kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
+        kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
         case=_case(problem, tile, bias),
         function=function,
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
         problem=problem,
-        step=kernel,
+        step=step,
         tile=tile,
     )
 
@@ -452,7 +462,8 @@ _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr",
 }
 _INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 _FP32_SCALARS = {
-    "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
+    "sm_scale", "softcap", "softcap_minus", "softcap_inverse", "softcap_rate", "keep_threshold", "keep_prob",
+    "keep_scale", "grad_scale",
 }  # fmt: skip
 
 
@@ -530,12 +541,21 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def attention_jobs(target: str, changes: dict[str, Any]) -> Iterator[Job]:
-    """The jobs of every kernel of one call: `changes` as for `example`, with the dimensions of a bias in "bias"."""
+FUSED_CASES: tuple[dict[str, Any], ...] = (
+    {"head_dim": 80, "window_right": 0},
+    {"head_dim": 40, "dtype": "bfloat16"},
+    {"layout": VARLEN, "window_right": 0},
+)
+
+
+def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
+    """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
+    kernel but the fused backward.
+    """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
-    for kernel in ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
+    for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
 
@@ -552,6 +572,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """
     lean = configs.family(target) is not NPUArch.A2 and not full
     yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
@@ -560,16 +581,33 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
 def tile_jobs(target: str) -> Iterator[Job]:
     """Every attention kernel with every tile that it has in the table, in the most demanding mode that uses it."""
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
-        seen: set[tuple[str, int, int]] = set()
-        for case in reversed(MODE_CASES.values()):  # the most demanding first
-            for job in attention_jobs(target, {"dtype": dtype, "head_dim": head_dim, **case}):
-                shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
-                if shape not in seen:
-                    seen.add(shape)
-                    yield job
+        changes = {"dtype": dtype, "head_dim": head_dim}
+        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
+        yield from each_tile_once(job for case in cases for job in attention_jobs(target, case))
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
+
+
+def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The first job of each kernel with each tile."""
+    seen: set[tuple[str, int, int]] = set()
+    for job in jobs:
+        shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+        if shape not in seen:
+            seen.add(shape)
+            yield job
+
+
+def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """The fused backward with every tile of dk/dv, in the most demanding mode that uses it (`full`: in every mode)."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        changes = {"dtype": dtype, "head_dim": head_dim}
+        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]
+        jobs = [job for case in cases for job in attention_jobs(target, case, ("fused",))]
+        yield from jobs if full else each_tile_once(jobs)
+    for case in FUSED_CASES:
+        yield from attention_jobs(target, case, ("fused",))
 
 
 def every_job(target: str, full: bool) -> Iterator[Job]:

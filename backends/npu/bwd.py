@@ -6,11 +6,16 @@
 4. bwd_dbias.py: the gradient of attn_bias, when it wants one;
 5. bwd_dsinks.py: the gradient of the sinks, when there are any.
 
+The variant "fused" has no third step: dq comes from the same scores as dk and dv, so the second one adds to it as it
+goes, atomically, and the order of those additions differs from run to run.
+
 Here they are launched. What the kernels with matrix products have in common with fwd.py (the persistent grid, the one
 loop, the padding) is said there.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -86,6 +91,11 @@ def _launch_dbias(
         dbias.copy_(written.tensor)
 
 
+def attention_bwd_fused(*args: Any) -> None:
+    """`attention_bwd` with dq added up atomically by the kernel of dk and dv."""
+    attention_bwd(*args, fused=True)
+
+
 def attention_bwd(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -94,15 +104,20 @@ def attention_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
+    fused: bool = False,
 ) -> None:
     """Launch the backward kernels, which fill the gradients.
 
-    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
+    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`. `fused`: one kernel for dq, dk
+    and dv instead of two.
     """
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks = gradients
+    summed = None  # dq in the fused form: fp32, whatever the dtype of dq
+    if fused:
+        summed = dq.zero_() if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
     delta = torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
@@ -136,26 +151,31 @@ def attention_bwd(
         )  # fmt: skip
         tile = tiles["dkdv"]
         tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
+        flags = _flags(problem, "dkdv")
+        flags["MASKED"] |= fused  # the sum over keys must leave out those beyond the last
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
-            dk, dv,
+            dk, dv, summed,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
-            *feature_strides,
+            *((0, 0, 0) if summed is None else addressed(summed, problem.layout)[1]), *feature_strides,
             *sizes, heads_together(problem, "dkdv"),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dkdv"),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **shared, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        tile = tiles["dq"]
-        tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
-        _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
-            dq,
-            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
-            *feature_strides,
-            *sizes, heads_together(problem, "dq"),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
-            **launch_options(tile, problem.arch),
-        )  # fmt: skip
+        if summed is None:
+            tile = tiles["dq"]
+            tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
+            _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+                q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
+                dq,
+                *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
+                *feature_strides,
+                *sizes, heads_together(problem, "dq"),
+                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
+                **launch_options(tile, problem.arch),
+            )  # fmt: skip
+        elif summed is not dq:
+            dq.copy_(summed)
         if dbias is not None:
             tensors = tensors._replace(q=q, k=k, v=v)
             _launch_dbias(problem, tensors, lse, dout, delta, bias, dbias, stride, feature_strides, sizes, shared)

@@ -35,7 +35,7 @@ def _bwd_dbias_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
-    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     own_batch, own_heads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -101,6 +101,8 @@ def _bwd_dbias_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
+            if SOFTCAP:  # the scores are less by as much
+                lse = lse - softcap
             if ROW_BIAS:  # a weight is exp(s + bias - lse)
                 lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(
@@ -109,10 +111,9 @@ def _bwd_dbias_kernel(
             slope = 0.0
             if ALIBI:
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
-            rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
             s, _ = score_tile(
-                dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
-                SOFTCAP, ALIBI,
+                dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+                BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
             )  # fmt: skip
             if KEY_BIAS:
                 s = add_bias(

@@ -38,19 +38,21 @@ from diyfa.backends.npu.primitives import (
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
-    dk_ptr, dv_ptr,
+    dk_ptr, dv_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    stride_dqb, stride_dqh, stride_dqm,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
-    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
+    DROPOUT: tl.constexpr, FUSED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """dk and dv of each tile of keys. FUSED: and dq (fp32, zero before), to which every tile of keys adds its part."""
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
@@ -102,16 +104,17 @@ def _bwd_dkdv_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 lse = load_lse(lse_base, row0, sq, BLOCK_M)
+                if SOFTCAP:  # the scores are less by as much
+                    lse = lse - softcap
                 if ROW_BIAS:  # a weight is exp(s + bias - lse)
                     lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
                 delta = load_row(delta_base, row0, rows, BLOCK_M)
                 slope = 0.0
                 if ALIBI:
                     slope = tl.load(slopes_ptr + b * stride_slope_b + h)
-                rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
-                s, tanh = score_tile(
-                    dot(k, tl.trans(q), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
-                    SOFTCAP, ALIBI,
+                s, capped = score_tile(
+                    dot(k, tl.trans(q), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+                    BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, True,
                 )  # fmt: skip
                 if KEY_BIAS:
                     s = add_bias(
@@ -138,10 +141,27 @@ def _bwd_dkdv_kernel(
                     dp = tl.where(keep, dp, 0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
-                    ds = ds * (1.0 - tanh * tanh)
+                    falling = capped * softcap_inverse  # tanh - 1
+                    ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
                 ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
-                dk = dot_add(narrow(ds, q.dtype, INTERPRET), q, dk, INTERPRET)
+                if FUSED:  # a sum over keys, so what lies beyond the last one must go from ds too
+                    ds = masked(
+                        ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
+                    )  # fmt: skip
+                ds = narrow(ds, q.dtype, INTERPRET)
+                if FUSED:
+                    # [BLOCK_M, BLOCK_D]; the compiler adds atomically only what a vector core has touched.
+                    part = dot(tl.trans(ds), k, INTERPRET) * grad_scale
+                    offs_m = tl.arange(0, BLOCK_M) + row0
+                    offs_d = tl.arange(0, BLOCK_D)
+                    dq_base = base_of(dq_ptr, b, h, start_q, stride_dqb, stride_dqh, stride_dqm, VARLEN)
+                    inside = (offs_m < sq)[:, None]
+                    if PAD_D:
+                        inside = inside & (offs_d < HEAD_DIM)[None, :]
+                    tl.atomic_add(dq_base + offs_m[:, None] * stride_dqm + offs_d[None, :], part, mask=inside)
+                dk = dot_add(ds, q, dk, INTERPRET)
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
             # beyond the sequence.
             dk = tl.where(row_blocks > 0, dk, 0.0) * grad_scale

@@ -37,7 +37,7 @@ def _bwd_dq_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
-    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -85,6 +85,8 @@ def _bwd_dq_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, BLOCK_M)
+            if SOFTCAP:  # the scores are less by as much
+                lse = lse - softcap
             if ROW_BIAS:  # a weight is exp(s + bias - lse)
                 lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(delta_base, row0, rows, BLOCK_M)
@@ -98,10 +100,9 @@ def _bwd_dq_kernel(
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-                rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                s, tanh = score_tile(
-                    dot(q, tl.trans(k), INTERPRET), rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate,
-                    SOFTCAP, ALIBI,
+                s, capped = score_tile(
+                    dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+                    BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
                 if KEY_BIAS:
                     s = add_bias(
@@ -116,7 +117,8 @@ def _bwd_dq_kernel(
                     dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
                 ds = p * (dp - delta[:, None])
                 if SOFTCAP:
-                    ds = ds * (1.0 - tanh * tanh)
+                    falling = capped * softcap_inverse  # tanh - 1
+                    ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
                 # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
                 # accumulator as they were, so s and dp may hold anything there, NaN included.
                 if MASKED:

@@ -162,14 +162,14 @@ _A5_SHAPES: _Shapes = {
     ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("fwd", 4, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (64, 64)),
     ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
     ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("dq", 4, 576): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
-    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 64): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
@@ -257,7 +257,7 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     if problem.dropout:
         return "featured"
     if problem.bias:
-        return "biased"
+        return "featured" if ALWAYS_MASK else "biased"  # whose tiles a mask in every tile would not fit
     if problem.causal:
         return "causal"
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
@@ -363,14 +363,17 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
 
 
 def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
-    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, 2 softcap,
-    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), sm_scale / (1 - p).
+    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, -2 softcap, 1/softcap,
+    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), and what the gradients of q and k
+    are multiplied by at the end: sm_scale / (1 - p), negative with softcap.
 
     Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
     """
     cap, keep = problem.softcap, 1.0 - dropout_p
-    rate = 2.0 * sm_scale / cap if cap else 0.0
-    return sm_scale, cap, 2.0 * cap, rate, float(drop_threshold(dropout_p)), keep, 1.0 / keep, sm_scale / keep
+    inverse = 1.0 / cap if cap else 0.0
+    grad_scale = (-sm_scale if cap else sm_scale) / keep
+    threshold = float(drop_threshold(dropout_p))
+    return sm_scale, cap, -2.0 * cap, inverse, 2.0 * sm_scale * inverse, threshold, keep, 1.0 / keep, grad_scale
 
 
 def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:

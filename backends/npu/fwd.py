@@ -24,6 +24,7 @@ from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, heads_together, launch_options
 from diyfa.backends.npu.primitives import (
+    add_alibi,
     add_bias,
     base_of,
     dot,
@@ -67,7 +68,7 @@ def _fwd_kernel(
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
-    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -112,6 +113,8 @@ def _fwd_kernel(
                 # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
                 m_i = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
                 m_i = running_max(m_i, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
+                if SOFTCAP:
+                    m_i = m_i - softcap
                 l_i = tl.full([BLOCK_M], 1.0, tl.float32)
             else:
                 m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -127,13 +130,12 @@ def _fwd_kernel(
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1)
-                    s = softcap - softcap_doubled / (tl.exp(s * softcap_rate) + 1.0)
+                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1); the first term is added to lse
+                    s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
                 else:
                     s = s * sm_scale
                 if ALIBI:
-                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                    s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+                    s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, False)
                 if ROW_BIAS:
                     s = s + bias[:, None]
                 if KEY_BIAS:
@@ -166,7 +168,10 @@ def _fwd_kernel(
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
             if DROPOUT:
                 out = out * keep_scale
-            lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+            lse = m_i + tl.log(safe_l)
+            if SOFTCAP:
+                lse = lse + softcap
+            lse = tl.where(empty, float("inf"), lse)
             out_block = tl.make_block_ptr(
                 out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
             )

@@ -40,7 +40,7 @@ EXCEPTIONS: tuple[GateException, ...] = (
     ),
     GateException(
         _A2_A3,
-        r"^attention_bwd/v2/dkdv float32 .* 16x16$",
+        r"^attention_bwd/(v2/dkdv|fused) float32 .* 16x16$",
         True,
         2,
         "the accumulators of dk and dv in fp32 leave room for a workspace of two tiles of 16x16 only",

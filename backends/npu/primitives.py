@@ -327,29 +327,61 @@ def mask_whole(
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """`mask_tile` with the positions inside the tile."""
-    if TRANSPOSED:
-        rel = (tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None]).to(tl.float32)
-        cols = tl.arange(0, BLOCK_N)[:, None].to(tl.float32)
-    else:
-        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
+    rows = tl.arange(0, BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N).to(tl.float32)
+    rows = rows[None, :] if TRANSPOSED else rows[:, None]
+    cols = cols[:, None] if TRANSPOSED else cols[None, :]
+    rel = rows - cols
     return mask_tile(x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
 
 
 @triton.jit
 def score_tile(
-    s, rel, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_rate, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
-):
-    """Scores from raw products, and for softcap the tanh whose derivative scales the gradient."""
-    tanh = s
+    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Scores from raw products -> (s, capped), for the backward pass.
+
+    With softcap s is less by the cap, as in the forward kernel, and `capped` is what it is before anything is added:
+    softcap · (tanh - 1).
+    """
     if SOFTCAP:
-        tanh = 1.0 - 2.0 / (tl.exp(s * softcap_rate) + 1.0)
-        s = tanh * softcap
+        s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
     else:
         s = s * sm_scale
+    capped = s
     if ALIBI:
-        s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
-    return s, tanh
+        s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, TRANSPOSED)
+    return s, capped
+
+
+@triton.jit
+def add_alibi(
+    s, slope, row0, n0, sq, sk,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], less slope · |query position - key position|.
+
+    Where no query sees a later key the distance is a difference, so a row and a column come off instead of a tile.
+    """
+    distance = (n0 - row0 - (sk - sq)).to(tl.float32)
+    rows = tl.arange(0, BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N).to(tl.float32)
+    if CAUSAL:
+        of_row = rows * slope
+        of_col = (cols + distance) * slope
+        if TRANSPOSED:
+            s = s + of_col[:, None] - of_row[None, :]
+        else:
+            s = s + of_col[None, :] - of_row[:, None]
+    else:
+        if TRANSPOSED:
+            rel = rows[None, :] - cols[:, None]
+        else:
+            rel = rows[:, None] - cols[None, :]
+        s = s - slope * tl.abs(rel - distance)
+    return s
 
 
 @triton.jit

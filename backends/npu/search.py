@@ -4,9 +4,9 @@
 
 The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
 few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
-for each mode; only kernels that are bound and pipelined count where there are any. The winner must also compile, bound
-and pipelined, in every case of the gate that would use the row. Compilations are kept on disk under what went into
-them, so a second run costs little. The table is written after each row: a run may be interrupted and resumed.
+for each mode; only kernels that the gate accepts (gate.py) count where there are any. The winner must also pass in
+every case of the gate that would use the row. Compilations are kept on disk under what went into them, so a second run
+costs little. The table is written after each row: a run may be interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 
 from diyfa.arch import NPU_SPECS, npu_spec
-from diyfa.backends.npu import aot, configs, cost, hivm, tiles
+from diyfa.backends.npu import aot, configs, cost, gate, hivm, tiles
 from diyfa.backends.npu.metrics import REFERENCE
 from diyfa.problem import AttentionProblem
 
@@ -34,6 +34,7 @@ KERNELS = ("fwd", "dq", "dkdv")
 ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
+MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
 SHORTLIST = 3  # shapes that are tried with other options
 RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
 OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
@@ -98,6 +99,7 @@ class Candidate:
     tile: configs.AttentionTile
     module: hivm.Module | None
     error: str
+    refused: list[str]  # what the gate says against it
 
     @property
     def area(self) -> int:
@@ -106,8 +108,8 @@ class Candidate:
 
     @property
     def accepted(self) -> bool:
-        """Bound and pipelined."""
-        return self.module is not None and self.module.bound and self.module.pipelined >= 2
+        """Compiled, and as the gate wants it: bound and pipelined, where this compiler can."""
+        return self.module is not None and not self.refused
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,15 @@ class Search:
         problem, dims = place.problem(), aot.MODE_CASES[place.mode].get("bias", "")
 
         def one(tile: configs.AttentionTile) -> Candidate:
-            job = aot.attention_job(problem, place.kernel, tile, bias=dims)
-            return Candidate(tile, *self.cache.compile(job, self.target))
+            return self.candidate(aot.attention_job(problem, place.kernel, tile, bias=dims), tile)
 
         return list(self.pool.map(one, found))
+
+    def candidate(self, job: aot.Job, tile: configs.AttentionTile) -> Candidate:
+        """What the compiler and the gate make of one job."""
+        module, error = self.cache.compile(job, self.target)
+        refused = gate.failures(self.target, job.kernel, job.case, module.bound, module.pipelined) if module else []
+        return Candidate(tile, module, error, refused)
 
     def candidates(self, place: Place) -> list[Candidate]:
         """All that was tried for `place`, best first; what did not compile is left out."""
@@ -194,7 +201,7 @@ class Search:
         return self.ranked(place, [*tried, *self.compile(place, fresh)])
 
     def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
-        """Those that compiled, by predicted share; those that are not bound and pipelined come last."""
+        """Those that compiled, by predicted share; those that the gate refuses come last."""
         there = [candidate for candidate in found if candidate.module is not None]
         return sorted(there, key=lambda c: (c.accepted, place.share(c, self.target)), reverse=True)
 
@@ -206,10 +213,10 @@ class Search:
         for job in self.gate.get((place.kernel, key), ()):
             assert job.problem is not None
             bias = job.constants.get("BIAS") or ""
-            module, _ = self.cache.compile(
-                aot.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), self.target
+            used = self.candidate(
+                aot.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), candidate.tile
             )
-            if module is None or (candidate.accepted and not (module.bound and module.pipelined >= 2)):
+            if used.module is None or (candidate.accepted and not used.accepted):
                 return False
         return True
 
@@ -217,6 +224,11 @@ class Search:
         """The best candidate as a row; None when nothing passes."""
         found = self.candidates(place)
         winner = next((candidate for candidate in found if self.passes_gate(place, candidate)), None)
+        table = configs.attention_tile(place.problem(), place.kernel)
+        present = next((candidate for candidate in found if candidate.tile == table and candidate.accepted), None)
+        if winner is not None and present is not None:
+            gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
+            winner = winner if gain > MARGIN else present
         if winner is None:
             return None
         assert winner.module is not None

@@ -51,7 +51,6 @@ class Selection:
             return
         for rows, keys in self.tile or ((row.block_m, row.block_n),):
             shape = {"block_m": rows, "block_n": keys, "measured": "asked for"}
-            # What nobody promised is not held against the kernel: it is bound and pipelined, or not.
             yield replace(row, bound=False, pipelined=0, **shape, **options)
 
 
@@ -74,5 +73,7 @@ def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int
     dims = case.get("bias", "")
     changes = {**case, "bias": bool(dims), "dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
     problem = example(target, **changes)
-    for tile in chosen.tiles(configs.attention_tile(problem, kernel)):
-        yield attention_job(problem, kernel, tile, bias=dims)
+    row = configs.attention_tile(problem, kernel)
+    for tile in chosen.tiles(row):
+        # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.
+        yield replace(attention_job(problem, kernel, tile, bias=dims), gated=tile is row)

@@ -61,6 +61,7 @@ def build_sections(documents: Sequence[Document]) -> list[Section]:
     rows = [{**row, "device": document.device} for document in documents for row in document.rows]
     makers: list[tuple[Callable[[Row], bool], Callable[[list[Row]], Section]]] = [
         (_has("status"), _numerics),
+        (lambda row: row.get("table") == "compiled", _compiled),
         (lambda row: row.get("table") == "equivalence", _equivalence),
         *((pivot.belongs, partial(_pivoted, pivot, several)) for pivot in _PIVOTS),
         (_has("block_m", "kernel"), partial(_tiles, several)),
@@ -153,6 +154,17 @@ def _equivalence(rows: list[Row]) -> Section:
     table = [[case, *(values.get(name) for name in names)] for case, values in lines.items()]
     title = "npu_fusion_attention: largest error of out, lse and gradients against float64"
     return Section(title, "absolute error", ["call", *names], table, notes=notes)
+
+
+def _compiled(rows: list[Row]) -> Section:
+    """Kernels that were compiled ahead of time; their speed is predicted."""
+    index = ("chip", "kernel", "pass", "dtype", "D", "mask", "tile")
+    values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "predicted_tflops", "bottleneck")
+    there = [row for row in rows if "error" not in row]
+    notes = [" ".join(str(row[name]) for name in (*index, "error")) for row in rows if "error" in row]
+    table = [[*(row[name] for name in index), *(_shown(row[name]) for name in values)] for row in there]
+    columns = [*index, "UB KiB", "L1 KiB", "L0C KiB", "bound", "pipe", "passes", "predicted TFLOP/s", "waits for"]
+    return Section("Compiled for Ascend, not run: predicted", "see columns", columns, table, notes=notes)
 
 
 def _tiles(several: bool, rows: list[Row]) -> Section:

@@ -12,12 +12,12 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarrier
-from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from . import barriers, inline_asm
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
-from .numerics import narrow, poison, widen
+from .numerics import narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
@@ -96,7 +96,7 @@ class Builder(InterpreterBuilder):
             if (exact != result).any():
                 raise Overflow(f"{op.__name__} of {dtype} at {location()} overflows")
         if result.dtype != bool:
-            result = result.astype(_get_np_dtype(dtype), copy=False)
+            result = result.astype(stored(dtype), copy=False)
         return TensorHandle(result, dtype)
 
     def unary_op(self, arg: TensorHandle, op: Any) -> TensorHandle:
@@ -113,7 +113,7 @@ class Builder(InterpreterBuilder):
         if target.is_floating():
             return TensorHandle(narrow(data, target), target)
         with np.errstate(invalid="ignore"):
-            return TensorHandle(data.astype(_get_np_dtype(target)), target)
+            return TensorHandle(data.astype(stored(target)), target)
 
     def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
         raise NotImplementedError(f"conversion of {src.dtype} to {dst_type} at {location()}")
@@ -140,7 +140,7 @@ class Builder(InterpreterBuilder):
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
         dtype = ptrs.get_element_ty()
-        np_dtype = _get_np_dtype(dtype)
+        np_dtype = stored(dtype)
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
         # Where nothing is loaded and nothing given instead, the value is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data

@@ -93,14 +93,18 @@ for _name, _member in _interpreted_members(gl.shared_memory_descriptor).items():
     setattr(SharedMemory, _name, _member)
 
 
+_INTERPRETED = {
+    tl_core.tensor: Tensor,
+    gl.shared_memory_descriptor: SharedMemory,
+    hopper.warpgroup_mma_accumulator: Accumulator,
+}
+
+
 def lift(x: Any) -> Any:
     """Triton's own values as the ones above, whose operators work outside its compiler."""
-    if type(x) is tl_core.tensor:
-        return Tensor(x.handle, x.type)
-    if type(x) is gl.shared_memory_descriptor:
-        return SharedMemory(x.handle, x.dtype, x.shape, x.layout, x.type.alloc_shape)
-    if type(x) is hopper.warpgroup_mma_accumulator:
-        return Accumulator(x.handle, x.type.tensor_type)
+    interpreted = _INTERPRETED.get(type(x))
+    if interpreted is not None:
+        x.__class__ = interpreted  # the same fields; building another would take a quarter of all time
     if isinstance(x, (tuple, tl_core.tuple)):
         return tuple(lift(item) for item in x)
     return x

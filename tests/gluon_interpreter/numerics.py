@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import triton.language as tl
+from triton.runtime.interpreter import _get_np_dtype
+
+_STORED = {dtype: _get_np_dtype(dtype) for dtype in map(tl.dtype, tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + ["int1"])}
+_STORED |= {dtype: _get_np_dtype(dtype) for dtype in (tl.float16, tl.bfloat16, tl.float32, tl.float64)}
 
 NAN_BITS = {tl.float16: 0x7E00, tl.bfloat16: 0x7FC0}
 
@@ -38,3 +44,8 @@ def poison(array: np.ndarray, dtype: tl.dtype) -> None:
         array[...] = np.nan
     else:
         array[...] = np.iinfo(array.dtype).max
+
+
+def stored(dtype: tl.dtype) -> np.dtype[Any]:
+    """How values of a type are kept; addresses as numbers."""
+    return np.dtype(np.uint64) if dtype.is_ptr() else _STORED[dtype]

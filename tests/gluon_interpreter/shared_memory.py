@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import _get_np_dtype
 
 from .clock import Clock
 from .errors import InvalidOperand, Race, Uninitialised, location
-from .numerics import poison
+from .numerics import poison, stored
 
 MAX_BYTES = 232448  # that a program of sm_90 can have
 
@@ -54,7 +53,7 @@ class Allocation:
     """One `allocate_shared_memory`: its bytes, its barriers where it holds such, and who touched it."""
 
     def __init__(self, dtype: tl.dtype, shape: list[int], name: str) -> None:
-        self.array = np.empty(shape, _get_np_dtype(dtype))
+        self.array = np.empty(shape, stored(dtype))
         poison(self.array, dtype)
         self.dtype, self.name = dtype, name
         self.bytes = math.prod(shape) * self.array.itemsize

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
-from triton.runtime.interpreter import _get_np_dtype
 
 from .barriers import MBarrier
 from .errors import InvalidOperand, location
-from .numerics import NAN_BITS, poison
+from .numerics import NAN_BITS, poison, stored
 from .scheduler import Event, Task, current
 from .shared_memory import SharedView
 
@@ -108,7 +107,7 @@ class Load:
         poison(view.array, view.dtype)
         self.barrier = barrier
         addresses, inside = descriptor.places(coordinates)
-        dtype = _get_np_dtype(descriptor.dtype)
+        dtype = stored(descriptor.dtype)
         fill = NAN_BITS[descriptor.dtype] if descriptor.padding == "nan" else 0
         fill = np.array(fill, np.uint16).view(dtype) if descriptor.padding == "nan" else dtype.type(0)
         self._from = (addresses.reshape(-1), inside.reshape(-1), fill, dtype)

@@ -151,16 +151,19 @@ def _operation(line: str, number: int) -> tuple[Operation, bool]:
 # ---- attributes and types ---------------------------------------------------------------------------------------
 
 
+@cache
 def integers(attribute: str) -> list[int]:
     """`array<i64: 1, 2>`."""
     return [int(x) for x in attribute.removesuffix(">").partition(":")[2].split(",") if x.strip()]
 
 
+@cache
 def name_in(attribute: str) -> str:
     """What stands between the innermost angle brackets: `#hivm.pipe<PIPE_V>` -> `PIPE_V`."""
     return attribute.rpartition("<")[2].rstrip(">")
 
 
+@cache
 def groups(attribute: str) -> list[list[int]]:
     """`[[0, 1], [2]]`."""
     return [list(group) for group in ast.literal_eval(attribute)]

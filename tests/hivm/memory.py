@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,23 +112,29 @@ class Ref:
 
     def granules(self) -> Any:
         """Indices (or a slice) of the granules of the memory that the elements lie in."""
-        g, bits = self.memory.granule, BITS[self.dtype]
-        sizes, strides = list(self.sizes), list(self.strides)
-        if min(sizes, default=1) <= 0:
-            return slice(0, 0)
-        run = 1  # contiguous elements at the end
-        while sizes and (sizes[-1] == 1 or strides[-1] == run):
-            run *= sizes.pop()
-            strides.pop()
-        starts = np.array([self.offset], np.int64)
-        for n, s in zip(sizes, strides, strict=True):
-            starts = (starts[:, None] + np.arange(n) * s).ravel()
-        first = (self.base * 8 + starts * bits) // 8 // g
-        last = (self.base * 8 + (starts + run) * bits - 1) // 8 // g
-        if len(first) == 1:
-            return slice(int(first[0]), int(last[0]) + 1)
-        longest = int((last - first).max())
-        return np.unique(np.minimum(first[:, None] + np.arange(longest + 1), last[:, None]))
+        return _granules(self.memory.granule, BITS[self.dtype], self.base, self.offset, self.sizes, self.strides)
+
+
+@lru_cache(maxsize=4096)
+def _granules(
+    granule: int, bits: int, base: int, offset: int, all_sizes: tuple[int, ...], all_strides: tuple[int, ...]
+) -> Any:
+    sizes, strides = list(all_sizes), list(all_strides)
+    if min(sizes, default=1) <= 0:
+        return slice(0, 0)
+    run = 1  # contiguous elements at the end
+    while sizes and (sizes[-1] == 1 or strides[-1] == run):
+        run *= sizes.pop()
+        strides.pop()
+    starts = np.array([offset], np.int64)
+    for n, s in zip(sizes, strides, strict=True):
+        starts = (starts[:, None] + np.arange(n) * s).ravel()
+    first = (base * 8 + starts * bits) // 8 // granule
+    last = (base * 8 + (starts + run) * bits - 1) // 8 // granule
+    if len(first) == 1:
+        return slice(int(first[0]), int(last[0]) + 1)
+    longest = int((last - first).max())
+    return np.unique(np.minimum(first[:, None] + np.arange(longest + 1), last[:, None]))
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:

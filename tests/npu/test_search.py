@@ -161,6 +161,16 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     assert found.block_m == 128
 
 
+def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's 128x128 stays where 256x64, which moves less, is predicted better by too little."""
+    better = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
+    monkeypatch.setattr(search, "MARGIN", 10.0)
+    kept = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
+    assert better is not None and kept is not None
+    assert (better.block_m, better.block_n) == (256, 64)
+    assert (kept.block_m, kept.block_n) == (128, 128)
+
+
 def test_what_overflows_is_tried_with_other_options() -> None:
     compiler = Compiler(64 * 64)
     search.Search(A2, compiler, 1).candidates(place())
@@ -206,3 +216,35 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
         cache.compile(other, A2)
     cache.compile(job, "Ascend910B2")
     assert len(lowered) == 4
+
+
+# --- compiling a selection --------------------------------------------------------------------------------------------
+
+
+def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
+    from diyfa.backends.npu.selection import selected_jobs
+
+    [shipped] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",)})
+    [asked] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",), "tile": ((64, 32),)})
+    assert shipped.gated
+    assert not asked.gated
+    assert (asked.constants["BLOCK_M"], asked.constants["BLOCK_N"]) == (64, 32)
+    unbound = aot.Compiled(mixed=True, bound=False, pipelined=0)
+    assert not aot._report(shipped, A2, unbound, 0.0).ok
+    assert aot._report(asked, A2, unbound, 0.0).ok
+
+
+def test_a_selection_is_every_combination() -> None:
+    from diyfa.backends.npu.selection import selected_jobs
+
+    select = {
+        "kernel": ("fwd", "dq"),
+        "dtype": ("float16", "float32"),
+        "head_dim": (64, 96),
+        "mode": ("even", "biased"),
+    }
+    jobs = list(selected_jobs(A2, select))
+    assert len(jobs) == 16
+    assert len({(job.kernel, job.case) for job in jobs}) == 16
+    with pytest.raises(ValueError, match="cannot select by colour"):
+        list(selected_jobs(A2, {"colour": ("red",)}))
