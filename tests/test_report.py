@@ -101,6 +101,13 @@ def test_sections_of_a_first_run(npu_file: Path) -> None:
     assert section(sections, "Rows of another kind").rows == [["Ascend910B3", "something", 1]]
 
 
+def test_compiled_tiles_say_yes_and_no() -> None:
+    """Not "causal" and "full", which is what a boolean says of a mask."""
+    recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
+    compiled = section(build_sections([read_document(recorded)]), "Compiled for Ascend")
+    assert {row[compiled.columns.index("bound")] for row in compiled.rows} == {"yes", "no"}
+
+
 def test_devices_are_told_apart_when_there_are_several(npu_file: Path) -> None:
     recorded = read_document(next(p for p in RESULTS if p.stem.endswith("-attention")))
     attention = section(build_sections([recorded, read_document(npu_file)]), "Attention")
