@@ -78,7 +78,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
-	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot]'
+	$(VENV)/bin/python -m pip install -q $(TRITON_INSTALL) -e '.[cli,test,plot,report]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.ready
@@ -127,16 +127,18 @@ compile-gate: compile-gate-cuda compile-gate-npu
 compile-gate-cuda: $(VENV)/.ready
 	printf '%s\n' $(CUDA_TARGETS) | COLUMNS=140 xargs -P $(JOBS) -I{} $(VENV)/bin/diyfa compile {}
 
-# `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must.
+# `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
+# compiler made of the kernels runs on this CPU.
 compile-gate-npu: $(VENV_NPU)/.ready
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py $(PYTEST_ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
+	  --numprocesses $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \
+	  tests/npu/test_compiled_numerics.py --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
-# Left out: a case that is one torch reduction on the device and no kernel, which host memory has not got.
 test-npu: $(VENV_NPU)/.ready
 	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
-	  --ignore=tests/npu/test_ascend_compile.py \
-	  --deselect 'tests/test_attention_matrix.py::test_attention[npu-auto-no_keys_sinks]' $(PYTEST_ARGS)
+	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
 test-triton39: $(CACHE)/triton39/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) $(PYTEST_ARGS)

@@ -119,10 +119,16 @@ def gpu_spec(arch: str) -> GPUSpec | None:
     return GPU_SPECS[f"sm_{max(older)}"] if older else None
 
 
+# Named like a family and no member of it: torch_npu numbers "Ascend910B" with the first generation's 910A and 910ProB.
+OTHER_NPUS = frozenset({"Ascend910B"})
+
+
 def npu_spec(arch: str) -> NPUSpec | None:
     """Limits of the Ascend chip `arch` (such as "Ascend910B3"); an unlisted member of a family gets its smallest."""
     if arch in NPU_SPECS:
         return NPU_SPECS[arch]
+    if arch in OTHER_NPUS:
+        return None
     for family in (NPUArch.A3, NPUArch.A2, NPUArch.A5):
         if arch.startswith(family.value):
             return min((s for s in NPU_SPECS.values() if s.arch is family), key=lambda s: s.cube_cores)

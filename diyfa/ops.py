@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
+from diyfa.plain import Plan, is_plain
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -31,7 +32,8 @@ from diyfa.validation import dtype_name
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward ignores it.
+# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward takes its
+# own of that name, where there is one.
 _FEATURES = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? alibi_slopes, Tensor? attn_bias, "
     "Tensor? sinks, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float sm_scale, SymInt window_left, "
@@ -159,9 +161,9 @@ def _decide(
     if decided is None:
         chosen = registry.resolve_backend(q.device, backend)
         problem = describe_attention(chosen, tensors, scalars)
-        decided = problem, registry.choose(op, problem, chosen, variant)
+        decided = problem, registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            registry.choose("attention_bwd", problem, chosen)
+            registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
         if len(_decided) >= _DECIDED_LIMIT:
             _decided.clear()
         _decided[key] = decided
@@ -237,6 +239,35 @@ def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features:
     return out, lse
 
 
+def plan_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    sm_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+    variant: str,
+) -> Plan | None:
+    """How checked inputs are run without optional tensors and gradients; None if there is nothing to launch."""
+    scalars = Scalars(0, 0, *window, float(softcap), False, layout, deterministic, False, False)
+    tensors = AttentionTensors(q, k, v, sm_scale)
+    if _computes_nothing(tensors, scalars):
+        return None
+    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
+    return Plan(problem, kernel.launch, sm_scale)
+
+
+def run_plan(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    """Launch a plain call equal to the one that `plan` was made of."""
+    problem = plan.problem
+    out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
+    plan.launch(problem, AttentionTensors(q, k, v, plan.sm_scale), out, lse)
+    return out, lse
+
+
 def _empty_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: str
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -266,7 +297,7 @@ def _backward_into(
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
-    tensors, scalars, backend, _ = _bind(q, k, v, features)
+    tensors, scalars, backend, variant = _bind(q, k, v, features)
     nothing = _computes_nothing(tensors, scalars)
     if nothing or scalars.layout == VARLEN:
         for x in grads[:3]:
@@ -281,13 +312,12 @@ def _backward_into(
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, "auto")
+    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
     kernel.launch(problem, tensors, out, lse, dout, dlse, grads)
 
 
-def _attention_bwd(
-    dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor | None]:
+    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, dbias, dsinks]; the operator's inputs."""
     saved, packing, features = rest[:5], rest[5], rest[6:]
     q, k, v = saved[:3]
     tensors, scalars, _, _ = _bind(q, k, v, features)
@@ -295,14 +325,12 @@ def _attention_bwd(
     dbias = torch.empty_like(tensors.attn_bias) if tensors.attn_bias is not None and scalars.bias_grad else None
     dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
     _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, dbias, dsinks), features)
-    owners += [q.new_empty(0) for _ in range(3 - len(owners))]  # one each: outputs must not alias
-    return (
-        owners[0],
-        owners[1],
-        owners[2],
-        q.new_empty(0) if dbias is None else dbias,
-        q.new_empty(0) if dsinks is None else dsinks,
-    )
+    return [*owners, *(None,) * (3 - len(owners)), dbias, dsinks]
+
+
+def _attention_bwd(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """An operator returns tensors only: where there is no gradient, one without elements."""
+    return tuple(dout.new_empty(0) if x is None else x for x in _gradients(dout, dlse, *rest))
 
 
 def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> None:
@@ -352,12 +380,22 @@ _UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _TENSOR_FEATURES = 7  # the optional tensors, first of the features
 
 
+def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _forward(q: Any, k: Any, v: Any, *features: Any) -> Pair:
+    """The forward operator, or at once what it would call."""
+    forward = _attention_fwd if is_plain(q, k, v, *_given(*features[:_TENSOR_FEATURES])) else _fwd
+    return forward(q, k, v, *features)
+
+
 class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse."""
 
     @staticmethod
     def forward(ctx: Any, packing: str, q: Any, k: Any, v: Any, *features: Any) -> Pair:
-        out, lse = _fwd(*_UNPACK[packing](q, k, v), *features)
+        out, lse = _forward(*_UNPACK[packing](q, k, v), *features)
         if not torch.compiler.is_compiling():  # an unused lse costs no gradient of zeros
             ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *features[:_TENSOR_FEATURES])
@@ -373,7 +411,8 @@ class _Attention(torch.autograd.Function):
         attn_bias, sinks = optional[4:6]
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsinks = _bwd(
+        backward = _gradients if is_plain(*_given(dout, dlse, q, k, v, *optional)) else _bwd
+        dq, dk, dv, dbias, dsinks = backward(
             dout, dlse, *_UNPACK[ctx.packing](q, k, v), out, lse, ctx.packing, *optional, *ctx.scalars
         )
         owners = (dq, None if k is None else dk, None if v is None else dv)
@@ -433,9 +472,7 @@ def attention(
             k = k.view_as(k) if k is not None and k is q else k
             v = v.view_as(v) if v is not None and (v is q or v is k) else v
         return _Attention.apply(packing, q, k, v, *features)
-    if packing:
-        return _fwd(*_UNPACK[packing](q, k, v), *features)
-    return _fwd(q, k, v, *features)
+    return _forward(*_UNPACK[packing](q, k, v), *features)
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:

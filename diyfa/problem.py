@@ -227,13 +227,47 @@ class CompileReport:
     spill_bytes: int | None = None
     memory: dict[str, int] = field(default_factory=dict)  # bytes: {"shared": …} or {"ub": …, "l1": …, "l0c": …}
     notes: tuple[str, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
+    metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
+
+
+class ToolMissing(RuntimeError):
+    """A program or package that a command needs is not installed; the message says how to get it."""
+
+
+@dataclass(frozen=True)
+class TunedTile:
+    """The tile that an autotuner chose for one bucket of problems: what `diyfa tune` shows."""
+
+    kernel: str  # "attention_fwd"
+    bucket: str  # what the choice depends on besides the device
+    config: dict[str, Any]
+    milliseconds: float
+    measured: str  # date
+
+
+class Tuning(Protocol):
+    """The autotuner of a backend, for the current device."""
+
+    def unavailable(self) -> str | None:
+        """Why nothing is measured now, or None."""
+        ...
+
+    def stored(self) -> list[TunedTile]:
+        """What is kept for this device and these versions."""
+        ...
+
+    def clear(self) -> int:
+        """Forget it, in this process and for all others; returns how many rows there were."""
+        ...
 
 
 @runtime_checkable
 class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
-    A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`.
+    A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
+    measures its tiles when they are first needed `tuning`, a `Tuning`.
     """
 
     name: str

@@ -136,6 +136,14 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     return kernel
 
 
+def variant_of(op: str, backend: Backend, variant: str) -> str:
+    """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
+    any where there is none."""
+    if op == "attention_bwd" and variant not in [k.name for k in _of_op(backend, op)]:
+        return "auto"
+    return variant
+
+
 def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
     kernels = _of_op(backend, op)
     if variant != "auto":

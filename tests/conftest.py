@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from importlib.metadata import version
 
 # Small products on many threads wait for each other more than they compute; NumPy (the interpreter) reads this once.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
 from targets import TARGETS, Target, absent  # noqa: E402
 
 _ran: Counter[str] = Counter()
+_on_npu: list[int] = []  # kernels that each test ran on npu tensors, of those that ran any (see npu_interpreter.py)
 
 
 @pytest.fixture(params=list(TARGETS), scope="session")
@@ -31,6 +33,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
         names = [name for name in ("cpu", "cuda", "npu") if f"[{name}" in report.nodeid]
         _ran[names[0] if names else "no backend"] += 1
+        if launches := sum(count for name, count in report.user_properties if name == "npu_launches"):
+            _on_npu.append(launches)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -39,5 +43,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         how = "in the Triton interpreter" if target.interpreted else "natively"
         terminalreporter.line(f"{target.backend}: {_ran[target.backend]} tests on {target.device} tensors, {how}")
     terminalreporter.line(f"backend-independent: {_ran['no backend']} tests")
+    if _on_npu:
+        where = f"on the real torch_npu {version('torch_npu')} over host memory"
+        terminalreporter.line(f"npu tensors: {len(_on_npu)} tests ran {sum(_on_npu)} kernels {where}")
     for line in absent():
         terminalreporter.line(f"absent: {line}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gluon_interpreter import InterpretedKernel
 
+from diyfa import ops, plain, registry
 from diyfa.backends.cuda import configs, fwd_sm90, sm90
 from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
@@ -29,6 +30,10 @@ def interpret(
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
     monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(fwd_sm90, "_launches", Launches())
+    # What is decided here must not outlive the patches.
+    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(sm90, "FULL_GPU", 0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 import diyfa
@@ -38,7 +43,7 @@ def invoke_json(*arguments):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "compile"):
+    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile"):
         assert command in output
 
 
@@ -237,6 +242,76 @@ def test_bench_with_impossible_options(arguments):
     assert "must be one of" in result.output
 
 
+# --- tune -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    block: int
+
+
+@pytest.fixture
+def tuner(monkeypatch, tmp_path):
+    """The real autotuner with a fake timer, asked by an attention that computes nothing."""
+    tune = pytest.importorskip("diyfa.backends.cuda.tune")
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    times = itertools.cycle([2.0, 1.0])  # of the two tiles, in turns
+    tuner = tune.Tuner(lambda run: next(times), device=lambda: (0, "Test GPU"), may_measure=lambda: True)
+    seen = []
+
+    def attend(q, k, v, causal):
+        seen.append((tuple(q.shape), tuple(k.shape), causal, q.requires_grad))
+        tuner.best("attention_fwd", (q.shape[2], causal), [Tile(32), Tile(64)], lambda tile: None, Tile(32))
+        return q + (k.sum() + v.sum())
+
+    monkeypatch.setattr("diyfa.cli.tune.flash_attention", attend)
+    monkeypatch.setattr("diyfa.cli.tune.load_backend", lambda name: SimpleNamespace(tuning=tuner))
+    monkeypatch.setattr("diyfa.cli.tune.device_for", lambda name: (torch.device("cpu"), "cuda"))
+    tuner.seen = seen
+    return tuner
+
+
+def test_tune_measures_and_says_what_is_new(tuner):
+    command = ("tune", "--seq-len", "32", "--seq-len", "48", "--head-dim", "16", "--heads", "4", "--heads-kv", "2")
+    status, document = invoke_json(*command)
+    assert status == 0
+    assert [call[2] for call in tuner.seen] == [False, True] * 2
+    assert tuner.seen[0] == ((4, 4, 32, 16), (4, 2, 32, 16), False, True)
+    assert {tile["bucket"] for tile in document["tiles"]} == {f"({s}, {m})" for s in (32, 48) for m in (False, True)}
+    assert document["tiles"][0]["config"] == {"block": 64}
+    again = invoke(*command)
+    assert again.exit_code == 0 and "0 newly tuned" in again.output
+    assert len(invoke_json("tune", "--list")[1]["tiles"]) == 4
+    assert "block=64" in invoke("tune", "--list").output
+
+
+def test_tune_forward_and_one_mask_only(tuner):
+    assert invoke("tune", "--seq-len", "32", "--head-dim", "16", "--causal", "--forward").exit_code == 0
+    assert [call[2:] for call in tuner.seen] == [(True, False)]
+
+
+def test_tune_clears_what_it_kept(tuner):
+    invoke("tune", "--seq-len", "32", "--head-dim", "16")
+    assert tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--clear") == (0, {"backend": "cuda", "cleared": 2})
+    assert not tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--list")[1]["tiles"] == []
+    assert "0 tuned tiles" in invoke("tune", "--clear").output
+    assert invoke("tune", "--list", "--clear").exit_code == 2
+
+
+def test_tune_where_nothing_can_be_measured(tuner):
+    tuner.enabled = False
+    result = invoke("tune")
+    assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
+
+
+def test_tune_of_a_backend_without_an_autotuner():
+    result = invoke("tune", "--backend", "cpu")
+    assert result.exit_code == 2 and "no autotuner" in result.output
+    assert invoke("tune", "--dtype", "int8").exit_code == 2
+
+
 # --- compile ----------------------------------------------------------------------------------------------------------
 
 
@@ -297,3 +372,119 @@ def test_compile_where_the_backend_does_not_load(monkeypatch):
     result = invoke("compile", "sm_90")
     assert result.exit_code == 2
     assert "pip install triton" in result.output
+
+
+# --- compile for Ascend chips -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("910B3", "Ascend910B3"),
+        ("ascend910b3", "Ascend910B3"),
+        ("910_9362", "Ascend910_9362"),
+        ("950PR_9589", "Ascend950PR_9589"),
+        ("910B7", "Ascend910B7"),  # an unlisted member of a known family
+        ("310P3", "310P3"),
+        ("sm_90", "sm_90"),
+    ],
+)
+def test_a_chip_may_be_called_without_its_family(name, chip):
+    from diyfa.cli.compile import resolve
+
+    assert resolve(name) == chip
+
+
+class AscendCompiler:
+    """Remembers what it was asked for; one kernel with everything that is read from one."""
+
+    def __init__(self):
+        self.asked = None
+
+    def compile(self, target, only=None, select=None):
+        self.asked = (target, only, select)
+        work = {
+            "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
+            "vector_cycles": 2461, "memory_cycles": 3575, "loaded_bytes": 131072, "stored_bytes": 0,
+            "workspace_read_bytes": 262144, "workspace_written_bytes": 262144, "direct_bytes": 0, "scalar_accesses": 0,
+        }  # fmt: skip
+        mask = {**dict.fromkeys(work, 0), "vector_passes_per_score": 5.0, "vector_elements": 160 * 1024}
+        yield CompileReport(
+            "npu", target, "attention_fwd/v2", "float16 D=128 full 128x256", True, 0.5,
+            memory={"ub": 184576, "l1": 458752, "l0c": 131072},
+            limits={"ub": 196608, "l1": 524288, "l0a": 65536, "l0b": 65536, "l0c": 131072},
+            metrics={
+                "bound": True, "pipelined": 4, "loops": [{"tile": work, "mask_adds": mask}], "task": work,
+                "prediction": {"predicted_share_of_cube_peak": 0.49},
+            },
+        )  # fmt: skip
+
+
+def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
+    compiler = AscendCompiler()
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: compiler)
+    arguments = ["compile", "--chip", "910B3", "--kernel", "fwd", "--kernel", "dq", "--dtype", "bfloat16"]
+    arguments += ["--head-dim", "128", "--mode", "causal", "--tile", "128x256"]
+    wide = Console(width=240, file=io.StringIO())
+    monkeypatch.setattr("diyfa.cli.compile.out", wide)
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    printed = wide.file.getvalue()
+    selected = {
+        "kernel": ("fwd", "dq"), "dtype": ("bfloat16",), "head_dim": (128,), "mode": ("causal",), "tile": ((128, 256),),
+    }  # fmt: skip
+    assert compiler.asked == ("Ascend910B3", None, selected)
+    for cell in ("180/192", "448/512", "128/128", "yes", "7.0+5.0", "225+160", "2048/2461/3575", "128+512", "49 %"):
+        assert cell in printed, cell
+    assert "predicted" in printed
+    code, document = invoke_json("compile", "Ascend910B3")
+    assert code == 0
+    assert compiler.asked == ("Ascend910B3", None, None)
+    assert document["reports"][0]["metrics"]["loops"][0]["tile"]["workspace_read_bytes"] == 262144
+    assert document["reports"][0]["limits"]["l0a"] == 65536
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("910B3", "--chip", "910B3"),
+        ("sm_90", "--kernel", "fwd"),
+        ("910B3", "--tile", "128"),
+        ("910B3", "--tile", "128x"),
+    ],
+)
+def test_compile_refuses_what_it_cannot_mean(arguments):
+    assert invoke("compile", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("package", ["triton-ascend", "ascendnpu-ir"])
+def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, package):
+    import importlib.metadata
+    import importlib.util
+
+    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
+
+    def version(name):
+        if name == "triton-ascend" and package == name:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "3.2.0" if name == "triton-ascend" else real_version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "ascendnpuir" else real_spec(n, *a))
+    if package == "ascendnpu-ir":  # with the front half in place
+        monkeypatch.setattr("diyfa.backends.npu.aot.check_front_half", lambda: None)
+    result = invoke("compile", "910B3", "--kernel", "fwd")
+    assert result.exit_code == 2
+    assert f"pip install {package}==" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_selection_says_what_it_does_not_know(monkeypatch):
+    from diyfa.backends.npu.selection import Selection
+
+    with pytest.raises(ValueError, match="unknown kernel 'sort'"):
+        Selection(kernel=("sort",))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Selection(tile=((100, 128),))
+    with pytest.raises(ValueError, match="head_dim"):
+        Selection(head_dim=(1000,))

@@ -103,3 +103,7 @@ def test_the_readmes_example_runs(readme):
     code = code.replace("[64, 1000]", "[64, 20]")
     with diyfa.use_backend("cpu"):
         exec(code, {})
+
+
+def test_the_fused_attention_example_runs():
+    exec(python_blocks("docs/npu-fusion-attention.md")[0], {})

@@ -212,9 +212,9 @@ def test_switched_off_hides_earlier_measurements():
 def test_module_switch():
     previous = tune.set_enabled(False)
     try:
-        assert not tune.enabled()
+        assert not tune.state()[0]
         assert tune.set_enabled(True) is False
-        assert tune.enabled()
+        assert tune.state()[0]
     finally:
         tune.set_enabled(previous)
 

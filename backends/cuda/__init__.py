@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, Tuning, refuse_features
 
 FEATURES = frozenset(
     {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"}
@@ -114,6 +114,13 @@ class CudaBackend:
                 )
             return refuse_features(problem, FEATURES, "the cuda backend")
         return None
+
+    @property
+    def tuning(self) -> Tuning:
+        """The autotuner."""
+        from diyfa.backends.cuda import tune
+
+        return tune.tuning
 
     def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
         """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.aot`."""

@@ -132,7 +132,7 @@ def use_config(kind: str, config: AttentionConfig) -> Iterator[None]:
 
 def choice() -> object:
     """What, besides a problem, decides on its tile: while it is the same, a settled tile stays."""
-    return tune.enabled() if not _forced else object()
+    return tune.state() if not _forced else object()
 
 
 def is_settled(kind: str, problem: AttentionProblem) -> bool:

@@ -34,8 +34,9 @@ from diyfa.backends.cuda.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
-from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
+from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.scores import first_row, sequence_of
+from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
     PACKED,
     PORTABLE_FORM,

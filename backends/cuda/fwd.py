@@ -29,8 +29,9 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
 from diyfa.backends.cuda.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.launch import Box, Launch, Launches, on_device
+from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import LN2, LOG2E, PACKED, POINTER, box, cdiv, head_base, load_tile, store_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 

@@ -11,6 +11,8 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from diyfa.backends.cuda.tensor_maps import Box, EncodedLaunch, encoded_launch
+
 
 @triton.jit
 def _probe():
@@ -35,27 +37,6 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(index)
 
 
-class Box:
-    """How TMA reads a tensor: its (batch, head, sequence, feature) shape and strides, and the box of one tile.
-
-    `layout`: how a tile lies in shared memory, which a Gluon kernel wants to be told.
-    """
-
-    __slots__ = ("block", "layout", "shape", "strides")
-
-    def __init__(self, shape: list[int], strides: list[int], block: list[int], layout: Any = None) -> None:
-        self.shape, self.strides, self.block, self.layout = shape, strides, block, layout
-
-
-class _Described:
-    """What a compiled kernel's launcher reads of a tensor descriptor, without the checks of building one."""
-
-    __slots__ = ("base", "padding", "shape", "strides")
-
-    def __init__(self, base: torch.Tensor, box: Box) -> None:
-        self.base, self.shape, self.strides, self.padding = base, box.shape, box.strides, "zero"
-
-
 class Launch:
     """One kernel with everything fixed but its tensors.
 
@@ -78,25 +59,28 @@ class Launch:
         self._constants, self._schedule = constants, schedule
         self._fixed = fixed and not _INTERPRETING
         self._compiled: Any = None
+        self._encoded: EncodedLaunch | None = None
         names = fn.arg_names
         self._tail = (*scalars, *(constants[name] for name in names[len(boxes) + len(scalars) :]))
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch on the current device and stream; `boxes` says which tensors are read through TMA."""
+    def __call__(self, *tensors: Any) -> None:
+        """Launch on the current device, the first tensor's, and stream; `boxes` says what is read through TMA."""
         compiled = self._compiled
         if compiled is None or _launches_are_hooked():
             arguments = [x if box is None else _descriptor(x, box) for x, box in zip(tensors, self._boxes, strict=True)]
             compiled = self._fn[(self._grid,)](*arguments, *self._scalars, **self._constants, **self._schedule)
             if self._fixed:
-                self._compiled = compiled
+                self._compiled, self._encoded = compiled, encoded_launch(compiled.run, self._boxes)
             return
-        arguments = [x if box is None else _Described(x, box) for x, box in zip(tensors, self._boxes, strict=True)]
-        stream = driver.active.get_current_stream(torch.cuda.current_device())
+        stream = driver.active.get_current_stream(tensors[0].get_device())
         # The last three before the arguments: metadata for hooks, the hooks at entry and exit.
-        compiled.run(
-            self._grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments,
-            *self._tail,
-        )  # fmt: skip
+        head = (self._grid, 1, 1, stream, compiled.function)
+        hooks = (compiled.packed_metadata, None, None, None)
+        if self._encoded is not None:
+            self._encoded(head, hooks, tensors, self._tail)
+            return
+        arguments = [x if box is None else _descriptor(x, box) for x, box in zip(tensors, self._boxes, strict=True)]
+        compiled.run(*head, *hooks, *arguments, *self._tail)
 
 
 def _descriptor(x: torch.Tensor, box: Box) -> Any:

@@ -7,8 +7,8 @@ from math import gcd
 import torch
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.launch import Box
 from diyfa.backends.cuda.sm90 import ROW_BOUND
+from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.problem import LAYOUTS, VARLEN, bhsd_strides
 
 _STEPS = 0x7FFF0000  # of the dimensions that only move the address: as many as 32 bits count

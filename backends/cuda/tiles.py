@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.dots import round_to
-from diyfa.backends.cuda.launch import Box
+from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
 
 POINTER = tl.constexpr(0)

@@ -29,6 +29,7 @@ import torch
 import triton
 
 from diyfa.backends.cuda.launch import is_interpreting
+from diyfa.problem import TunedTile, Tuning
 
 try:
     import fcntl
@@ -143,6 +144,15 @@ class TuneFile:
                 os.unlink(temporary)
                 raise
 
+    def clear(self) -> int:
+        """Remove the file; returns how many rows it had."""
+        if not self.path.parent.is_dir():
+            return 0
+        with self._locked():
+            count = sum(len(rows) for rows in self.read().values())
+            self.path.unlink(missing_ok=True)
+        return count
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         # A file of its own: the data file is replaced, and a lock on a replaced file locks nothing.
@@ -168,6 +178,7 @@ class Tuner:
         self._known: dict[tuple[int, str, Hashable], Any] = {}
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
+        self.cleared = 0  # how often
 
     def _renew_lock(self) -> None:
         # Re-entrant: a candidate's run may itself launch a tuned kernel.
@@ -209,6 +220,34 @@ class Tuner:
         """See `diyfa.backends.cuda.tune.is_settled`."""
         device = self._device() if self.enabled else None
         return device is None or (device[0], kernel, bucket) in self._known
+
+    def unavailable(self) -> str | None:
+        """Why `best` answers the default now, or None."""
+        if not self.enabled:
+            return "tuning is off (DIYFA_AUTOTUNE=0)"
+        return "there is no CUDA device to measure on" if self._device() is None else None
+
+    def stored(self) -> list[TunedTile]:
+        """The rows on disk for the current device and these versions."""
+        device = self._device()
+        if device is None:
+            return []
+        rows = TuneFile(cache_dir(), identity(device[1])).read()
+        return [
+            TunedTile(kernel, bucket, row["config"], row["ms"], row["measured"])
+            for kernel, buckets in sorted(rows.items())
+            for bucket, row in sorted(buckets.items())
+        ]
+
+    def clear(self) -> int:
+        """Forget the rows of the current device and these versions; returns how many were on disk."""
+        device = self._device()
+        if device is None:
+            return 0
+        with self._lock:
+            self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
+            self.cleared += 1
+            return TuneFile(cache_dir(), identity(device[1])).clear()
 
     @staticmethod
     def _stored(file: TuneFile, kernel: str, bucket: Hashable, candidates: Sequence[Config]) -> Config | None:
@@ -280,6 +319,7 @@ def _not_capturing() -> bool:
 
 _device_names: dict[int, str] = {}
 _tuner = Tuner()
+tuning: Tuning = _tuner
 if hasattr(os, "register_at_fork"):  # a lock held by another thread at the fork would never be released
     os.register_at_fork(after_in_child=_tuner._renew_lock)
 
@@ -305,13 +345,13 @@ def best(
 
 
 def is_settled(kernel: str, bucket: Hashable) -> bool:
-    """Whether `best` will answer the same again without measuring, until `set_enabled` is called."""
+    """Whether `best` will answer the same again without measuring, while `state` stays."""
     return _tuner.is_settled(kernel, bucket)
 
 
-def enabled() -> bool:
-    """Whether `best` measures and uses measurements; if not, it returns the default."""
-    return _tuner.enabled
+def state() -> tuple[bool, int]:
+    """Whether `best` measures, or returns the default, and how often results were cleared: equal while answers hold."""
+    return _tuner.enabled, _tuner.cleared
 
 
 def set_enabled(on: bool) -> bool:

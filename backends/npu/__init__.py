@@ -6,7 +6,7 @@ Importing this package imports neither Triton nor torch_npu; a kernel's module i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -55,6 +55,10 @@ def _launch_bwd(*args: Any) -> Any:
     return _kernel_module("bwd").attention_bwd(*args)
 
 
+def _launch_bwd_fused(*args: Any) -> Any:
+    return _kernel_module("bwd").attention_bwd_fused(*args)
+
+
 def _launch_matmul(*args: Any) -> Any:
     return _kernel_module("matmul").matmul(*args)
 
@@ -66,6 +70,19 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
     return refuse_features(problem, FEATURES, "the npu backend")
+
+
+# Whether the compiler shares a kernel's atomic additions between both vector cores. It splits stores, but
+# lets each of the two add the whole tile: compiled, the fused backward returns twice dq.
+SHARES_ATOMICS = False
+
+
+def _fused_unsupported(problem: AttentionProblem) -> str | None:
+    if not SHARES_ATOMICS and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return "compiled by ascendnpu-ir 1.2.0 both vector cores add all of dq, so it runs only in the interpreter"
+    if problem.deterministic:
+        return "deterministic gradients need one order of additions, and the fused backward adds dq up atomically"
+    return _attention_unsupported(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -101,11 +118,27 @@ class NPUBackend:
             configs_v1.v1_tile,
         ),
         Kernel(
+            "fused",
+            "attention_fwd",
+            'the kernel of "v2"; the backward pass is then the kernel "fused"',
+            _launch_fwd,
+            _fused_unsupported,
+            configs.fwd_tile,
+        ),
+        Kernel(
             "v2",
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
             _attention_unsupported,
+            configs.bwd_tiles,
+        ),
+        Kernel(
+            "fused",
+            "attention_bwd",
+            "one kernel for dk, dv and dq, which it adds up atomically in fp32; only where it is asked for by name",
+            _launch_bwd_fused,
+            _fused_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(
@@ -137,11 +170,14 @@ class NPUBackend:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
 
-    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
-        """Compile every shipped kernel and tile for the chip `target` without the device; see aot.py."""
+    def compile(
+        self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
+    ) -> Iterator[CompileReport]:
+        """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
+        names; see aot.py and selection.py."""
         from diyfa.backends.npu.aot import compile_all
 
-        return compile_all(target, only)
+        return compile_all(target, only, select=select)
 
 
 @cache

@@ -2,27 +2,24 @@
 
 Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to linalg) and AscendNPU IR's
 `bishengir-compile` (linalg to HIVM for a named chip: memory planning, the split over cube and vector cores,
-synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here; the last
-intermediate form tells
-
-* that the kernel is legal and its tiles fit: it exists;
-* `bound`: both vector cores of an AI core share the work (their loops carry `to_be_bubbled_slice`);
-* `pipelined`: the workspace between cube and vector cores is viewed as 4 or 2 buffers;
-* the peak use of each on-chip memory.
+synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here. That the last
+intermediate form exists shows that the kernel is legal and its tiles fit; hivm.py reads the rest from it, and
+metrics.py makes the numbers of a report.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
-import math
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -30,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, configs_v1
-from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem
+from diyfa.backends.npu import configs, configs_v1, gate, hivm
+from diyfa.backends.npu.metrics import limits, metrics
+from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem, ToolMissing
 
-JOBS = 2  # back-half processes at a time
+JOBS = os.cpu_count() or 2  # back-half processes at a time
 TIMEOUT_S = 300
 
 # triton-ascend's option name -> flag of bishengir-compile, as triton-ascend itself passes them.
@@ -46,11 +44,10 @@ _FLAGS = {
     "tile_mix_cube_loop": "--tile-mix-cube-loop",
 }
 _TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_ELEMENT_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i64": 64, "i32": 32, "i16": 16, "i8": 8, "i1": 1}
 
 
-class CompilerMissing(RuntimeError):
-    """One of the two compilers is not installed."""
+class CompilerMissing(ToolMissing):
+    """One of the two compilers is not installed, or cannot be used as things are."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,10 @@ class Job:
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
-    must_bind: bool = True  # the gate: both vector cores work
-    must_pipeline: int = 0  # the gate: at least this depth
+    problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
+    step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
+    tile: configs.AttentionTile | None = None
+    gated: bool = True  # shipped: must be bound and pipelined, or among the gate's exceptions
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Compiled:
     pipelined: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    module: hivm.Module | None = None
 
 
 def back_half(target: str) -> Path:
@@ -88,7 +88,7 @@ def back_half(target: str) -> Path:
     name = "bishengir-compile-a5" if chip is not None and chip.arch is NPUArch.A5 else "bishengir-compile"
     program = Path(spec.origin).parent / "bin" / name
     if not program.is_file():
-        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; install ascendnpu-ir==1.2.0")
+        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; pip install ascendnpu-ir==1.2.0")
     return program
 
 
@@ -98,7 +98,7 @@ def check_front_half() -> None:
         metadata.version("triton-ascend")
     except metadata.PackageNotFoundError:
         raise CompilerMissing(
-            "the Ascend compiler's front half is missing: install triton-ascend==3.2.0 in an environment without "
+            "the Ascend compiler's front half is missing: pip install triton-ascend==3.2.0, in an environment without "
             "mainline Triton (both install a package named triton)"
         ) from None
     from diyfa.backends.npu.compat import INTERPRETED
@@ -134,37 +134,6 @@ def to_linalg(job: Job, target: str) -> tuple[str, bool]:
     return linalg, details["mix_mode"] == "mix"
 
 
-_CONSTANT = re.compile(r"(%[\w-]+) = (?:arith\.constant (-?\d+) : i64|llvm\.mlir\.constant\((-?\d+) : i64\))")
-_BUFFER = re.compile(
-    r"pointer_cast\(([^)]*)\).*?memref<((?:\d+x)*)([a-z]\w*)(?:, strided<[^>]*>)?, #hivm\.address_space<(\w+)>"
-)
-_MEMORY_NAMES = {"ub": "ub", "cbuf": "l1", "ca": "l0a", "cb": "l0b", "cc": "l0c"}
-
-
-def peak_memory(hivm: str) -> dict[str, int]:
-    """Peak bytes of each on-chip memory: the furthest end of a planned buffer."""
-    constants: dict[str, int] = {}  # names are local to a function, and defined above their use
-    peak: dict[str, int] = {}
-    for line in hivm.splitlines():
-        if constant := _CONSTANT.search(line):
-            constants[constant[1]] = int(constant[2] or constant[3])
-        buffer = _BUFFER.search(line)
-        if buffer is None or buffer[3] not in _ELEMENT_BITS or buffer[4] not in _MEMORY_NAMES:
-            continue
-        elements = math.prod(int(size) for size in buffer[2].split("x") if size)
-        size = (elements * _ELEMENT_BITS[buffer[3]] + 7) // 8
-        memory = _MEMORY_NAMES[buffer[4]]
-        starts = [constants[name.strip()] for name in buffer[1].split(",") if name.strip() in constants]
-        peak[memory] = max([peak.get(memory, 0), *(start + size for start in starts)])
-    return peak
-
-
-def pipeline_depth(hivm: str) -> int:
-    """Buffers of the deepest cube-to-vector workspace; 0 when nothing is pipelined."""
-    depths = [int(n) for n in re.findall(r"memref\.view [^\n]* to memref<(\d)x\d+x\d+x(?:f|bf)", hivm)]
-    return max((n for n in depths if n > 1), default=0)
-
-
 def _first_error(log: str, code: int) -> str:
     overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
     if overflow:
@@ -177,15 +146,21 @@ def _first_error(log: str, code: int) -> str:
 
 def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result."""
-    hivm, error, notes = _lower(linalg, target, options)
-    if hivm is None:
+    text, error, notes = lower(linalg, target, options)
+    if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
+    try:
+        module = hivm.read(text)
+    except ValueError as unread:  # what the gate looks at does not depend on it
+        module = None
+        notes = (*notes, f"not read: {unread}")
     return Compiled(
         mixed=mixed,
-        bound="to_be_bubbled_slice" in hivm,
-        pipelined=pipeline_depth(hivm),
-        memory=peak_memory(hivm),
+        bound=hivm.is_bound(text),
+        pipelined=hivm.pipeline_depth(text),
+        memory=hivm.peak_memory(text),
         notes=notes,
+        module=module,
     )
 
 
@@ -193,13 +168,13 @@ def hivm_of(job: Job, target: str) -> str:
     """The last intermediate form of one kernel, to be read. Raises RuntimeError when it does not compile."""
     check_front_half()
     linalg, _ = to_linalg(job, target)
-    hivm, error, _ = _lower(linalg, target, job.options)
-    if hivm is None:
+    text, error, _ = lower(linalg, target, job.options)
+    if text is None:
         raise RuntimeError(error)
-    return hivm
+    return text
 
 
-def _lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
     """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
     program = back_half(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
@@ -239,10 +214,8 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         failures.append(compiled.error)
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
-        if job.must_bind and not compiled.bound:
-            failures.append("gate: not split over both vector cores")
-        if compiled.pipelined < job.must_pipeline:
-            failures.append(f"gate: pipeline depth {compiled.pipelined}, expected {job.must_pipeline}")
+        if job.gated:
+            failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
     return CompileReport(
         backend="npu",
         target=target,
@@ -252,6 +225,8 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         seconds=round(seconds, 2),
         memory=compiled.memory,
         notes=(*failures, *notes),
+        limits=limits(target),
+        metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
     )
 
 
@@ -315,22 +290,28 @@ def attention_job(
     bias: str = "qk",
     bias_dtype: str = "float32",
 ) -> Job:
-    """The job of `kernel` ("fwd", "dq", "dkdv", "dbias") for `problem`, with the table's tile unless one is given.
+    """The job of `kernel` for `problem`, with the table's tile unless one is given.
 
+    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq.
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
     from diyfa.backends.npu.compat import padded_head_dim
 
-    tile = tile or configs.attention_tile(problem, kernel)
+    fused = kernel == "fused"
+    step = "dkdv" if fused else kernel
+    tile = tile or configs.attention_tile(problem, step)
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
         "dkdv": bwd._bwd_dkdv_kernel,
         "dbias": bwd._bwd_dbias_kernel,
-    }[kernel]
+    }[step]
+    flags = configs.attention_flags(problem, step)
     constants: dict[str, Any] = {
-        **configs.attention_flags(problem, kernel),
+        **flags,
+        "MASKED": flags["MASKED"] or fused,
+        "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),
@@ -349,20 +330,22 @@ def attention_job(
         "bias_ptr": problem.bias,
         "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
+        "dq_ptr": kernel != "dkdv",
     }
     constants |= {name: None for name, used in absent.items() if not used}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
+    signature |= {"dq_ptr": "*fp32"} if fused else {}
     return Job(
-        kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
+        kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
         case=_case(problem, tile, bias),
         function=function,
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        # The sum of a whole tile, at the end of the gradient of a scalar bias, keeps both vector cores' work on one.
-        must_bind=tile.bound and not (kernel == "dbias" and bias == "1"),
-        must_pipeline=0 if kernel == "dbias" and bias == "1" else tile.pipelined,
+        problem=None if fused else problem,  # the tile is that of dkdv, chosen without dq
+        step=step,
+        tile=tile,
     )
 
 
@@ -387,7 +370,7 @@ def v1_job(problem: AttentionProblem) -> Job:
     return Job(
         "attention_fwd/v1", _case(problem, tile), function,
         _signature(function, _TRITON_DTYPES[problem.dtype]), constants,
-        tile.compile_options(problem.arch), must_bind=tile.bound, must_pipeline=tile.pipelined,
+        tile.compile_options(problem.arch),
     )  # fmt: skip
 
 
@@ -468,7 +451,7 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     return Job(
         "matmul/persistent",
         f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}",
-        function, signature, constants, tile.compile_options(problem.arch), must_bind=False,
+        function, signature, constants, tile.compile_options(problem.arch),
     )  # fmt: skip
 
 
@@ -479,7 +462,8 @@ _FP32_POINTERS = {"lse_ptr", "delta_ptr", "dlse_ptr", "slopes_ptr", "sinks_ptr",
 }
 _INT32_POINTERS = {"seq_lens_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"}
 _FP32_SCALARS = {
-    "sm_scale", "softcap", "softcap_doubled", "softcap_rate", "keep_threshold", "keep_prob", "keep_scale", "grad_scale",
+    "sm_scale", "softcap", "softcap_minus", "softcap_inverse", "softcap_rate", "keep_threshold", "keep_prob",
+    "keep_scale", "grad_scale",
 }  # fmt: skip
 
 
@@ -557,43 +541,93 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def attention_jobs(target: str, changes: dict[str, Any]) -> Iterator[Job]:
-    """The jobs of every kernel of one call: `changes` as for `example`, with the dimensions of a bias in "bias"."""
+FUSED_CASES: tuple[dict[str, Any], ...] = (
+    {"head_dim": 80, "window_right": 0},
+    {"head_dim": 40, "dtype": "bfloat16"},
+    {"layout": VARLEN, "window_right": 0},
+)
+
+
+def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
+    """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
+    kernel but the fused backward.
+    """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
-    for kernel in ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
+    for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
 
-def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
-    """Every row of the tile tables for `target`, every feature and every kind of head dim.
+# The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
+_LEAN_HEAD_DIMS = (40, 80, 192)
 
-    `full`: every feature in every dtype with every head-dim class, instead of float16 with 128.
+
+def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """What is compiled for `target`.
+
+    910B: every row of the tile tables, every feature (float16, D = 128) and every kind of head dim. A3, which has the
+    same memories and gets the same kernels from the front half, and 950, whose compiler takes four times as long: every
+    kernel and tile once, with most of what runs in it. `full`: every feature in every dtype with every head-dim class.
     """
+    lean = configs.family(target) is not NPUArch.A2 and not full
+    yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from fused_jobs(target, full)
+    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
+    yield from helper_jobs(target)
+    yield from matmul_jobs(target)
+
+
+def tile_jobs(target: str) -> Iterator[Job]:
+    """Every attention kernel with every tile that it has in the table, in the most demanding mode that uses it."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        changes = {"dtype": dtype, "head_dim": head_dim}
+        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
+        yield from each_tile_once(job for case in cases for job in attention_jobs(target, case))
+    for case in HEAD_DIM_CASES:
+        if case["head_dim"] in _LEAN_HEAD_DIMS:
+            yield from attention_jobs(target, case)
+
+
+def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The first job of each kernel with each tile."""
+    seen: set[tuple[str, int, int]] = set()
+    for job in jobs:
+        shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+        if shape not in seen:
+            seen.add(shape)
+            yield job
+
+
+def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """The fused backward with every tile of dk/dv, in the most demanding mode that uses it (`full`: in every mode)."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        changes = {"dtype": dtype, "head_dim": head_dim}
+        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]
+        jobs = [job for case in cases for job in attention_jobs(target, case, ("fused",))]
+        yield from jobs if full else each_tile_once(jobs)
+    for case in FUSED_CASES:
+        yield from attention_jobs(target, case, ("fused",))
+
+
+def every_job(target: str, full: bool) -> Iterator[Job]:
+    """Every mode of the table and every feature of the attention kernels."""
     head_dims = configs.HEAD_DIM_CLASSES
-    # The 950's compiler takes four times as long: by default it gets one 16-bit dtype and the features all at once.
-    lean = configs.family(target) is NPUArch.A5 and not full
     changes: list[dict[str, Any]] = []
     for dtype in configs.DTYPE_BYTES:
         cases = dict(MODE_CASES)
         if dtype == "bfloat16" and not full:  # the rows are float16's
-            cases = {} if lean else {mode: cases[mode] for mode in ("even", "causal", "crowded")}
-        if lean:  # where these have the tiles of the crowded rows
-            cases = {mode: case for mode, case in cases.items() if mode not in ("biased", "featured")}
+            cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
     for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
             {"dtype": dtype, "head_dim": head_dim, **case}
             for head_dim in (head_dims if full else (128,))
-            for case in (() if lean else FEATURE_CASES)
+            for case in FEATURE_CASES
         ]
     for change in changes:
         yield from attention_jobs(target, change)
-    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
-    yield from helper_jobs(target)
-    yield from matmul_jobs(target)
 
 
 def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
@@ -630,15 +664,22 @@ def matmul_jobs(target: str) -> Iterator[Job]:
             yield matmul_job(problem, *layout)
 
 
-def compile_all(target: str, only: str | None = None, full: bool = False) -> Iterator[CompileReport]:
+def compile_all(
+    target: str, only: str | None = None, full: bool = False, select: Mapping[str, Any] | None = None
+) -> Iterator[CompileReport]:
     """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it.
 
-    Raises ValueError for an unknown chip, CompilerMissing when a compiler is not installed.
+    `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
+    that names nothing, CompilerMissing when a compiler is not installed.
     """
+    from diyfa.backends.npu.selection import selected_jobs
+
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     check_front_half()
-    jobs = (job for job in shipped_jobs(target, full) if only is None or only in f"{job.kernel} {job.case}")
+    back_half(target)
+    source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
+    jobs = (job for job in source if only is None or only in f"{job.kernel} {job.case}")
     yield from compile_jobs(jobs, target)
 
 

@@ -1,23 +1,29 @@
 """Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
 
-A tile is looked up by (chip family, kernel, operand width, head-dim class, masked). Every row was accepted by the real
-Ascend compiler; MEASURED says which one and when. `bound` means that both vector cores of an AI core
+A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows below were chosen by a rule;
+rows of `tiles.json`, which search.py wrote, take their places. Every row was accepted by the real Ascend compiler;
+`measured` says which one and when. `bound` means that both vector cores of an AI core
 share the work, `pipelined` the depth of the cube-to-vector pipeline; both are read from the compiler's output by
 `diyfa.backends.npu.aot`, whose gate fails when a row stops being true.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from diyfa.arch import NPUArch, npu_spec
+from diyfa.arch import NPUArch, NPUSpec, npu_spec
+from diyfa.backends.npu import tiles
 from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
+# A run-time `if` around the mask spares tiles that need none, and is what to suspect first when results are wrong on a
+# device but right in the interpreter: with DIYFA_NPU_ALWAYS_MASK=1 every tile is masked, without an `if`.
+ALWAYS_MASK = os.environ.get("DIYFA_NPU_ALWAYS_MASK", "0") == "1"
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -85,9 +91,12 @@ class TileKey(NamedTuple):
     width: int  # bytes of an operand element
     head_dim: int  # the largest of the class
     mode: str  # one of `MODES`
+    cores: int = 0  # cube cores of the chip, where chips of a family differ; 0: all others
 
 
 HEAD_DIM_CLASSES = (64, 128, 256, 576)  # the largest of each
+
+FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as tiles.json names chips
 
 # The kernels differ in how much of the unified buffer their vector part needs:
 #   even      nothing to mask: the keys fill whole tiles
@@ -152,15 +161,15 @@ _A5_SHAPES: _Shapes = {
     ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
     ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("fwd", 4, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 64): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (64, 64)),
     ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
     ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
     ("dq", 4, 576): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
-    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 64): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
     ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
@@ -186,9 +195,49 @@ def modes(kernel: str) -> tuple[str, ...]:
 
 
 def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
+    """Rows by the rule, then those that were searched for, which replace them."""
+    ruled = dict(_ruled_rows())
+    yield from ruled.items()
+    yield from searched_rows(tiles.load(), ruled)
+
+
+def searched_rows(
+    rows: list[tiles.Row], ruled: dict[TileKey, AttentionTile]
+) -> Iterator[tuple[TileKey, AttentionTile]]:
+    """The rows of the file. Those of a family's first chip are for all of it, others where they differ from that."""
+    general: dict[TileKey, AttentionTile] = {}
+    special: dict[TileKey, AttentionTile] = {}
+    for row in rows:
+        how = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
+        tile = AttentionTile(
+            row.block_m,
+            row.block_n,
+            row.bound,
+            row.pipelined,
+            row.workspace_buffers,
+            row.vector_loop,
+            row.cube_loop,
+            how,
+        )
+        for chip in row.chips:
+            name, _, cores = chip.partition("/")
+            arch = NPUArch(name)
+            key = TileKey(NPUArch.A5 if arch is NPUArch.A5 else NPUArch.A2, *row.key)
+            if chip in FIRST_CHIPS:
+                general[key] = tile
+            else:
+                special[key._replace(family=arch, cores=int(cores))] = tile
+    yield from general.items()
+    for key, tile in special.items():
+        shared = key._replace(family=NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2, cores=0)
+        if tile != general.get(shared, ruled[shared]):
+            yield key, tile
+
+
+def _ruled_rows() -> Iterator[tuple[TileKey, AttentionTile]]:
     for chip, shapes, bound in ((NPUArch.A2, _A2_SHAPES, True), (NPUArch.A5, _A5_SHAPES, False)):
-        for (kernel, width, head_dim), tiles in shapes.items():
-            for mode, (block_m, block_n, *rest) in zip(modes(kernel), tiles, strict=True):
+        for (kernel, width, head_dim), row in shapes.items():
+            for mode, (block_m, block_n, *rest) in zip(modes(kernel), row, strict=True):
                 buffers = rest[0] if rest else 4
                 # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
                 vector_loop = 1 if kernel in ("dq", "dbias") else None
@@ -208,7 +257,7 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     if problem.dropout:
         return "featured"
     if problem.bias:
-        return "biased"
+        return "featured" if ALWAYS_MASK else "biased"  # whose tiles a mask in every tile would not fit
     if problem.causal:
         return "causal"
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
@@ -221,14 +270,23 @@ def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
     """Key of the table's row for `problem`."""
-    chip = NPUArch.A5 if family(problem.arch) is NPUArch.A5 else NPUArch.A2
+    spec = npu_spec(problem.arch)
+    chip = NPUArch.A5 if spec is not None and spec.arch is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
     row = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, modes(kernel)[0])
-    mode = attention_mode(problem, ATTENTION_TILES[row].block_n)
+    mode = attention_mode(problem, ATTENTION_TILES[_own(row, spec)].block_n)
     if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
         mode = "even"
-    return row._replace(mode=mode)
+    return _own(row._replace(mode=mode), spec)
+
+
+def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
+    """The key of the chip's own row where it has one."""
+    if spec is None:
+        return key
+    own = key._replace(family=spec.arch, cores=spec.cube_cores)
+    return own if own in ATTENTION_TILES else key
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
@@ -291,6 +349,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
     """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
     return {
         "MASKED": attention_key(problem, kernel).mode != "even",
+        "ALWAYS_MASK": ALWAYS_MASK,
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right > 0,
@@ -304,14 +363,17 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
 
 
 def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
-    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, 2 softcap,
-    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), sm_scale / (1 - p).
+    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, -2 softcap, 1/softcap,
+    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), and what the gradients of q and k
+    are multiplied by at the end: sm_scale / (1 - p), negative with softcap.
 
     Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
     """
     cap, keep = problem.softcap, 1.0 - dropout_p
-    rate = 2.0 * sm_scale / cap if cap else 0.0
-    return sm_scale, cap, 2.0 * cap, rate, float(drop_threshold(dropout_p)), keep, 1.0 / keep, sm_scale / keep
+    inverse = 1.0 / cap if cap else 0.0
+    grad_scale = (-sm_scale if cap else sm_scale) / keep
+    threshold = float(drop_threshold(dropout_p))
+    return sm_scale, cap, -2.0 * cap, inverse, 2.0 * sm_scale * inverse, threshold, keep, 1.0 / keep, grad_scale
 
 
 def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:

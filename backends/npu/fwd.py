@@ -22,16 +22,17 @@ from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options
+from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, heads_together, launch_options
 from diyfa.backends.npu.primitives import (
+    add_alibi,
     add_bias,
     base_of,
     dot,
     dot_add,
-    first_of_next,
     key_range,
+    load_row,
     load_tile,
-    mask_tile,
+    masked,
     narrow,
     row_base_of,
     row_bias,
@@ -39,9 +40,10 @@ from diyfa.backends.npu.primitives import (
     sequence,
     store_row,
     store_tile,
+    task_in,
     task_of,
     tasks_of,
-    tile_needs_mask,
+    turns_before,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -66,12 +68,12 @@ def _fwd_kernel(
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
-    sm_scale, softcap, softcap_doubled, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -80,11 +82,14 @@ def _fwd_kernel(
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     group = heads_q // heads_kv
-    first = tl.program_id(0)
-    for sample in range(batch if VARLEN else 1):
-        blocks, tasks = tasks_of(cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN)
-        for task in range(first, tasks, tl.num_programs(0)):
-            b, h, block = task_of(task, sample, blocks, heads_q, VARLEN)
+    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    dealt = 0
+    for sample in range(batch if BY_SAMPLE else 1):
+        blocks, tasks = tasks_of(
+            cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN, BY_SAMPLE
+        )
+        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
+            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -105,7 +110,11 @@ def _fwd_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             if SINKS:  # the sink is a key without a value that every row has already seen
-                m_i = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(tl.load(sinks_ptr + h), LOWEST)
+                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
+                m_i = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_i = running_max(m_i, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
+                if SOFTCAP:
+                    m_i = m_i - softcap
                 l_i = tl.full([BLOCK_M], 1.0, tl.float32)
             else:
                 m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -121,13 +130,12 @@ def _fwd_kernel(
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1)
-                    s = softcap - softcap_doubled / (tl.exp(s * softcap_rate) + 1.0)
+                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1); the first term is added to lse
+                    s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
                 else:
                     s = s * sm_scale
                 if ALIBI:
-                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                    s = s - slope * tl.abs(rel - (n0 - row0 - (sk - sq)).to(tl.float32))
+                    s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, False)
                 if ROW_BIAS:
                     s = s + bias[:, None]
                 if KEY_BIAS:
@@ -135,16 +143,11 @@ def _fwd_kernel(
                         s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
                         BLOCK_M, BLOCK_N, BIAS, False,
                     )  # fmt: skip
-                if MASKED:  # noqa: SIM102 - when compiled, then at run time
-                    if tile_needs_mask(
-                        row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                    ):
-                        rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                        cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                        s = mask_tile(
-                            s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                            CAUSAL, HAS_LEFT, HAS_RIGHT,
-                        )  # fmt: skip
+                if MASKED:
+                    s = masked(
+                        s, float("-inf"), row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
+                    )  # fmt: skip
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
                 if DROPOUT:  # of the weights only: the denominator and lse know nothing of it
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
@@ -165,13 +168,16 @@ def _fwd_kernel(
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
             if DROPOUT:
                 out = out * keep_scale
-            lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+            lse = m_i + tl.log(safe_l)
+            if SOFTCAP:
+                lse = lse + softcap
+            lse = tl.where(empty, float("inf"), lse)
             out_block = tl.make_block_ptr(
                 out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
             )
             store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
             store_row(lse_base, lse, row0, rows, BLOCK_M)
-        first = first_of_next(first, tasks, tl.num_programs(0))
+        dealt += tasks
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -191,7 +197,7 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             *strides[0], *strides[1], *strides[2], *strides[3],
             0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides,
             *attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
-            *attention_sizes(problem),
+            *attention_sizes(problem), heads_together(problem, "fwd"),
             HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
             BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

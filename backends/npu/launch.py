@@ -10,8 +10,12 @@ import torch
 
 from diyfa.arch import npu_spec
 from diyfa.backends.npu.compat import INTERPRETED, INTERPRETER_PROGRAMS
-from diyfa.backends.npu.configs import AttentionTile, MatmulTile
-from diyfa.problem import bhsd_strides
+from diyfa.backends.npu.configs import DTYPE_BYTES, AttentionTile, MatmulTile
+from diyfa.problem import AttentionProblem, bhsd_strides
+
+# How much of what all cores share before device memory the operands of one part of the work may take: an assumption,
+# far below the size of that cache, since its replacement is not known and other tensors pass through it.
+CACHE_BYTES = 48 * 2**20
 
 
 @cache
@@ -45,6 +49,22 @@ def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
 def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
     """Programs of a kernel without matrix products: one for each vector core, fewer when there is less to do."""
     return max(1, min(tasks, _core_counts(arch, _index(device))[1]))
+
+
+def heads_together(problem: AttentionProblem, kernel: str) -> int:
+    """How many heads (of q for "fwd" and "dq", of k for "dkdv") are worked on at a time.
+
+    What a program walks over, keys and values or queries and dout, is read again for every block, and should still be
+    in the cache then. Parts are of equal size as far as that goes.
+    """
+    group = problem.heads_q // problem.heads_kv
+    rows = problem.seqlen_q * group if kernel == "dkdv" else problem.seqlen_k
+    row_bytes = (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    by_sample = problem.varlen or problem.seq_lens
+    heads = problem.heads_kv * (1 if by_sample else problem.batch)
+    parts = -(-heads * rows * row_bytes // CACHE_BYTES)
+    together = -(-heads // max(1, min(parts, heads)))
+    return together if kernel == "dkdv" else together * group
 
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -92,40 +92,70 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+def place_of(turn):
+    """Where in `turn` a program takes its task: even turns are dealt upwards, odd ones back down."""
+    return tl.program_id(0) + turn % 2 * (tl.num_programs(0) - 1 - 2 * tl.program_id(0))
+
+
+@triton.jit
+def turns_before(task):
+    """How many turns a program has had when `task` tasks have been dealt.
+
+    Tasks come in an order in which their work falls (or rises) steadily, so dealing back and forth evens it out.
+    """
+    turn = task // tl.num_programs(0)
+    return turn + (place_of(turn) < task % tl.num_programs(0)).to(tl.int32)
+
+
+@triton.jit
+def task_in(turn):
+    """The task that a program takes in `turn`, counted over all samples."""
+    return turn * tl.num_programs(0) + place_of(turn)
+
+
+@triton.jit
+def tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+             BY_SAMPLE: tl.constexpr):  # fmt: skip
     """Work of `sample` -> (blocks of its sequence, tasks: a block of a head each).
 
-    The programs of a persistent grid take turns. Packed sequences differ in length, so they come one after another,
-    each with the tasks that it has; without them there is one sample of the whole batch's tasks.
+    Sequences of different lengths (BY_SAMPLE) come one after another, packed ones with the blocks that they have;
+    otherwise there is one sample of the whole batch's tasks.
     """
     if VARLEN:
         _, length = packed_rows(cu_seqlens_ptr, sample, total)
         blocks = tl.cdiv(length, BLOCK)
-        tasks = blocks * heads
     else:
         blocks = tl.cdiv(seqlen, BLOCK)
-        tasks = blocks * heads * batch
+    tasks = blocks * heads
+    if not BY_SAMPLE:
+        tasks = tasks * batch
     return blocks, tasks
 
 
 @triton.jit
-def task_of(task, sample, blocks, heads, VARLEN: tl.constexpr):
-    """One of the tasks of `sample` -> (b, head, block of the sequence)."""
-    if VARLEN:
+def task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """One of the tasks of `sample` -> (b, head, block of the sequence).
+
+    `together` heads at a time, the first block of each, then the second of each (LAST_FIRST: from the last block on):
+    programs that work at the same time have as much to do, on keys that stay in the cache until all are through.
+    """
+    pairs = heads
+    if not BY_SAMPLE:
+        pairs = heads * batch
+    part = task // (together * blocks)
+    inside = task % (together * blocks)
+    width = tl.minimum(together, pairs - part * together)
+    pair = part * together + inside % width
+    block = inside // width
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    if BY_SAMPLE:
         b = sample
-        h = task % heads
-        block = task // heads
+        h = pair
     else:
-        b = task // blocks // heads
-        h = task // blocks % heads
-        block = task % blocks
+        b = pair // heads
+        h = pair % heads
     return b, h, block
-
-
-@triton.jit
-def first_of_next(first, tasks, programs):
-    """Where a program that has taken every `programs`-th of `tasks` from `first` on goes on in the sample after."""
-    return first + tl.cdiv(tl.maximum(tasks - first, 0), programs) * programs - tasks
 
 
 @triton.jit
@@ -199,9 +229,29 @@ def key_range(
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
-        if row0 >= sq:
-            hi = lo
+    if SEQ_LENS:
+        hi = tl.where(row0 < sq, hi, lo)
+    return lo, hi
+
+
+@triton.jit
+def row_range(
+    n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
+):  # fmt: skip
+    """Query rows [lo, hi) that can see a key of a tile; lo is a multiple of BLOCK_M."""
+    offset = sk - sq
+    lo = 0
+    hi = sq
+    if CAUSAL:
+        lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
+    if HAS_RIGHT:
+        lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
+    if HAS_LEFT:
+        hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
+    if SEQ_LENS:
+        hi = tl.where(n0 < sk, hi, lo)
     return lo, hi
 
 
@@ -242,6 +292,108 @@ def mask_tile(
         x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
     if HAS_LEFT:
         x = tl.where(rel <= (distance + window_left).to(tl.float32), x, fill)
+    return x
+
+
+@triton.jit
+def masked(
+    x, fill, row0, n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALWAYS_MASK: tl.constexpr,
+):  # fmt: skip
+    """x [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], where query and key see each other, else `fill`.
+
+    Under a run-time `if`, so that a tile in which all see each other pays nothing; ALWAYS_MASK does without the `if`.
+    """
+    if ALWAYS_MASK:
+        x = mask_whole(
+            x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+            TRANSPOSED,
+        )  # fmt: skip
+    else:
+        if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT):
+            x = mask_whole(
+                x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                TRANSPOSED,
+            )  # fmt: skip
+    return x
+
+
+@triton.jit
+def mask_whole(
+    x, fill, row0, n0, sq, sk, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """`mask_tile` with the positions inside the tile."""
+    rows = tl.arange(0, BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N).to(tl.float32)
+    rows = rows[None, :] if TRANSPOSED else rows[:, None]
+    cols = cols[:, None] if TRANSPOSED else cols[None, :]
+    rel = rows - cols
+    return mask_tile(x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+
+
+@triton.jit
+def score_tile(
+    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Scores from raw products -> (s, capped), for the backward pass.
+
+    With softcap s is less by the cap, as in the forward kernel, and `capped` is what it is before anything is added:
+    softcap · (tanh - 1).
+    """
+    if SOFTCAP:
+        s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
+    else:
+        s = s * sm_scale
+    capped = s
+    if ALIBI:
+        s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, TRANSPOSED)
+    return s, capped
+
+
+@triton.jit
+def add_alibi(
+    s, slope, row0, n0, sq, sk,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], less slope · |query position - key position|.
+
+    Where no query sees a later key the distance is a difference, so a row and a column come off instead of a tile.
+    """
+    distance = (n0 - row0 - (sk - sq)).to(tl.float32)
+    rows = tl.arange(0, BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, BLOCK_N).to(tl.float32)
+    if CAUSAL:
+        of_row = rows * slope
+        of_col = (cols + distance) * slope
+        if TRANSPOSED:
+            s = s + of_col[:, None] - of_row[None, :]
+        else:
+            s = s + of_col[None, :] - of_row[:, None]
+    else:
+        if TRANSPOSED:
+            rel = rows[None, :] - cols[:, None]
+        else:
+            rel = rows[:, None] - cols[None, :]
+        s = s - slope * tl.abs(rel - distance)
+    return s
+
+
+@triton.jit
+def drop_columns(x, start, length, BLOCK: tl.constexpr):
+    """x [rows, BLOCK] with 0 in the columns that lie at or beyond `length`, where the first one is `start`.
+
+    A product with fewer columns than its tile has leaves the others of the accumulator as they were, whatever the
+    padding of its operands: what comes from there may be anything, NaN included, and only a select drops it.
+    """
+    if start + BLOCK > length:
+        cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
+        x = tl.where(cols < (length - start).to(tl.float32), x, 0.0)
     return x
 
 

@@ -54,10 +54,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {"device": device_name(device), "device_type": device.type, "date": date, "versions": versions()}
 
 
-def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `rows` with their environment to `path`, making its folder."""
+def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Write `rows` with their environment, and whatever `facts` hold for all of them, to `path`, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"benchmark": benchmark, **environment(device), "rows": list(rows)}
+    document = {"benchmark": benchmark, **environment(device), **facts, "rows": list(rows)}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

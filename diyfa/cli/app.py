@@ -95,18 +95,81 @@ def bench(
 
 
 @app.command()
+def tune(
+    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be given again.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(min=1, max=512, help="May be given again.")] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; default: as many.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    backward: Annotated[bool, typer.Option("--backward/--forward", help="Tune the backward kernels, too.")] = True,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be given again.")] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="Show what was tuned on this device and measure nothing.")
+    ] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget what was tuned on this device.")] = False,
+    backend: BackendName = None,
+    json: Json = False,
+) -> None:
+    """Measure the tiles of the kernels for problems to come, so that no later call has to."""
+    from diyfa.cli.tune import Request, run
+    from diyfa.cli.tune import clear as clear_tiles
+    from diyfa.cli.tune import show as show_tiles
+
+    if show and clear:
+        raise typer.BadParameter("--list and --clear exclude each other")
+    request = Request(
+        seq_len or [1024, 4096], head_dim or [64, 128], batch, heads, heads_kv, [False, True] if causal is None
+        else [causal], dtype, backward, size or [], backend,
+    )  # fmt: skip
+    raise typer.Exit((show_tiles if show else clear_tiles if clear else run)(request, json))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],
+    output: Annotated[Path | None, typer.Option(help="Write one HTML page with curves (diyfa\\[report]).")] = None,
+    json: Json = False,
+) -> None:
+    """Show benchmark files of any number of devices as tables, and as one HTML page."""
+    from diyfa.cli.report import run
+
+    raise typer.Exit(run(files, output, json))
+
+
+@app.command()
 def compile(
-    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, …")] = None,
+    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
+    chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Ascend: head dim.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Ascend: even, tail, causal, biased, featured, crowded.")
+    ] = None,
+    tile: Annotated[list[str] | None, typer.Option(help="Ascend: query rows x keys, not the table's: 128x256.")] = None,
     list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     json: Json = False,
 ) -> None:
-    """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate."""
+    """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate.
+
+    With --kernel, --dtype, --head-dim, --mode or --tile (Ascend) only what they name, else all that is shipped.
+    """
     from diyfa.cli.compile import list_known, run
+    from diyfa.cli.compile_npu import parse_tile
 
     if list_targets:
         list_known(json)
         return
-    if target is None:
+    if target is not None and chip is not None:
+        raise typer.BadParameter("name the chip once, as TARGET or with --chip", param_hint="--chip")
+    name = chip if target is None else target
+    if name is None:
         raise typer.BadParameter("name a target, or --list to see them", param_hint="TARGET")
-    raise typer.Exit(run(target, only, json))
+    asked = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mode": mode}
+    select: dict[str, object] = {field: tuple(values) for field, values in asked.items() if values}
+    if tile:
+        select["tile"] = tuple(parse_tile(text) for text in tile)
+    raise typer.Exit(run(name, only, json, select or None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 
 from diyfa.arch import GPU_SPECS, NPU_SPECS, gpu_spec, npu_spec
+from diyfa.cli import compile_npu
 from diyfa.cli.output import err, out, print_json, progress_bar
-from diyfa.problem import CompileReport
+from diyfa.problem import CompileReport, ToolMissing
 from diyfa.registry import backend_names, load_backend
 
 TARGETS: dict[str, dict[str, Any]] = {"cuda": GPU_SPECS, "npu": NPU_SPECS}
@@ -38,8 +39,17 @@ def backend_for(target: str) -> str:
     raise typer.BadParameter(f"no such target: {target!r}; `diyfa compile --list` lists them", param_hint="TARGET")
 
 
-def _reports(target: str, only: str | None) -> Iterator[CompileReport]:
+def resolve(target: str) -> str:
+    """The target's full name: "910B3" is Ascend910B3. Unknown names come back as they are."""
+    if gpu_spec(target) is not None:
+        return target
+    return compile_npu.chip_name(target) or target
+
+
+def _reports(target: str, only: str | None, select: Mapping[str, Any] | None) -> Iterator[CompileReport]:
     name = backend_for(target)
+    if select is not None and name != "npu":
+        raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
     if name not in backend_names():
         raise typer.BadParameter(f"backend {name!r} is not registered", param_hint="TARGET")
     try:
@@ -51,7 +61,13 @@ def _reports(target: str, only: str | None) -> Iterator[CompileReport]:
     if compile_ is None:
         err.print(f"The {name} backend does not compile ahead of time.", style="red")
         raise typer.Exit(2)
-    yield from compile_(target, only)
+    try:
+        yield from compile_(target, only) if select is None else compile_(target, only, select=select)
+    except ToolMissing as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _memory(report: CompileReport) -> str:
@@ -79,19 +95,23 @@ def _table(target: str, reports: list[CompileReport]) -> Table:
     return table
 
 
-def run(target: str, only: str | None, json: bool) -> int:
-    """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came."""
+def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None) -> int:
+    """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came.
+
+    `select` (Ascend chips only) compiles what it names instead of all that is shipped.
+    """
+    target = resolve(target)
     reports: list[CompileReport] = []
     with progress_bar(not json) as progress:
         task = progress.add_task(f"compiling for {target}", total=None, note="")
-        for report in _reports(target, only):
+        for report in _reports(target, only, select):
             reports.append(report)
             progress.update(task, advance=1, note=f"{report.kernel} {report.case}")
     failed = [r for r in reports if not r.ok]
     if json:
         print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})
     else:
-        out.print(_table(target, reports))
+        out.print((compile_npu.table if reports and reports[0].backend == "npu" else _table)(target, reports))
         for r in failed:
             out.print(f"FAILED {r.kernel} {r.case}: {'; '.join(r.notes)}", markup=False, highlight=False)
         out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)

@@ -1,14 +1,16 @@
 /* Host-memory implementation of the runtime calls that torch_npu makes into CANN's Ascend Computing Language (ACL).
  *
  * torch_npu loads CANN's libraries when it is imported, so without CANN nothing of it can be tested. Linked under
- * those libraries' names, this file lets the unmodified torch_npu wheel run with one device, npu:0, whose memory is
- * the host's: allocation, dense copies, views, streams, events and device properties are real, and so is filling with
+ * those libraries' names, this file lets the unmodified torch_npu wheel run with two devices, whose memory is the
+ * host's: allocation, dense copies, views, streams, events and device properties are real, and so is filling with
  * zeros. Other compute operators do not exist here and are refused with UNSUPPORTED. torch_npu queues operators and would report a refusal only later,
  * leaving uninitialised memory as the "result": run with ASCEND_LAUNCH_BLOCKING=1, so that each one raises at its
  * call.
  *
  * What this makes testable: dispatch on the npu key, autograd, device checks, and, with Triton's interpreter, the
- * kernels on npu tensors. It says nothing about an Ascend chip. ACL_HOST_SHIM_SOC names the chip that it reports.
+ * kernels on npu tensors. It says nothing about an Ascend chip. What it reports is set in the environment:
+ * ACL_HOST_SHIM_SOC, the chip's name; ACL_HOST_SHIM_CUBE_CORES, its cube cores (and half its vector cores), 0 for a
+ * runtime that does not tell; ACL_HOST_SHIM_DEVICES, how many there are.
  */
 #include <stdarg.h>
 #include <stdint.h>
@@ -31,14 +33,24 @@ typedef int aclError;
 
 /* ---- the device --------------------------------------------------------------------------------------------- */
 
-enum { CUBE_CORES = 20, VECTOR_CORES = 40 };
+enum { CUBE_CORES = 20, DEVICES = 2, MOST_DEVICES = 16 };
 static const size_t device_memory = (size_t)64 << 30;
-static int the_context;
+static int32_t contexts[MOST_DEVICES]; /* their addresses are the handles */
+static _Thread_local int32_t current_device;
+
+static int setting_of(const char *variable, int otherwise) {
+    const char *text = getenv(variable);
+    return text ? atoi(text) : otherwise;
+}
+
+static uint32_t device_count(void) {
+    int count = setting_of("ACL_HOST_SHIM_DEVICES", DEVICES);
+    return count < 0 ? 0 : count > MOST_DEVICES ? MOST_DEVICES : count;
+}
 
 SUCCEEDS(aclInit)
 SUCCEEDS(aclFinalize)
 SUCCEEDS(aclrtResetDevice)
-SUCCEEDS(aclrtSetCurrentContext)
 SUCCEEDS(aclrtDeviceEnablePeerAccess)
 SUCCEEDS(aclrtDeviceGetBareTgid)
 
@@ -48,21 +60,27 @@ const char *aclrtGetSocName(void) {
 }
 
 aclError aclrtGetDeviceCount(uint32_t *count) {
-    *count = 1;
+    *count = device_count();
     return ACL_SUCCESS;
 }
 
 aclError aclrtGetDevice(int32_t *device) {
-    *device = 0;
+    *device = current_device;
     return ACL_SUCCESS;
 }
 
-aclError aclrtSetDevice(int32_t device) { return device == 0 ? ACL_SUCCESS : ACL_INVALID_DEVICE; }
+aclError aclrtSetDevice(int32_t device) {
+    if (device < 0 || (uint32_t)device >= device_count()) return ACL_INVALID_DEVICE;
+    current_device = device;
+    return ACL_SUCCESS;
+}
 
 aclError aclrtGetCurrentContext(void **context) {
-    *context = &the_context;
+    *context = &contexts[current_device];
     return ACL_SUCCESS;
 }
+
+aclError aclrtSetCurrentContext(void *context) { return aclrtSetDevice((int32_t)((int32_t *)context - contexts)); }
 
 aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
     (void)device, (void)peer;
@@ -79,7 +97,7 @@ aclError aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total_bytes) {
 
 aclError aclGetDeviceCapability(uint32_t device, int what, int64_t *value) {
     (void)device;
-    *value = what == 0 ? CUBE_CORES : VECTOR_CORES;
+    *value = setting_of("ACL_HOST_SHIM_CUBE_CORES", CUBE_CORES) * (what == 0 ? 1 : 2);
     return ACL_SUCCESS;
 }
 
@@ -208,6 +226,7 @@ aclError aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysP
 SUCCEEDS(aclrtSetDeviceSatMode)
 SUCCEEDS(aclrtSetOpExecuteTimeOut)
 SUCCEEDS(aclrtProcessReport)
+SUCCEEDS(aclrtSetStreamOverflowSwitch) /* asked for on chips before the 910B */
 SUCCEEDS(aclSetCompileopt)
 SUCCEEDS(aclmdlInitDump)
 SUCCEEDS(aclmdlSetDump)

@@ -1,8 +1,13 @@
-"""Which program of a persistent grid gets which block of packed sequences."""
+"""Which program of a persistent grid gets which blocks, and how evenly the work is spread over the cores.
+
+The loops here are those of the attention kernels, made of the same functions. What a block costs is counted in the
+tiles of scores that its loop walks over.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,34 +18,165 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 
 from diyfa.backends.npu.compat import kernel
-from diyfa.backends.npu.primitives import first_of_next, task_of, tasks_of
-
-HEADS, BLOCK = 3, 16
+from diyfa.backends.npu.configs import attention_tile
+from diyfa.backends.npu.launch import heads_together
+from diyfa.backends.npu.primitives import key_range, row_range, sequence, task_in, task_of, tasks_of, turns_before
+from diyfa.problem import AttentionProblem
 
 
 @kernel
-def deal_kernel(cu_seqlens_ptr, taken_ptr, batch, heads, total, most, BLOCK: tl.constexpr):
-    """taken[program, b, h, block] counts how often a program takes a task, in the loops of the attention kernels."""
+def deal_kernel(
+    seq_lens_ptr, cu_seqlens_ptr, taken_ptr, steps_ptr,
+    batch, heads, seqlen_q, seqlen_k, total, together, most, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """taken[program, b, h, block] counts how often a program takes a block, steps[b, h, block] the tiles of scores that
+    its loop walks over. All turns of a sample at once, TURNS at most: the interpreter is slow one by one.
+
+    KEYS: a task is a block of keys, as for dk and dv, else one of query rows. Packed sequences have as many of both.
+    """
+    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    BLOCK: tl.constexpr = BLOCK_N if KEYS else BLOCK_M
+    BLOCK_STEP: tl.constexpr = BLOCK_M if KEYS else BLOCK_N
     program = tl.program_id(0)
-    first = program
-    for sample in range(batch):
-        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, 0, batch, heads, BLOCK, True)
-        for task in range(first, tasks, tl.num_programs(0)):
-            b, h, block = task_of(task, sample, blocks, heads, True)
-            place = taken_ptr + ((program * batch + b) * heads + h) * most + block
-            tl.store(place, tl.load(place) + 1)
-        first = first_of_next(first, tasks, tl.num_programs(0))
+    dealt = 0
+    for sample in range(batch if BY_SAMPLE else 1):
+        seqlen = seqlen_k if KEYS else seqlen_q
+        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, VARLEN, BY_SAMPLE)
+        turn = turns_before(dealt) + tl.arange(0, TURNS)
+        mine = turn < turns_before(dealt + tasks)
+        task = tl.where(mine, task_in(turn) - dealt, 0)
+        if blocks > 0:
+            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not KEYS)
+            _, _, sq, sk = sequence(
+                seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total,
+                SEQ_LENS, VARLEN,
+            )  # fmt: skip
+            if KEYS:
+                lo, hi = row_range(
+                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
+                )  # fmt: skip
+            else:
+                lo, hi = key_range(
+                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
+                )  # fmt: skip
+            place = (b * heads + h) * most + block
+            tl.atomic_add(taken_ptr + program * batch * heads * most + place, 1, mask=mine)
+            tl.store(steps_ptr + place, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=mine)
+        dealt += tasks
 
 
-@pytest.mark.parametrize("programs", [1, 2, 7, 20])
-@pytest.mark.parametrize("lengths", [(100,), (16, 17, 0, 0, 1, 300), (0, 0, 0), (5,) * 40], ids=str)
-def test_every_block_goes_to_one_program_and_all_get_as_many(lengths: tuple[int, ...], programs: int) -> None:
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    blocks = [-(-n // BLOCK) for n in lengths]
-    most = max([*blocks, 1])
-    taken = torch.zeros(programs, len(lengths), HEADS, most, dtype=torch.int32)
-    deal_kernel[(programs,)](cu_seqlens, taken, len(lengths), HEADS, int(cu_seqlens[-1]), most, BLOCK=BLOCK)
-    exists = torch.arange(most) < torch.tensor(blocks)[:, None]  # (B, blocks)
-    assert torch.equal(taken.sum(0), exists[:, None].expand(-1, HEADS, -1).int())
-    shares = taken.sum((1, 2, 3))
-    assert shares.max() - shares.min() <= 1
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a call; `lengths` are seq_lens, or of packed sequences."""
+
+    batch: int = 2
+    heads: int = 8
+    heads_kv: int = 8
+    seqlen_q: int = 4096
+    seqlen_k: int = 4096
+    left: int = -1
+    right: int = -1
+    lengths: tuple[int, ...] = ()
+    packed: bool = False
+    allowed: float = 1.05
+
+
+CAUSAL = {"right": 0}
+SHAPES = {
+    "dense": Shape(),
+    "causal": Shape(**CAUSAL),
+    "causal, blocks a multiple of the cores": Shape(seqlen_q=5120, seqlen_k=5120, **CAUSAL),
+    "causal, one head": Shape(batch=1, heads=1, heads_kv=1, seqlen_q=16384, seqlen_k=16384, **CAUSAL),
+    "causal, grouped heads": Shape(batch=1, heads=32, heads_kv=4, allowed=1.08, **CAUSAL),
+    "causal, as many heads as cores": Shape(batch=1, heads=20, heads_kv=20, seqlen_q=2048, seqlen_k=2048, **CAUSAL),
+    "causal, long, in parts": Shape(batch=1, heads=16, heads_kv=16, seqlen_q=16384, seqlen_k=16384, **CAUSAL),
+    "causal, more keys": Shape(seqlen_q=1024, seqlen_k=8192, allowed=1.08, **CAUSAL),
+    "causal window": Shape(left=1024, **CAUSAL),
+    "window": Shape(left=500, right=900),
+    "window to the left": Shape(left=1000),
+    "seq_lens": Shape(batch=6, lengths=(4096, 300, 1700, 0, 2500, 64)),
+    "seq_lens, causal": Shape(batch=6, lengths=(4096, 300, 1700, 0, 2500, 64), **CAUSAL),
+    "seq_lens, causal, each a round": Shape(batch=4, heads=5, heads_kv=5, lengths=(4096, 64, 64, 4096), **CAUSAL),
+    "packed": Shape(batch=7, lengths=(4096, 100, 3000, 0, 777, 2048, 1), packed=True),
+    "packed, causal": Shape(batch=7, lengths=(4096, 100, 3000, 0, 777, 2048, 1), packed=True, **CAUSAL),
+    "packed, many short": Shape(
+        batch=16, lengths=tuple(64 + 97 * i % 700 for i in range(16)), packed=True, allowed=1.15, **CAUSAL
+    ),
+}
+
+
+CASES = [("fwd", 20), ("dq", 24), ("dkdv", 20), ("dkdv", 32)]
+
+
+def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> (taken, which blocks exist (batch, blocks), tiles of scores of each task (batch, heads, blocks))."""
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    total = int(cu_seqlens[-1]) if shape.packed else 0
+    problem = AttentionProblem(
+        "npu", "Ascend910B3", "float16", "thd" if shape.packed else "bhsd", shape.batch, shape.heads, shape.heads_kv,
+        shape.seqlen_q, shape.seqlen_k, 128, 128, shape.left, shape.right,
+        seq_lens=bool(shape.lengths) and not shape.packed, total_q=total, total_k=total,
+    )  # fmt: skip
+    tile = attention_tile(problem, name)
+    keys = name == "dkdv"
+    block, heads = (tile.block_n, shape.heads_kv) if keys else (tile.block_m, shape.heads)
+    sizes = lengths if shape.packed else torch.full((shape.batch,), shape.seqlen_k if keys else shape.seqlen_q)
+    exists = torch.arange(-(-int(sizes.max()) // block)) < ((sizes + block - 1) // block)[:, None]
+    most = exists.shape[1]
+    taken = torch.zeros(programs, shape.batch, heads, most, dtype=torch.int32)
+    steps = torch.zeros(shape.batch, heads, most, dtype=torch.int32)
+    turns = -(-shape.batch * heads * most // programs) + 1
+    deal_kernel[(programs,)](
+        lengths, cu_seqlens, taken, steps,
+        shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
+        shape.left, shape.right,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEYS=keys,
+        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right > 0,
+        SEQ_LENS=problem.seq_lens, VARLEN=shape.packed, TURNS=1 << (turns - 1).bit_length(),
+    )  # fmt: skip
+    return taken, exists, steps
+
+
+def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
+    """The busiest program's work over the least that any dealing could give it: the mean, the largest task, or the
+    cheapest tasks of as many as some program must take."""
+    shares = (taken * steps).sum((1, 2, 3))
+    costs = steps[taken.sum(0) > 0].sort().values
+    turns = -(-costs.numel() // taken.shape[0])
+    least = max(shares.float().mean().item(), costs.max().item(), costs[:turns].sum().item())
+    return shares.max().item() / least
+
+
+@pytest.mark.parametrize(("name", "programs"), CASES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
+    taken, exists, steps = deal(shape, name, programs)
+    assert torch.equal(taken.sum(0), exists[:, None].expand_as(taken[0]).int())  # every block once
+    counts = taken.sum((1, 2, 3))
+    assert counts.max() - counts.min() <= 1
+    assert steps.sum() > 0
+    assert imbalance(taken, steps) <= shape.allowed
+
+
+def main() -> None:
+    """What the dealing gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
+    for name, shape in SHAPES.items():
+        row = []
+        for kernel_name, programs in CASES:
+            taken, exists, steps = deal(shape, kernel_name, programs)
+            in_order = torch.zeros_like(taken)
+            tasks = exists[:, None].expand_as(taken[0]).nonzero()
+            for i, (b, h, block) in enumerate(tasks.tolist()):
+                in_order[i % programs, b, h, block] = 1
+            row.append(f"{imbalance(in_order, steps):.2f} {imbalance(taken, steps):.2f} ")
+        print(f"{name:40s}", *row)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import dense
@@ -89,8 +90,7 @@ def check(actual: dict[str, Any], inputs: dict[str, Any], leaves: tuple[str, ...
     dense.check(actual, truth, rough, terms)
 
 
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
-def test_packed_sequences(npu: torch.device, case: Packed) -> None:
+def check_packed(case: Packed, npu: torch.device, variant: str = "auto") -> None:
     torch.manual_seed(PACKED.index(case))
     lengths_k = case.lengths_k or case.lengths_q
     before, after = case.outside
@@ -115,8 +115,14 @@ def test_packed_sequences(npu: torch.device, case: Packed) -> None:
     inputs |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     longest = {"max_seqlen_q": max(case.lengths_q), "max_seqlen_k": max(lengths_k)}
     on_npu = place({**inputs, **longest}, npu)
-    actual = differentiate(diyfa.flash_attention_varlen, on_npu, leaves, dout.to(npu), dlse.to(npu))
+    attend = partial(diyfa.flash_attention_varlen, variant=variant)
+    actual = differentiate(attend, on_npu, leaves, dout.to(npu), dlse.to(npu))
     check(actual, {**inputs, "layout": "thd"}, leaves, dout, dlse)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_packed_sequences(npu: torch.device, case: Packed) -> None:
+    check_packed(case, npu)
 
 
 def test_offsets_beyond_the_tensors_are_cut_off(npu: torch.device) -> None:
@@ -210,7 +216,7 @@ def dense_inputs(case: Dense) -> tuple[dict[str, Any], tuple[str, ...], torch.Te
     return inputs, leaves, dout, dlse
 
 
-def run_dense(case: Dense, npu: torch.device) -> dict[str, torch.Tensor]:
+def run_dense(case: Dense, npu: torch.device, variant: str = "auto") -> dict[str, torch.Tensor]:
     inputs, leaves, dout, dlse = dense_inputs(case)
     on_npu = place(inputs, npu)
     if case.bias_view == "expanded":
@@ -219,16 +225,21 @@ def run_dense(case: Dense, npu: torch.device) -> dict[str, torch.Tensor]:
         on_npu["attn_bias"] = inputs["attn_bias"]._base.to(npu).as_strided(inputs["attn_bias"].shape, (1, 1))
     if case.bias_view == "transposed":
         on_npu["attn_bias"] = inputs["attn_bias"].mT.to(npu).mT
-    return differentiate(diyfa.flash_attention, on_npu, leaves, dout.to(npu), dlse.to(npu))
+    attend = partial(diyfa.flash_attention, variant=variant)
+    return differentiate(attend, on_npu, leaves, dout.to(npu), dlse.to(npu))
 
 
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
-def test_features(npu: torch.device, case: Dense) -> None:
-    actual = run_dense(case, npu)
+def check_dense(case: Dense, npu: torch.device, variant: str = "auto") -> None:
+    actual = run_dense(case, npu, variant)
     inputs, leaves, dout, dlse = dense_inputs(case)
     if case.bias:
         assert actual["dattn_bias"].dtype == inputs["attn_bias"].dtype
     check(actual, inputs, leaves, dout, dlse)
+
+
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
+def test_features(npu: torch.device, case: Dense) -> None:
+    check_dense(case, npu)
 
 
 def test_a_bias_is_copied_only_where_kernels_need_it() -> None:

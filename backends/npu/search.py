@@ -1,0 +1,320 @@
+"""Find tiles: compile every candidate, predict its time from what the compiler made of it, write the best to the table.
+
+    python -m diyfa.backends.npu.search 910B3 --kernel fwd --head-dim 128 --jobs 1
+
+The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
+few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
+for each mode; only kernels that the gate accepts (gate.py) count where there are any. The winner must also pass in
+every case of the gate that would use the row. Compilations are kept on disk under what went into them, so a second run
+costs little. The table is written after each row: a run may be interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from itertools import product
+from pathlib import Path
+
+from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.backends.npu import aot, configs, cost, gate, hivm, tiles
+from diyfa.backends.npu.metrics import REFERENCE
+from diyfa.problem import AttentionProblem
+
+KERNELS = ("fwd", "dq", "dkdv")
+ROWS = (16, 32, 64, 128, 256)
+KEYS = (16, 32, 64, 128, 256, 512)
+SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
+MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
+SHORTLIST = 3  # shapes that are tried with other options
+RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
+OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
+RESCUE = ({"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"workspace_buffers": 2}, {"cube_loop": 2})
+# Chips with the memories of another one, for which the same compilations are ranked.
+SIBLINGS = {
+    "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
+    "Ascend950PR_9589": ("Ascend950PR_9589", "Ascend950PR_9599"),
+}
+# What each mode is ranked on: "featured" and "crowded" with the mask of causal attention.
+RANKED_CAUSAL = frozenset({"causal", "biased", "featured", "crowded"})
+
+
+def cache_folder() -> Path:
+    """Where compilations are kept unless --cache says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "diyfa" / "npu-compile"
+
+
+class Cache:
+    """Compiled kernels on disk, by a hash of all that goes into them: sources, types, constants, options, compilers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.front = threading.Lock()  # Triton's front half is not known to be safe in two threads
+        self.hits = 0
+        self.misses = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def key(self, job: aot.Job, target: str) -> str:
+        """Hash of everything that decides what `job` compiles to."""
+        constants = {name: str(value) for name, value in sorted(job.constants.items())}
+        parts = [aot.versions(), target, job.function.cache_key, sorted(job.signature.items()), constants]
+        text = json.dumps([*parts, sorted(job.options.items())], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def compile(self, job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+        """(what was compiled or None, the error)."""
+        file = self.folder / f"{self.key(job, target)}.gz"
+        if file.exists():
+            self.hits += 1
+            text, error = json.loads(gzip.decompress(file.read_bytes()))
+        else:
+            self.misses += 1
+            try:
+                with self.front:
+                    linalg, _ = aot.to_linalg(job, target)
+            except Exception as failed:  # what a front end raises for an illegal kernel has no common base
+                text, error = None, f"front half: {type(failed).__name__}"
+            else:
+                text, error, _ = aot.lower(linalg, target, job.options)
+            part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            part.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
+            part.replace(file)  # a reader sees the whole file or none
+        return (None, error) if text is None else (hivm.read(text), "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile with what the compiler made of it."""
+
+    tile: configs.AttentionTile
+    module: hivm.Module | None
+    error: str
+    refused: list[str]  # what the gate says against it
+
+    @property
+    def area(self) -> int:
+        """Scores in the tile."""
+        return self.tile.block_m * self.tile.block_n
+
+    @property
+    def accepted(self) -> bool:
+        """Compiled, and as the gate wants it: bound and pipelined, where this compiler can."""
+        return self.module is not None and not self.refused
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row to fill: a kernel's mode for one width and head-dim class."""
+
+    target: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    mode: str
+
+    @property
+    def key(self) -> tiles.RowKey:
+        return tiles.RowKey(self.kernel, configs.DTYPE_BYTES[self.dtype], self.head_dim, self.mode)
+
+    def problem(self) -> AttentionProblem:
+        """The call whose kernel needs most memory in this mode, as the gate compiles it."""
+        case = aot.MODE_CASES[self.mode]
+        width = self.head_dim
+        changes = {"head_dim_v": min(width, 512), **case, "bias": "bias" in case}
+        return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
+
+    def ranked_on(self, chip: str) -> AttentionProblem:
+        """The call that candidates are ranked on."""
+        right = 0 if self.mode in RANKED_CAUSAL else -1
+        return self.problem().replace(arch=chip, window_left=-1, window_right=right, **REFERENCE)
+
+    def share(self, candidate: Candidate, chip: str) -> float:
+        """Predicted share of the cube peak."""
+        assert candidate.module is not None
+        tile = candidate.tile
+        return cost.predict(candidate.module, self.ranked_on(chip), self.kernel, tile.block_m, tile.block_n).share
+
+
+def shapes(place: Place) -> Iterator[tuple[int, int]]:
+    """Tiles whose operands fit the chip, the largest first."""
+    problem = place.problem()
+    row = configs.attention_tile(problem, place.kernel)
+    sizes = sorted(product(ROWS, KEYS), key=lambda size: -size[0] * size[1])
+    for block_m, block_n in sizes:
+        if block_m * block_n < SMALLEST and place.head_dim <= 256:
+            continue
+        if configs.fits(replace(row, block_m=block_m, block_n=block_n), problem, place.kernel):
+            yield block_m, block_n
+
+
+class Search:
+    """The search on one chip."""
+
+    def __init__(self, target: str, cache: Cache, jobs: int) -> None:
+        self.target = target
+        self.cache = cache
+        self.pool = ThreadPoolExecutor(jobs)
+        self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
+        for job in aot.shipped_jobs(target, full=True):
+            if job.problem is not None:
+                self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
+
+    def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
+        """Every tile through the compiler."""
+        problem, dims = place.problem(), aot.MODE_CASES[place.mode].get("bias", "")
+
+        def one(tile: configs.AttentionTile) -> Candidate:
+            return self.candidate(aot.attention_job(problem, place.kernel, tile, bias=dims), tile)
+
+        return list(self.pool.map(one, found))
+
+    def candidate(self, job: aot.Job, tile: configs.AttentionTile) -> Candidate:
+        """What the compiler and the gate make of one job."""
+        module, error = self.cache.compile(job, self.target)
+        refused = gate.failures(self.target, job.kernel, job.case, module.bound, module.pipelined) if module else []
+        return Candidate(tile, module, error, refused)
+
+    def candidates(self, place: Place) -> list[Candidate]:
+        """All that was tried for `place`, best first; what did not compile is left out."""
+        table = configs.attention_tile(place.problem(), place.kernel)
+        usual = replace(table, workspace_buffers=4, cube_loop=None, bound=False, pipelined=0)
+        first = [table, *(replace(usual, block_m=m, block_n=n) for m, n in shapes(place))]
+        tried = self.compile(place, first)
+        best = self.ranked(place, tried)
+        again = [replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS]
+        size = best[0].area if best and best[0].accepted else SMALLEST
+        # No option makes room in L0C, which holds the accumulators.
+        lost = [c for c in tried if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
+        again += [replace(c.tile, **options) for c in lost for options in RESCUE]
+        seen = [c.tile for c in tried]
+        fresh = [tile for i, tile in enumerate(again) if tile not in seen and tile not in again[:i]]
+        return self.ranked(place, [*tried, *self.compile(place, fresh)])
+
+    def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
+        """Those that compiled, by predicted share; those that the gate refuses come last."""
+        there = [candidate for candidate in found if candidate.module is not None]
+        return sorted(there, key=lambda c: (c.accepted, place.share(c, self.target)), reverse=True)
+
+    def passes_gate(self, place: Place, candidate: Candidate) -> bool:
+        """Whether every call that would use the row compiles as well as the candidate did."""
+        key = configs.attention_key(place.problem(), place.kernel)
+        if candidate.tile == configs.ATTENTION_TILES[key]:  # the gate compiles it as it is
+            return True
+        for job in self.gate.get((place.kernel, key), ()):
+            assert job.problem is not None
+            bias = job.constants.get("BIAS") or ""
+            used = self.candidate(
+                aot.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), candidate.tile
+            )
+            if used.module is None or (candidate.accepted and not used.accepted):
+                return False
+        return True
+
+    def row(self, place: Place) -> tiles.Row | None:
+        """The best candidate as a row; None when nothing passes."""
+        found = self.candidates(place)
+        winner = next((candidate for candidate in found if self.passes_gate(place, candidate)), None)
+        table = configs.attention_tile(place.problem(), place.kernel)
+        present = next((candidate for candidate in found if candidate.tile == table and candidate.accepted), None)
+        if winner is not None and present is not None:
+            gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
+            winner = winner if gain > MARGIN else present
+        if winner is None:
+            return None
+        assert winner.module is not None
+        chips = SIBLINGS.get(self.target, (self.target,))
+        return tiles.Row(
+            chips=tuple(sorted(tiles.chip_class(chip) for chip in chips)),
+            kernel=place.kernel,
+            width=configs.DTYPE_BYTES[place.dtype],
+            head_dim=place.head_dim,
+            mode=place.mode,
+            block_m=winner.tile.block_m,
+            block_n=winner.tile.block_n,
+            workspace_buffers=winner.tile.workspace_buffers,
+            vector_loop=winner.tile.vector_loop,
+            cube_loop=winner.tile.cube_loop,
+            bound=winner.module.bound,
+            pipelined=winner.module.pipelined,
+            predicted_share={tiles.chip_class(chip): round(place.share(winner, chip), 4) for chip in chips},
+            tried=len(found),
+            compilers=aot.versions(),
+            date=datetime.now(timezone.utc).date().isoformat(),
+        )
+
+
+def places(
+    target: str, kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], modes: Iterable[str]
+) -> Iterator[Place]:
+    """Every row to fill. dk/dv has no "tail": such calls take its "even" row."""
+    for kernel, dtype, head_dim, mode in product(kernels, dtypes, head_dims, modes):
+        if mode in configs.modes(kernel) and not (kernel == "dkdv" and mode == "tail"):
+            yield Place(target, kernel, dtype, head_dim, mode)
+
+
+def describe(row: tiles.Row) -> str:
+    """One line for people."""
+    options = f"buffers {row.workspace_buffers}, vector loop {row.vector_loop}, cube loop {row.cube_loop}"
+    state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
+    shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
+    where = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
+    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; of {row.tried} compiled"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Search, print each row, write the table. The status is 1 when a row found nothing, 2 without the compilers."""
+    known = [name.removeprefix("Ascend") for name in NPU_SPECS]
+    parser = argparse.ArgumentParser(prog="python -m diyfa.backends.npu.search", description=main.__doc__)
+    parser.add_argument("chip", help=f"one of {', '.join(known)}, with or without Ascend before it")
+    parser.add_argument("--kernel", action="append", choices=KERNELS)
+    parser.add_argument("--dtype", action="append", choices=["float16", "float32"], help="float16 stands for bfloat16")
+    parser.add_argument("--head-dim", action="append", type=int, choices=configs.HEAD_DIM_CLASSES)
+    parser.add_argument("--mode", action="append", choices=configs.MODES)
+    parser.add_argument("--jobs", type=int, default=1, help="back halves at a time")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of finished compilations")
+    parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
+    parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
+    asked = parser.parse_args(arguments)
+    target = asked.chip if asked.chip.startswith("Ascend") else f"Ascend{asked.chip}"
+    if npu_spec(target) is None:
+        parser.error(f"unknown Ascend chip {asked.chip!r}")
+    try:
+        aot.check_front_half()
+        aot.back_half(target)
+    except aot.CompilerMissing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    search = Search(target, Cache(asked.cache), asked.jobs)
+    wanted = places(
+        target,
+        asked.kernel or KERNELS,
+        asked.dtype or ("float16",),
+        asked.head_dim or (64, 128, 256),
+        asked.mode or configs.MODES,
+    )
+    nothing = False
+    for place in wanted:
+        row = search.row(place)
+        if row is None:
+            nothing = True
+            print(f"{place}: nothing compiles", flush=True)
+            continue
+        print(describe(row), flush=True)
+        if not asked.dry_run:
+            tiles.save(tiles.merged(tiles.load(asked.output), row), asked.output)
+    print(f"{search.cache.misses} compiled, {search.cache.hits} from {asked.cache}", flush=True)
+    return int(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What the Ascend compiler makes of the shipped tiles, beside a kernel with two loops: memory, pipeline, prediction.
+
+    python benchmarks/npu_tiles.py [--output FILE]
+    python benchmarks/npu_tiles.py --markdown FILE
+
+No device is needed, only the two compilers (docs/npu.md), and nothing is timed: shares of the cube cores' peak are
+what backends/npu/cost.py predicts for 2 x 16 heads, 8192 rows and keys, float16. Writes one JSON file with versions
+and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of docs/npu.md from such a
+file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+# Chips with the same memories, which have the same tiles and compile alike: the gate compiles every tile for an A3 too.
+CHIPS = (
+    ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
+    ("Ascend950PR_9589", "Ascend950PR_9599"),
+)
+FAMILIES = {"Ascend910B3": "910B, A3", "Ascend950PR_9589": "950"}  # by the chip compiled for
+KERNELS = ("fwd", "dq", "dkdv")
+HEAD_DIMS = (64, 128, 256)
+MASKS = {"full": -1, "causal": 0}  # window_right
+
+
+def _kib(size: int) -> float:
+    return round(size / 1024, 1)
+
+
+def _row(compiled: Any, prediction: Any, **what: Any) -> dict[str, Any]:
+    """One kernel: what it is, what it uses, what is predicted of it."""
+    row = {"table": "compiled", "dtype": "float16", **what}
+    if compiled.module is None:
+        return {**row, "error": compiled.error or "; ".join(compiled.notes)}
+    module = compiled.module
+    loop = module.loops[0]
+    masked = module.loops[-1].masked if len(module.loops) == 1 else module.loops[1].tile
+    row |= {f"{name}_kib": _kib(module.memory.get(name, 0)) for name in ("ub", "l1", "l0c")}
+    return {
+        **row,
+        "bound": module.bound,
+        "pipelined": module.pipelined,
+        "loops": len(module.loops),
+        "passes": round(module.passes(loop.tile), 1),
+        "mask_passes": round(module.passes(masked), 1),
+        **prediction.numbers(),
+    }
+
+
+def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of the tile table, compiled for the first of `chips` and predicted for each."""
+    from diyfa.backends.npu import aot, configs, cost
+    from diyfa.backends.npu.metrics import reference_problem
+
+    for head_dim, (mask, right), kernel in product(HEAD_DIMS, MASKS.items(), KERNELS):
+        problem = aot.example(chips[0], head_dim=head_dim, window_right=right)
+        tile = configs.attention_tile(problem, kernel)
+        job = aot.attention_job(problem, kernel, tile)
+        compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
+        for chip in chips:
+            own = reference_problem(problem).replace(arch=chip)
+            if configs.attention_tile(own, kernel) != tile:
+                raise SystemExit(f"{chip} has a tile of its own: list it by itself in CHIPS")
+            prediction = compiled.module and cost.predict(compiled.module, own, kernel, tile.block_m, tile.block_n)
+            what = {"chip": chip, "compiled_for": chips[0], "kernel": "diyfa", "pass": kernel, "D": head_dim}
+            yield _row(compiled, prediction, **what, mask=mask, tile=f"{tile.block_m}x{tile.block_n}")
+
+
+def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The kernel of npu_two_loops.py with the same compile options; a program owns a block of every head."""
+    import npu_two_loops
+
+    from diyfa.backends.npu import aot, configs, cost
+    from diyfa.backends.npu.metrics import reference_problem
+
+    options = configs.AttentionTile(16, 16).compile_options(chips[0])
+    for head_dim, (mask, right) in product(HEAD_DIMS, MASKS.items()):
+        for shape in npu_two_loops.TILES[mask][head_dim]:
+            job = npu_two_loops.job(head_dim, mask == "causal", shape, options)
+            compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
+            for chip in chips:
+                problem = reference_problem(aot.example(chip, head_dim=head_dim, window_right=right))
+                prediction = compiled.module and cost.predict(
+                    compiled.module, problem, "fwd", *shape, zigzag=False, heads_inside=True
+                )
+                what = {"chip": chip, "compiled_for": chips[0], "kernel": "two loops", "pass": "fwd", "D": head_dim}
+                yield _row(compiled, prediction, **what, mask=mask, tile=f"{shape[0]}x{shape[1]}")
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table for people: chips that were compiled for as one are one line, with a share for each that differs."""
+    lines: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+    for row in document["rows"]:
+        what = (FAMILIES[row["compiled_for"]], row["D"], row["mask"], row["pass"], row["kernel"], row["tile"])
+        if "error" in row:
+            lines[(*what, row["error"], "", "", "", "")] = {"–": []}
+            continue
+        used = f"{row['ub_kib']:.0f} / {row['l1_kib']:.0f} / {row['l0c_kib']:.0f}"
+        state = ("yes" if row["bound"] else "no", row["pipelined"] or "none")
+        passes = f"{row['passes']} + {row['mask_passes']}" if row["mask"] == "causal" else f"{row['passes']}"
+        share = f"{100 * row['predicted_share_of_cube_peak']:.0f} %"
+        shares = lines.setdefault((*what, used, *state, passes, row["bottleneck"]), {})
+        shares.setdefault(share, []).append(row["chip"].removeprefix("Ascend"))
+    out = [
+        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0C KiB | bound | pipe | passes | waits for | share |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for what, shares in lines.items():
+        several = len(shares) > 1
+        told = "; ".join(f"{share} ({', '.join(chips)})" if several else share for share, chips in shares.items())
+        out.append("| " + " | ".join([*map(str, what), told]) + " |")
+    return "\n".join(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="print the table of this file and do nothing else"
+    )
+    asked = parser.parse_args()
+    if asked.markdown:
+        print(markdown(json.loads(asked.markdown.read_text())))
+        return
+    from diyfa.backends.npu import aot
+    from diyfa.backends.npu.metrics import REFERENCE, limits
+    from diyfa.bench.record import versions
+
+    aot.check_front_half()
+    rows = []
+    for chips in CHIPS:
+        for row in chain(ours(chips), two_loops(chips)):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    now = datetime.now(timezone.utc)
+    document = {
+        "benchmark": "npu-tiles",
+        "device": "none: compiled ahead of time, shares predicted",
+        "device_type": "npu",
+        "date": now.isoformat(timespec="seconds"),
+        "versions": versions(),
+        "predicted_for": {**REFERENCE, "dtype": "float16"},
+        "limits_kib": {
+            chip: {name: size / 1024 for name, size in limits(chip).items()} for chips in CHIPS for chip in chips
+        },
+        "rows": rows,
+    }
+    path = asked.output or RESULTS / f"npu-{now:%Y-%m-%d}-tiles.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{len(rows)} kernels -> {path}")
+
+
+if __name__ == "__main__":
+    main()

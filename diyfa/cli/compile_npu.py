@@ -1,0 +1,98 @@
+"""`diyfa compile` for Ascend chips: what to compile, and the table of what the compiler made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.problem import CompileReport
+
+FAMILY = "Ascend"
+NOTE = (
+    "Per tile of scores and AI core, from the compiler's last intermediate form. Cycles and shares of the peak are "
+    "predicted by a model (docs/npu-cost-model.md), not measured. L0A and L0B are streamed through inside the "
+    "compiler's library, so no use of them is planned here."
+)
+
+
+def chip_name(name: str) -> str | None:
+    """The chip called `name`, with or without "Ascend" before it and in any case; None when there is none."""
+    lower = name.lower()
+    for chip in NPU_SPECS:
+        if lower in (chip.lower(), chip.lower().removeprefix(FAMILY.lower())):
+            return chip
+    for full in (name, FAMILY + name):
+        if npu_spec(full) is not None:
+            return full
+    return None
+
+
+def parse_tile(text: str) -> tuple[int, int]:
+    """ "128x256" -> (128, 256). Raises typer.BadParameter for anything else."""
+    rows, _, keys = text.lower().partition("x")
+    if not (rows.isdigit() and keys.isdigit()):
+        raise typer.BadParameter(f"{text!r} is not a tile: write query rows x keys, as in 128x256", param_hint="--tile")
+    return int(rows), int(keys)
+
+
+def _kib(size: float) -> str:
+    return f"{size / 1024:.0f}"
+
+
+def _plus(always: str, masked: str, nothing: str = "0") -> str:
+    return always if masked in (nothing, "0.0") else f"{always}+{masked}"
+
+
+def _row(report: CompileReport) -> list[str]:
+    """Cells of one kernel: the loop over tiles, or the first of two."""
+    used = [f"{_kib(report.memory.get(name, 0))}/{_kib(report.limits[name])}" for name in ("ub", "l1", "l0c")]
+    found = report.metrics
+    if not found:
+        return [*used, *[""] * 8]
+    tile: dict[str, Any] = found["loops"][0]["tile"] if found["loops"] else {}
+    mask: dict[str, Any] = found["loops"][0]["mask_adds"] if found["loops"] else {}
+    if not tile:
+        return [*used, "", "", *[""] * 6]
+    bound = "yes" if found["bound"] else "no"
+    passes = _plus(f"{tile['vector_passes_per_score']:.1f}", f"{mask['vector_passes_per_score']:.1f}")
+    cycles = "/".join(str(tile[f"{name}_cycles"]) for name in ("cube", "vector", "memory"))
+    tensors = _kib(tile["loaded_bytes"] + tile["stored_bytes"])
+    workspace = _kib(tile["workspace_read_bytes"] + tile["workspace_written_bytes"])
+    share = found.get("prediction", {}).get("predicted_share_of_cube_peak")
+    return [
+        *used,
+        bound,
+        str(found["pipelined"]),
+        passes,
+        f"{tile['cube_flops'] / 1e6:.1f}",
+        _plus(f"{tile['vector_elements'] / 1024:.0f}", f"{mask['vector_elements'] / 1024:.0f}"),
+        cycles,
+        f"{tensors}+{workspace}",
+        "" if share is None else f"{100 * share:.0f} %",
+    ]
+
+
+def table(target: str, reports: list[CompileReport]) -> Table:
+    """One row for each kernel; units are in the headings."""
+    found = Table(title=f"{target}: {len(reports)} compilations", caption=NOTE)
+    for heading in ("kernel", "case"):
+        found.add_column(heading, overflow="fold")
+    for heading in (
+        "UB\nKiB", "L1\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask", "cube\nMFLOP", "vector\nKi el.",
+        "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak", "s",
+    ):  # fmt: skip
+        found.add_column(heading, justify="right")
+    found.add_column("result")
+    for report in reports:
+        found.add_row(
+            report.kernel,
+            report.case,
+            *_row(report),
+            f"{report.seconds:.1f}",
+            "ok" if report.ok else "FAILED",
+            style=None if report.ok else "bold red",
+        )
+    return found

@@ -1,0 +1,134 @@
+"""`diyfa tune`: measure a device's tiles before they are needed, and show which ones were chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import typer
+from rich.table import Table
+
+from diyfa import flash_attention, triton_matmul, use_backend
+from diyfa.cli.bench import DTYPES
+from diyfa.cli.devices import device_for
+from diyfa.cli.output import err, out, print_json, progress_bar
+from diyfa.problem import TunedTile, Tuning
+from diyfa.registry import load_backend
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command: every combination of the lists is tuned."""
+
+    seq_lens: list[int]
+    head_dims: list[int]
+    batch: int
+    heads: int
+    heads_kv: int | None
+    masks: list[bool]  # causal or not
+    dtype: str
+    backward: bool
+    sizes: list[int]  # of square matrix products
+    backend: str | None
+
+
+def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[], Any]]]:
+    """(name, one call of it); tensors are made when it is called, and freed after it."""
+    dtype = DTYPES[request.dtype]
+    heads_kv = request.heads_kv or request.heads
+
+    def attend(seq_len: int, head_dim: int, causal: bool) -> None:
+        q, k, v = (
+            torch.randn(request.batch, heads, seq_len, head_dim, device=device, dtype=dtype)
+            for heads in (request.heads, heads_kv, heads_kv)
+        )
+        for x in (q, k, v):
+            x.requires_grad_(request.backward)
+        result = flash_attention(q, k, v, causal=causal)
+        if request.backward:
+            assert isinstance(result, torch.Tensor)
+            torch.autograd.grad(result, (q, k, v), torch.randn_like(result))
+
+    def multiply(size: int) -> None:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        triton_matmul(a, b)
+
+    calls: list[tuple[str, Callable[[], Any]]] = []
+    for seq_len, head_dim, causal in itertools.product(request.seq_lens, request.head_dims, request.masks):
+        what = f"attention S={seq_len} D={head_dim} {'causal' if causal else 'full'}"
+        calls.append((what, partial(attend, seq_len, head_dim, causal)))
+    return calls + [(f"matmul {size}", partial(multiply, size)) for size in request.sizes]
+
+
+def _tuning(request: Request) -> tuple[torch.device, str, Tuning]:
+    """Device, backend and its autotuner. Exits with status 2 where nothing can be measured."""
+    if request.dtype not in DTYPES:
+        raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; got {request.dtype!r}", param_hint="--dtype")
+    device, name = device_for(request.backend)
+    tuning = getattr(load_backend(name), "tuning", None)
+    if tuning is None:
+        err.print(f"The {name} backend has no autotuner: its tiles come from its table.", style="red")
+        raise typer.Exit(2)
+    return device, name, tuning
+
+
+def _table(title: str, tiles: list[TunedTile]) -> Table:
+    table = Table(title=title)
+    for heading in ("kernel", "problems", "tile"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("ms", justify="right")
+    table.add_column("measured")
+    for tile in tiles:
+        config = ", ".join(f"{key}={value}" for key, value in tile.config.items() if value is not None)
+        table.add_row(tile.kernel, tile.bucket, config, f"{tile.milliseconds:.4f}", tile.measured)
+    return table
+
+
+def show(request: Request, json: bool) -> int:
+    """Print what is kept for this device; returns the exit status 0."""
+    _, name, tuning = _tuning(request)
+    tiles = tuning.stored()
+    if json:
+        print_json({"backend": name, "tiles": [asdict(tile) for tile in tiles]})
+    else:
+        out.print(_table(f"{name}: {len(tiles)} tuned tiles", tiles))
+    return 0
+
+
+def clear(request: Request, json: bool) -> int:
+    """Forget what is kept for this device; returns the exit status 0."""
+    _, name, tuning = _tuning(request)
+    count = tuning.clear()
+    if json:
+        print_json({"backend": name, "cleared": count})
+    else:
+        out.print(f"{count} tuned tiles of the {name} backend forgotten", highlight=False)
+    return 0
+
+
+def run(request: Request, json: bool) -> int:
+    """Tune, print what is new; returns the exit status 0."""
+    device, name, tuning = _tuning(request)
+    if reason := tuning.unavailable():
+        err.print(f"Nothing can be tuned: {reason}.", style="red", markup=False)
+        raise typer.Exit(2)
+    before = tuning.stored()
+    calls = _calls(request, device)
+    with progress_bar(not json) as progress, use_backend(name) if request.backend else nullcontext():
+        task = progress.add_task(f"tuning on {device.type}", total=len(calls), note="")
+        for what, call in calls:
+            progress.update(task, note=what)
+            call()
+            progress.update(task, advance=1)
+    new = [tile for tile in tuning.stored() if tile not in before]
+    if json:
+        print_json({"backend": name, "calls": [what for what, _ in calls], "tiles": [asdict(tile) for tile in new]})
+    else:
+        known = "" if new else ": every bucket of these problems is known, or has one tile"
+        out.print(_table(f"{name}: {len(new)} newly tuned tiles{known}", new))
+    return 0

@@ -1,0 +1,83 @@
+"""The sparse modes of `torch_npu.npu_fusion_attention` as bands of visible keys, and bands as diyfa's windows.
+
+Every mode from 0 to 4 leaves query i the keys lo <= j - i <= hi that an explicit mask does not hide besides. Positions
+count from the top left corner of the (Sq, Skv) matrix; modes 3 and 4 place their origin in the bottom right one, which
+moves both bounds by Skv - Sq. Source: the parameter notes that torch_npu carries as the operator's docstring.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NO_MASK, ALL_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = range(5)
+COMPRESSED_MASK = 2048  # modes 2 to 4 take one triangular mask of this size whatever the lengths
+UNBOUNDED_TOKENS = 2147483647
+
+REFUSED_MODES = {
+    5: "a prefix that every query sees, of another length for each sample, is neither causal nor a window",
+    6: "a prefix that every query sees, of another length for each sample, is neither causal nor a window",
+    7: "its first or last sequence has another mask than the rest: call once for that sequence (sparse_mode 4) and "
+    "once for the others (sparse_mode 3)",
+    8: "its first or last sequence has another mask than the rest: call once for that sequence (sparse_mode 4) and "
+    "once for the others (sparse_mode 2)",
+}
+
+
+class Band(NamedTuple):
+    """Query i sees the keys lo <= j - i <= hi; None is no bound."""
+
+    lo: int | None
+    hi: int | None
+
+
+class Window(NamedTuple):
+    """The same as a window: the first `seqlen_q` queries on the first `seqlen_k` keys, diyfa's (left, right) on those.
+
+    Queries beyond see no key, and no query sees a key beyond.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+
+
+def band_of(sparse_mode: int, pre_tokens: int, next_tokens: int, seqlen_q: int, seqlen_k: int) -> Band:
+    """The band of one sample of `sparse_mode` 0 to 4 with an atten_mask (without one, every mode sees everything)."""
+    shift = seqlen_k - seqlen_q
+    return {
+        NO_MASK: Band(_negated(pre_tokens), _bound(next_tokens)),
+        ALL_MASK: Band(None, None),
+        LEFT_UP_CAUSAL: Band(None, 0),
+        RIGHT_DOWN_CAUSAL: Band(None, shift),
+        BAND: _moved(Band(_negated(pre_tokens), _bound(next_tokens)), shift),
+    }[sparse_mode]
+
+
+def _bound(tokens: int) -> int | None:
+    return None if tokens >= UNBOUNDED_TOKENS else tokens
+
+
+def _negated(tokens: int) -> int | None:
+    return None if tokens >= UNBOUNDED_TOKENS else -tokens
+
+
+def _moved(band: Band, shift: int) -> Band:
+    return Band(*(None if bound is None else bound + shift for bound in band))
+
+
+def as_window(band: Band, seqlen_q: int, seqlen_k: int) -> Window:
+    """`band` on (seqlen_q, seqlen_k) as a window aligned to the bottom right, which has no negative sides.
+
+    A band that ends left of the bottom right corner never reaches the last keys, one that begins right of it leaves
+    the last queries without keys. Without those, the corner lies on the band's edge.
+    """
+    lo, hi = band
+    if hi is not None and hi < seqlen_k - seqlen_q:
+        seqlen_k = max(0, seqlen_q + hi)
+    if lo is not None and lo > seqlen_k - seqlen_q:
+        seqlen_q = max(0, seqlen_k - lo)
+    shift = seqlen_k - seqlen_q
+    left = -1 if lo is None else max(0, shift - lo)
+    right = -1 if hi is None else max(0, hi - shift)
+    return Window(seqlen_q, seqlen_k, left, right)

@@ -1,0 +1,170 @@
+"""The operator's attention through `flash_attention` and `flash_attention_varlen`: masks, windows, packed sequences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from diyfa.attention import flash_attention, flash_attention_varlen
+from diyfa.integrations.npu_fusion_band import Band, Window, as_window, band_of
+from diyfa.integrations.npu_fusion_checks import Rows, check_mask_shape
+
+STATISTICS_COPIES = 8  # the operator repeats each row's maximum and sum to fill a 32-byte block
+
+
+class Call(NamedTuple):
+    """The checked options of one call."""
+
+    scale: float
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    mask: torch.Tensor | None  # True where hidden; None in the modes whose mask is only its band
+    masked: bool  # an atten_mask was given, without which no mode hides anything
+    bias: torch.Tensor | None
+    slopes: torch.Tensor | None
+    sink: torch.Tensor | None
+    dropout_p: float
+    rng_state: torch.Tensor | None
+    backend: str | None
+
+    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
+        if not self.masked:
+            return Band(None, None)
+        return band_of(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
+
+    def window(self, seqlen_q: int, seqlen_k: int) -> Window:
+        return as_window(self.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k)
+
+
+def statistics(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax_max and softmax_sum, eight times each, from the log-sum-exp."""
+    empty = lse == float("inf")
+    maximum = lse.masked_fill(empty, float("-inf"))
+    total = torch.ones_like(maximum).masked_fill(empty, 0.0)
+    shape = (*lse.shape, STATISTICS_COPIES)
+    return maximum[..., None].expand(shape).contiguous(), total[..., None].expand(shape).contiguous()
+
+
+def _hide(bias: torch.Tensor | None, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if bias is None:
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill(mask, float("-inf"))
+
+
+def _first(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The first rows and columns of the last two dimensions, where they are not broadcast."""
+    x = x if x.shape[-2] == 1 else x[..., :rows, :]
+    return x if x.shape[-1] == 1 else x[..., :columns]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, N, Sq, D), (B, Nkv, Skv, D), (B, Nkv, Skv, Dv) -> out and lse."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    window = call.window(seqlen_q, seqlen_k)
+    whole = (window.seqlen_q, window.seqlen_k) == (seqlen_q, seqlen_k)
+    if call.slopes is not None and (seqlen_q != seqlen_k or not whole):
+        raise ValueError(
+            f"pse_type=2 needs Sq == Skv and a band that begins and ends within the matrix, got Sq={seqlen_q}, "
+            f"Skv={seqlen_k}, sparse_mode={call.sparse_mode}"
+        )
+    bias = call.bias
+    if call.mask is not None:
+        check_mask_shape(call.mask, q.shape[0], q.shape[1], seqlen_q, seqlen_k)
+        bias = _hide(bias, call.mask, q.dtype)
+    if not whole:
+        q, k, v = q[:, :, : window.seqlen_q], k[:, :, : window.seqlen_k], v[:, :, : window.seqlen_k]
+        bias = None if bias is None else _first(bias, window.seqlen_q, window.seqlen_k)
+    out, lse = flash_attention(
+        q,
+        k,
+        v,
+        sm_scale=call.scale,
+        window=(window.left, window.right),
+        alibi_slopes=call.slopes,
+        attn_bias=bias,
+        sinks=call.sink,
+        dropout_p=call.dropout_p,
+        rng_state=call.rng_state,
+        return_lse=True,
+        backend=call.backend,
+    )
+    if window.seqlen_q < seqlen_q:
+        out, lse = _with_rows_without_keys(out, lse, seqlen_q - window.seqlen_q, call.sink)
+    return out, lse
+
+
+def _with_rows_without_keys(
+    out: torch.Tensor, lse: torch.Tensor, rows: int, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, _, head_dim = out.shape
+    nothing = torch.zeros((batch, heads, rows, head_dim), dtype=out.dtype, device=out.device)
+    if sink is None:
+        rest = torch.full((batch, heads, rows), float("inf"), dtype=lse.dtype, device=lse.device)
+    else:
+        rest = sink.to(lse.dtype)[:, None].expand(batch, heads, rows)
+    return torch.cat((out, nothing), 2), torch.cat((lse, rest), 2)
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: tuple[Rows, Rows], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Tq, N, D) … -> out and lse (N, Tq): one call where every sequence has the same window, else one for each."""
+    lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(*ends, strict=True)]
+    windows = [call.window(*sizes) for sizes in lengths]
+    whole = all((w.seqlen_q, w.seqlen_k) == sizes for w, sizes in zip(windows, lengths, strict=True))
+    if call.slopes is not None and not (whole and all(q_len == k_len for q_len, k_len in lengths)):
+        raise ValueError("pse_type=2 needs Sq == Skv in every sequence and a band that begins and ends within it")
+    if call.mask is None and whole and len({(w.left, w.right) for w in windows}) == 1:
+        cu_q, cu_k = (_offsets(rows, q.device) for rows in ends)
+        return flash_attention_varlen(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max(q_len for q_len, _ in lengths),
+            max(k_len for _, k_len in lengths),
+            sm_scale=call.scale,
+            window=(windows[0].left, windows[0].right),
+            alibi_slopes=call.slopes,
+            sinks=call.sink,
+            dropout_p=call.dropout_p,
+            rng_state=call.rng_state,
+            return_lse=True,
+            backend=call.backend,
+        )  # type: ignore[return-value]
+    if call.dropout_p:
+        raise ValueError(
+            "dropout is not supported for TND with a mask that diyfa computes sequence by sequence (an atten_mask in "
+            "modes 0 and 1, sparse_mode 2 with unequal lengths): each would drop the same weights"
+        )
+    if call.mask is not None:
+        longest = max(q_len for q_len, _ in lengths), max(k_len for _, k_len in lengths)
+        check_mask_shape(call.mask, 1, 1, *longest)
+    return _one_by_one(q, k, v, ends, call)
+
+
+def _offsets(rows: Rows, device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *(end for _, end in rows)], dtype=torch.int32).to(device)
+
+
+def _one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: tuple[Rows, Rows], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outs, lses = [], []
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(*ends, strict=True)):
+        q_b, k_b, v_b = (x[a:z].transpose(0, 1)[None] for x, a, z in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
+        slopes = call.slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b]
+        mask = None if call.mask is None else call.mask.reshape(call.mask.shape[-2:])[: q1 - q0, : k1 - k0]
+        out, lse = attend(q_b, k_b, v_b, call._replace(mask=mask, slopes=slopes))
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    rest = q.shape[0] - ends[0][-1][1]
+    if rest:  # rows after the last sequence
+        outs.append(outs[0].new_zeros((rest, *outs[0].shape[1:])))
+        lses.append(lses[0].new_full((lses[0].shape[0], rest), float("inf")))
+    return torch.cat(outs), torch.cat(lses, 1)

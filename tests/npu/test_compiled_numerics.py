@@ -1,0 +1,256 @@
+"""What the Ascend compiler makes of the kernels, executed on a CPU, against float64 attention: see `hivm`.
+
+Accumulators hold NaN at first, on-chip memory and workspace too. With DIYFA_FULL_GATE=1 every small case of `cases.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+
+from diyfa import triton_matmul
+from diyfa.testing import AttentionCase as Case
+from diyfa.testing import (
+    assert_within_budget,
+    attention_function,
+    make_inputs,
+    poisoned_allocations,
+    run_case,
+)
+
+FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
+
+
+def _obstacle() -> str:
+    """Why nothing can be compiled here, if so."""
+    for package in ("triton-ascend", "ascendnpu-ir"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f"{package} is not installed: see docs/npu.md"
+    if importlib.util.find_spec("ascendnpuir") is None:
+        return "ascendnpuir is not installed: see docs/npu.md"
+    return "TRITON_INTERPRET=1 turns kernels into Python" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+
+
+pytestmark = [pytest.mark.skipif(bool(_obstacle()), reason=_obstacle()), pytest.mark.timeout(600)]
+
+# Chosen so that the pipeline of four workspace buffers goes round, tiles are full, partial and empty, programs take
+# several tasks, and every kernel runs.
+CHOSEN = [
+    Case("even_d128", heads=1, seqlen_q=128, seqlen_k=1536, head_dim=128),
+    Case("causal_d64", heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, causal=True),
+    CASES["bf16_causal_d128"],
+    CASES["fp32_causal_d64"],
+    CASES["lens_causal"],
+    CASES["varlen_causal"],
+    CASES["everything_dropout"],
+]
+SMALL = [case for case in CASES.values() if not case.large]
+
+
+def run(case: Case, variant: str = "auto", **how: Any) -> Any:
+    """(results, log) of the case through compiled kernels."""
+    from hivm.launch import compiled_on_cpu
+
+    inputs = make_inputs(case)
+    attend = attention_function(case, backend="npu", variant=variant)
+    with compiled_on_cpu(**how) as log, poisoned_allocations():
+        return run_case(attend, inputs), log
+
+
+@pytest.mark.parametrize("case", SMALL if FULL else CHOSEN, ids=lambda case: case.name)
+def test_attention(case: Case) -> None:
+    """Output, log-sum-exp and gradients, and no two accesses whose order is left open."""
+    results, log = run(case)
+    assert_within_budget(results, case)
+    assert not log.races, "\n".join(log.races)
+    if 0 not in case.sizes:
+        assert "_fwd_kernel" in log.launches
+        assert log.instructions > 100
+
+
+def test_v1_forward() -> None:
+    """The running output goes through global memory between the passes over the queries."""
+    case = Case("v1", heads=1, seqlen_q=200, seqlen_k=300, head_dim=64, causal=True)
+    results, log = run(case, variant="v1")
+    assert_within_budget(results, case)
+    assert "_fwd_v1_kernel" in log.launches
+    assert not log.races, "\n".join(log.races)
+
+
+def test_both_vector_cores_add_all_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A miscompilation for which the fused backward is refused outside the interpreter.
+
+    When a newer compiler shares atomic additions between the vector cores, this fails and the refusal may go.
+    """
+    from hivm.launch import compiled_on_cpu
+
+    from diyfa import flash_attention
+    from diyfa.backends import npu
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 1, n, 16) for n in (70, 150, 150)]
+
+    def gradients(variant: str) -> tuple[tuple[torch.Tensor, ...], list[str]]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with compiled_on_cpu() as log:
+            out = flash_attention(*leaves, causal=True, variant=variant, backend="npu")
+            return torch.autograd.grad(out, leaves, torch.ones_like(out)), log.races
+
+    with pytest.raises(ValueError, match="both vector cores add all of dq"):
+        gradients("fused")
+    monkeypatch.setattr(npu, "SHARES_ATOMICS", True)
+    ((dq, dk, dv), none), ((dq_fused, dk_fused, dv_fused), races) = gradients("v2"), gradients("fused")
+    assert not none and races
+    torch.testing.assert_close(dq_fused, 2 * dq, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dk_fused, dk, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(dv_fused, dv, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
+def test_matmul(layout: str) -> None:
+    """Operands as stored and transposed, sizes that fill no tile."""
+    from hivm.launch import compiled_on_cpu
+
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(150, 300, generator=generator).half()
+    b = torch.randn(300, 290, generator=generator).half()
+    a, b = (x.t().contiguous().t() if kind == "t" else x for x, kind in zip((a, b), layout, strict=True))
+    with compiled_on_cpu() as log:
+        c = triton_matmul(a, b, use_autotune=False, backend="npu")
+    truth = a.double() @ b.double()
+    assert log.launches == ["_matmul_kernel"]
+    assert (c.double() - truth).abs().max() <= 2 * ((a @ b).double() - truth).abs().max()
+    assert not log.races, "\n".join(log.races)
+
+
+def test_products_leave_columns_beyond_the_keys_as_they_were() -> None:
+    """A miscompilation that the kernels work around: the loads' zero padding does not reach the product.
+
+    When a newer compiler writes these columns, this fails and the selects of the backward kernels may go.
+    """
+    from hivm.launch import compiled_on_cpu
+    from hivm.padded_product import padded_product
+
+    q, k = torch.ones(64, 32, dtype=torch.float16), torch.ones(20, 32, dtype=torch.float16)
+    s = torch.empty(64, 128)
+    with compiled_on_cpu(stale=7.0):
+        padded_product[(1,)](q, k, s, 20, BLOCK_M=64, BLOCK_N=128, HEAD_DIM=32)
+    assert (s[:, :20] == 32).all()
+    assert (s[:, 20:32] == 0).all(), "the last fractal"
+    assert (s[:, 32:] == 7).all(), "zeros, as the load asked for, would be right"
+
+
+# ---- The executor can fail ------------------------------------------------------------------------------------------
+
+VICTIM = Case("victim", heads=2, seqlen_q=200, head_dim=64, causal=True)
+
+
+def _without(matches: Callable[[Any], bool]) -> Callable[[Any], None]:
+    """A change of a program: all operations that match are gone."""
+
+    def clean(block: Any) -> None:
+        block.operations = [each for each in block.operations if not matches(each)]
+        for each in block.operations:
+            for region in each.regions:
+                clean(region)
+
+    def change(program: Any) -> None:
+        for function in program.functions.values():
+            for region in function.regions:
+                clean(region)
+
+    return change
+
+
+def _flags(source: str, target: str) -> Callable[[Any], bool]:
+    def matches(each: Any) -> bool:
+        return (
+            each.name in ("hivm.hir.set_flag", "hivm.hir.wait_flag")
+            and f"<{source}>" in each.attributes["set_pipe"]
+            and f"<{target}>" in each.attributes["wait_pipe"]
+        )
+
+    return matches
+
+
+def _between_cores(pipe: str) -> Callable[[Any], bool]:
+    return lambda each: each.name.startswith("hivm.hir.sync_block_") and f"<{pipe}>" in each.attributes["tpipe"]
+
+
+def _move_buffers(program: Any) -> None:
+    """Every buffer of the vector cores that lies beyond the first begins 4 KiB further down."""
+    from hivm.ir import memref
+
+    function = program.functions["_fwd_kernel_mix_aiv"]
+
+    def addresses(block: Any) -> Any:
+        for each in block.operations:
+            if each.name == "hivm.hir.pointer_cast" and memref(each.result_types[0])[2] == "ub":
+                yield each.operands[0]
+            for region in each.regions:
+                yield from addresses(region)
+
+    used = set(addresses(function.regions[0]))
+    for each in function.regions[0].operations:
+        if each.name == "arith.constant" and each.results[0] in used:
+            value = int(each.attributes["value"].split()[0])
+            if value > 65536:
+                each.attributes["value"] = f"{value - 4096} : i64"
+                each.cache = None
+
+
+CHANGES = {
+    "no barrier between vector instructions": _without(
+        lambda each: each.name == "hivm.hir.pipe_barrier" and "PIPE_V" in each.attributes["pipe"]
+    ),
+    "no wait for loads of the vector core": _without(_flags("PIPE_MTE2", "PIPE_V")),
+    "no wait before stores of the vector core": _without(_flags("PIPE_V", "PIPE_MTE3")),
+    "no wait for the product": _without(_flags("PIPE_M", "PIPE_FIX")),
+    "no wait for the accumulator to be read": _without(_flags("PIPE_FIX", "PIPE_M")),
+    "vector cores do not wait for scores": _without(_between_cores("PIPE_FIX")),
+    "the cube core does not wait for weights": _without(_between_cores("PIPE_MTE3")),
+    "no mask": _without(lambda each: each.name == "func.call" and "vsel_vs_1d" in each.attributes["callee"]),
+    "no zero fill": _without(lambda each: each.name == "func.call" and "set_l1_2d" in each.attributes["callee"]),
+    "buffers overlap": _move_buffers,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler could get wrong, done to its output: a race, a wrong result or a flag out of step."""
+    from hivm import launch
+    from hivm.cores import Deadlock, FlagError
+
+    compile_kernel = launch.compile_kernel
+
+    def broken(*arguments: Any) -> Any:
+        whole = compile_kernel(*arguments)
+        program = launch.Program(whole.name, copy.deepcopy(whole.functions))
+        CHANGES[name](program)
+        return program
+
+    monkeypatch.setattr(launch, "compile_kernel", broken)
+    inputs = make_inputs(VICTIM)
+    attend = attention_function(VICTIM, backend="npu")
+    try:
+        with launch.compiled_on_cpu(programs=1) as log, torch.no_grad(), poisoned_allocations():
+            out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    except (Deadlock, FlagError):
+        return
+    from diyfa.testing import expected_results
+
+    truth = expected_results(VICTIM)
+    wrong = any(
+        not torch.allclose(x.double(), y.double(), atol=0.01) for x, y in zip((out, lse), truth[:2], strict=True)
+    )
+    assert log.races or wrong

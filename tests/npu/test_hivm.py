@@ -1,0 +1,186 @@
+"""The reader of the compiler's last intermediate form, and the cost model, on two kernels of ours as it printed them.
+
+`data/fwd_causal_910b3.mlir` is the forward kernel, float16, head dim 64, causal, a tile of 64 rows x 32 keys with
+`tile_mix_vector_loop=2`; `data/fwd_causal_950.mlir` the same with 64 x 64 for the 950. Lines that set and wait for
+flags, and address arithmetic, are left out; triton-ascend 3.2.0 and ascendnpu-ir 1.2.0. No compiler is needed here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diyfa.backends.npu import configs, cost, hivm
+from diyfa.backends.npu.metrics import limits, metrics
+from diyfa.problem import AttentionProblem
+
+DATA = Path(__file__).parent / "data"
+A2, A5 = "Ascend910B3", "Ascend950PR_9589"
+
+
+def text(name: str) -> str:
+    return (DATA / f"{name}.mlir").read_text()
+
+
+@pytest.fixture(scope="module")
+def fwd() -> hivm.Module:
+    return hivm.read(text("fwd_causal_910b3"))
+
+
+def problem(chip: str = A2, seqlen: int = 4096, **changes) -> AttentionProblem:
+    return AttentionProblem("npu", chip, "float16", "bhsd", 2, 16, 16, seqlen, seqlen, 64, 64, **changes)
+
+
+def test_memory_bound_and_pipeline(fwd: hivm.Module) -> None:
+    # L1: q twice, k and v twice, p twice: 2 · (64·64 + 2·32·64 + 64·32) 16-bit values
+    assert fwd.memory["l1"] == 2 * 2 * (64 * 64 + 2 * 32 * 64 + 64 * 32)
+    assert fwd.memory["l0c"] == 4 * (64 * 32 + 64 * 64)
+    assert 0 < fwd.memory["ub"] <= limits(A2)["ub"]
+    assert fwd.bound
+    assert fwd.mixed
+    assert fwd.pipelined == 4
+    # four buffers of scores and of the product with v in fp32, and of weights in fp16
+    assert fwd.workspace == 4 * (64 * 32 * 4 + 64 * 64 * 4 + 64 * 32 * 2)
+
+
+def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
+    [loop] = fwd.loops
+    assert [(p.m, p.n, p.k, p.bits, p.times) for p in loop.tile.products] == [(64, 32, 64, 16, 1), (64, 64, 32, 16, 1)]
+    assert loop.tile.flops == 2 * 2 * 64 * 32 * 64
+    assert not loop.masked.products
+    assert fwd.score_elements == 64 * 32
+
+
+def test_bytes_of_a_tile(fwd: hivm.Module) -> None:
+    tile = fwd.loops[0].tile
+    assert tile.loaded == 2 * 32 * 64 * 2  # k and v
+    assert tile.stored == 0
+    # through memory and back: scores and product with v in fp32, weights in fp16
+    between = 64 * 32 * 4 + 64 * 64 * 4 + 64 * 32 * 2
+    assert (tile.workspace_written, tile.workspace_read) == (between, between)
+    assert fwd.task.loaded == 64 * 64 * 2  # q
+    assert fwd.task.stored == 64 * 64 * 2 + 64 * 4  # out and lse
+
+
+def test_vector_passes(fwd: hivm.Module) -> None:
+    """Six operations on the scores, two on the accumulator, which is twice as large; the mask is five more."""
+    loop = fwd.loops[0]
+    share = fwd.score_elements // 2  # of each vector core
+    names = [call.name for call in loop.tile.vector if call.elements * call.times == share]
+    assert len(names) == 6
+    assert any(name.startswith("vexp") for name in names)
+    accumulator = [call.name for call in loop.tile.vector if call.elements * call.times == 64 * 64 // 2]
+    assert len(accumulator) == 2
+    assert 6 + 2 * 2 < fwd.passes(loop.tile) < 6 + 2 * 2 + 1  # and a little on vectors of one value a row
+    masked = [call for call in loop.masked.vector if call.elements * call.times == share]
+    assert len(masked) == 5
+    assert loop.tile.scalar_accesses == 0
+
+
+def test_an_inner_loop_with_constant_bounds_counts_that_often() -> None:
+    """A vector operation over half of its rows in a loop of two is the same work."""
+    source = text("fwd_causal_910b3")
+    call = next(line for line in source.splitlines() if "call @vexp_1d_float" in line)
+    indent = call[: len(call) - len(call.lstrip())]
+    constants = (
+        "%begin_ = arith.constant 0 : index\n%end_ = arith.constant 6 : index\n%step_ = arith.constant 2 : index\n"
+    )
+    looped = f"{constants}{indent}scf.for %i_ = %begin_ to %end_ step %step_ {{\n{call}\n{indent}}}"
+    before, after = (
+        sum(c.elements * c.times for c in hivm.read(s).loops[0].tile.vector if c.name == "vexp_1d_float")
+        for s in (source, source.replace(call, looped, 1))
+    )
+    first = next(c for c in hivm.read(source).loops[0].tile.vector if c.name == "vexp_1d_float")
+    assert after == before + 2 * first.elements * first.times
+
+
+def test_950_branches_and_register_instructions() -> None:
+    """Loops that are branches between blocks; vector code in functions; nothing between cores through memory."""
+    module = hivm.read(text("fwd_causal_950"))
+    [loop] = module.loops
+    assert [(p.m, p.n, p.k) for p in loop.tile.products] == [(64, 64, 64), (64, 64, 64)]
+    assert loop.tile.loaded == 2 * 64 * 64 * 2
+    assert loop.tile.workspace_read == loop.tile.workspace_written == 0
+    assert loop.tile.direct > 0
+    assert not module.bound
+    exponentials = [c for c in loop.tile.vector if c.name.startswith("vexp") and c.times > 1]
+    assert [(c.elements, c.times) for c in exponentials] == [(64, 64)]  # a register of 64 values, a row each
+    assert any(c.name.startswith("vsel") for c in loop.masked.vector)
+    assert 5 < module.passes(loop.tile) < 30
+
+
+def test_what_is_no_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel function"):
+        hivm.read("module {\n}\n")
+
+
+# --- the cost model ---------------------------------------------------------------------------------------------------
+
+
+def test_cube_cycles_of_full_blocks() -> None:
+    speed = cost.rates(A2)
+    assert cost.cube_cycles(hivm.Product(128, 128, 128, 16), speed) == 512
+    assert cost.cube_cycles(hivm.Product(128, 128, 128, 32), speed) == 4 * 512
+    assert cost.cube_cycles(hivm.Product(1, 128, 128, 16), speed) == 128  # one row costs what 16 do; operand b decides
+
+
+@pytest.mark.parametrize(("chip", "tflops"), [("Ascend910B2", 353.9), (A2, 294.9), (A5, 432.5)])
+def test_peak(chip: str, tflops: float) -> None:
+    assert cost.peak_flops(chip) / 1e12 == pytest.approx(tflops, abs=0.1)
+
+
+def test_a_pipeline_hides_all_but_the_longest_stage() -> None:
+    tile = cost.Stages(cube=400, vector=300, memory=500)
+    assert cost.tile_cycles(tile, 0) == 1200
+    assert cost.tile_cycles(tile, 4) == 500 + 300 / 4
+    assert cost.tile_cycles(tile, 2) > cost.tile_cycles(tile, 4)
+    assert tile.bottleneck == "memory"
+
+
+def test_causal_tasks_cover_the_lower_triangle() -> None:
+    causal = problem(seqlen=1024, window_right=0)
+    tasks = list(cost.attention_tasks(causal, "fwd", 128, 128))
+    assert [t.tiles for t in tasks] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {t.masked for t in tasks} == {1}
+    backward = list(cost.attention_tasks(causal, "dkdv", 128, 128))
+    assert [t.tiles for t in backward] == [8, 7, 6, 5, 4, 3, 2, 1]
+    full = list(cost.attention_tasks(problem(seqlen=1024), "fwd", 128, 256))
+    assert [(t.tiles, t.masked) for t in full] == [(4, 0)] * 8
+
+
+def test_dealing_back_and_forth_balances_falling_work() -> None:
+    falling = [float(n) for n in range(16, 0, -1)]
+    assert cost.deal(falling, 4) == [34.0] * 4
+    assert max(cost.deal(falling, 4, zigzag=False)) == 40.0
+
+
+def test_prediction_reacts_as_it_should(fwd: hivm.Module) -> None:
+    """Unbound and unpipelined kernels are predicted slower, and no kernel faster than the peak."""
+    from dataclasses import replace
+
+    causal = problem(window_right=0)
+    best = cost.predict(fwd, causal, "fwd", 64, 32)
+    assert 0 < best.share < 1
+    assert cost.predict(replace(fwd, pipelined=0), causal, "fwd", 64, 32).seconds > best.seconds
+    assert cost.predict(fwd, causal, "fwd", 64, 32, zigzag=False).balance <= best.balance
+    assert best.tflops == pytest.approx(cost.useful_flops(causal, "fwd") / best.seconds / 1e12)
+    full = cost.predict(fwd, problem(), "fwd", 64, 32)
+    assert full.share >= best.share  # nothing is masked, so nothing is computed in vain
+
+
+def test_a_call_of_few_tasks_leaves_cores_idle(fwd: hivm.Module) -> None:
+    small = problem(seqlen=64).replace(batch=1, heads_q=1, heads_kv=1)
+    large = problem(seqlen=8192)
+    assert cost.predict(fwd, small, "fwd", 64, 32).share < cost.predict(fwd, large, "fwd", 64, 32).share / 5
+
+
+def test_metrics_are_plain_numbers(fwd: hivm.Module) -> None:
+    import json
+
+    tile = configs.AttentionTile(64, 32)
+    found = json.loads(json.dumps(metrics(fwd, A2, problem(window_right=0), "fwd", tile)))
+    assert found["loops"][0]["tile"]["cube_flops"] == 2 * 2 * 64 * 32 * 64
+    assert found["loops"][0]["mask_adds"]["vector_passes_per_score"] >= 5
+    assert 0 < found["prediction"]["predicted_share_of_cube_peak"] < 1
+    assert found["prediction"]["seqlen_q"] == 8192

@@ -1,0 +1,250 @@
+"""The tile search without a compiler: what it tries, how it chooses, the table that it writes and configs.py reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from diyfa.arch import NPUArch
+from diyfa.backends.npu import aot, configs, hivm, search, tiles
+
+A2 = "Ascend910B3"
+
+
+def row(**changes) -> tiles.Row:
+    base = tiles.Row(
+        chips=("Ascend910B/20", "Ascend910B/24"), kernel="fwd", width=2, head_dim=128, mode="even",
+        block_m=128, block_n=256, workspace_buffers=4, vector_loop=None, cube_loop=None, bound=True, pipelined=4,
+        predicted_share={"Ascend910B/20": 0.49, "Ascend910B/24": 0.48}, tried=36, compilers="c 1", date="2026-01-02",
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_one_row_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    rows = [row(), row(mode="causal", block_n=128)]
+    tiles.save(rows, path)
+    assert tiles.load(path) == rows
+    lines = [line for line in path.read_text().splitlines() if '"kernel"' in line]
+    assert len(lines) == 2
+    json.loads(path.read_text())
+
+
+def test_no_file_is_no_rows(tmp_path: Path) -> None:
+    assert tiles.load(tmp_path / "absent.json") == []
+
+
+def test_a_new_row_takes_the_place_of_its_chips(tmp_path: Path) -> None:
+    other = row(chips=("Ascend910B/24",), block_n=512, predicted_share={"Ascend910B/24": 0.5})
+    found = tiles.merged([row()], other)
+    assert {r.chips: r.block_n for r in found} == {("Ascend910B/20",): 256, ("Ascend910B/24",): 512}
+    assert tiles.merged([row()], row(block_n=64)) == [row(block_n=64)]
+
+
+def test_chips_that_agree_share_a_row() -> None:
+    first = row(chips=("Ascend910B/20",), predicted_share={"Ascend910B/20": 0.49})
+    second = row(chips=("Ascend910B/24",), predicted_share={"Ascend910B/24": 0.48})
+    assert tiles.merged([first], second) == [row()]
+
+
+def test_every_row_of_the_shipped_file_is_used() -> None:
+    """What the file says is what a call gets, on every chip that the row is for."""
+    rows = tiles.load()
+    assert rows
+    arch = {"Ascend910B/20": A2, "Ascend910B/24": "Ascend910B2", "Ascend910_93/20": "Ascend910_9362",
+            "Ascend910_93/24": "Ascend910_9381", "Ascend950/32": "Ascend950PR_9589",
+            "Ascend950/36": "Ascend950PR_9599"}  # fmt: skip
+    for r in rows:
+        assert r.date
+        assert r.compilers
+        assert r.tried
+        for chip in r.chips:
+            assert tiles.chip_class(arch[chip]) == chip
+            assert 0 < r.predicted_share[chip] < 1
+            dtype = "float16" if r.width == 2 else "float32"
+            place = search.Place(arch[chip], r.kernel, dtype, r.head_dim, r.mode)
+            tile = configs.attention_tile(place.problem(), r.kernel)
+            chosen = (tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop)
+            assert chosen == r.tile[:5], r
+            assert "not timed" in tile.measured
+
+
+def test_a_chip_with_a_row_of_its_own() -> None:
+    """A row for 24 cores only where it says something else than that for 20."""
+    ruled = dict(configs._ruled_rows())
+    same = dict(configs.searched_rows([row()], ruled))
+    assert {key.cores for key in same} == {0}
+    differing = [row(chips=("Ascend910B/20",)), row(chips=("Ascend910_93/24",), block_n=512)]
+    found = dict(configs.searched_rows(differing, ruled))
+    own = configs.TileKey(NPUArch.A3, "fwd", 2, 128, "even", 24)
+    assert found[own].block_n == 512
+    assert found[configs.TileKey(NPUArch.A2, "fwd", 2, 128, "even")].block_n == 256
+
+
+def test_a_chip_uses_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = configs.TileKey(NPUArch.A2, "fwd", 2, 128, "causal", 24)
+    monkeypatch.setitem(configs.ATTENTION_TILES, own, configs.AttentionTile(16, 16))
+    assert configs.attention_tile(aot.example("Ascend910B2", window_right=0), "fwd").block_m == 16
+    assert configs.attention_tile(aot.example(A2, window_right=0), "fwd").block_m != 16
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+class Compiler(search.Cache):
+    """Instead of the compiler: tiles of up to `limit` scores fit, and what `refuse` says of a job does not."""
+
+    def __init__(self, limit: int, refuse=lambda job: False, bound=lambda job: True) -> None:
+        self.limit = limit
+        self.refuse = refuse
+        self.bound = bound
+        self.asked: list[aot.Job] = []
+
+    def compile(self, job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+        self.asked.append(job)
+        m, n, d = (job.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+        if m * n > self.limit or self.refuse(job):
+            return None, "ub overflow: needs 300 KiB of 192"
+        tile = hivm.Work(
+            products=[hivm.Product(m, n, d, 16), hivm.Product(m, d, n, 16)],
+            vector=[hivm.VectorCall("vmuls_vs_1d_float", m * n // 2, 32)],
+            loaded=32.0 * n * d,  # enough for a tile to wait for memory
+        )
+        bound = self.bound(job)
+        return hivm.Module({}, bound, 4, True, 0, [hivm.Loop(tile)], hivm.Work(), m * n), ""
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows name the compilers, which need not be installed here."""
+    monkeypatch.setattr(aot, "versions", lambda: "c 1")
+
+
+def place(kernel: str = "fwd", mode: str = "even") -> search.Place:
+    return search.Place(A2, kernel, "float16", 128, mode)
+
+
+def test_larger_tiles_win_where_they_move_less(named: None) -> None:
+    """Each key is loaded once for a block of rows, so of equal areas the one with more rows is predicted faster."""
+    found = search.Search(A2, Compiler(128 * 128), 1).row(place())
+    assert found is not None
+    assert found.block_m * found.block_n <= 128 * 128
+    assert found.block_m == max(search.ROWS)
+    assert set(found.chips) == {"Ascend910B/20", "Ascend910B/24", "Ascend910_93/20", "Ascend910_93/24"}
+    assert set(found.predicted_share) == set(found.chips)
+
+
+def test_an_unbound_tile_loses_to_a_bound_one(named: None) -> None:
+    compiler = Compiler(256 * 256, bound=lambda job: job.constants["BLOCK_M"] <= 64)
+    found = search.Search(A2, compiler, 1).row(place())
+    assert found is not None
+    assert found.bound
+    assert found.block_m <= 64
+
+
+def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
+    """Packed sequences take the "tail" row too: a tile that they do not compile with is passed over."""
+
+    def refuse(job: aot.Job) -> bool:
+        return job.constants["VARLEN"] and job.constants["BLOCK_M"] > 128
+
+    found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place(mode="tail"))
+    assert found is not None
+    assert found.block_m == 128
+
+
+def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's 128x128 stays where 256x64, which moves less, is predicted better by too little."""
+    better = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
+    monkeypatch.setattr(search, "MARGIN", 10.0)
+    kept = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
+    assert better is not None and kept is not None
+    assert (better.block_m, better.block_n) == (256, 64)
+    assert (kept.block_m, kept.block_n) == (128, 128)
+
+
+def test_what_overflows_is_tried_with_other_options() -> None:
+    compiler = Compiler(64 * 64)
+    search.Search(A2, compiler, 1).candidates(place())
+    larger = [job for job in compiler.asked if job.constants["BLOCK_M"] * job.constants["BLOCK_N"] == 2 * 64 * 64]
+    options = {tuple(sorted(job.options.items())) for job in larger}
+    assert len(options) > 1
+    assert any(job.options.get("tile_mix_vector_loop") == 4 for job in larger)
+
+
+def test_where_nothing_compiles_there_is_no_row() -> None:
+    assert search.Search(A2, Compiler(0), 1).row(place()) is None
+
+
+def test_places_leave_out_what_no_call_asks_for() -> None:
+    found = list(search.places(A2, ("dkdv", "fwd"), ("float16",), (64,), ("even", "tail")))
+    assert [(p.kernel, p.mode) for p in found] == [("dkdv", "even"), ("fwd", "even"), ("fwd", "tail")]
+
+
+def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything that goes into them: another tile or option is another compilation."""
+    text = (Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text()
+    lowered = []
+
+    def lower(linalg, target, options):
+        lowered.append(linalg)
+        return text, "", ()
+
+    monkeypatch.setattr(aot, "versions", lambda: "c 1")
+    monkeypatch.setattr(aot, "to_linalg", lambda job, target: ("linalg", True))
+    monkeypatch.setattr(aot, "lower", lower)
+
+    class Function:
+        cache_key = "sources"
+        arg_names = ("BLOCK_M",)
+
+    job = aot.Job("k", "c", Function, {}, {"BLOCK_M": 64}, {"multibuffer": True})
+    cache = search.Cache(tmp_path)
+    first, _ = cache.compile(job, A2)
+    again, _ = search.Cache(tmp_path).compile(job, A2)
+    assert len(lowered) == 1
+    assert first == again
+    for other in (replace(job, constants={"BLOCK_M": 128}), replace(job, options={"multibuffer": False})):
+        cache.compile(other, A2)
+    cache.compile(job, "Ascend910B2")
+    assert len(lowered) == 4
+
+
+# --- compiling a selection --------------------------------------------------------------------------------------------
+
+
+def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
+    from diyfa.backends.npu.selection import selected_jobs
+
+    [shipped] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",)})
+    [asked] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",), "tile": ((64, 32),)})
+    assert shipped.gated
+    assert not asked.gated
+    assert (asked.constants["BLOCK_M"], asked.constants["BLOCK_N"]) == (64, 32)
+    unbound = aot.Compiled(mixed=True, bound=False, pipelined=0)
+    assert not aot._report(shipped, A2, unbound, 0.0).ok
+    assert aot._report(asked, A2, unbound, 0.0).ok
+
+
+def test_a_selection_is_every_combination() -> None:
+    from diyfa.backends.npu.selection import selected_jobs
+
+    select = {
+        "kernel": ("fwd", "dq"),
+        "dtype": ("float16", "float32"),
+        "head_dim": (64, 96),
+        "mode": ("even", "biased"),
+    }
+    jobs = list(selected_jobs(A2, select))
+    assert len(jobs) == 16
+    assert len({(job.kernel, job.case) for job in jobs}) == 16
+    with pytest.raises(ValueError, match="cannot select by colour"):
+        list(selected_jobs(A2, {"colour": ("red",)}))
