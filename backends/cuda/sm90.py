@@ -83,6 +83,7 @@ SMALL: dict[int, Sm90Config] = {
 SLOWER = frozenset({(64, True)})
 
 
+@lru_cache(maxsize=4096)
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = CONFIGS[tile_class(problem)]
