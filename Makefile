@@ -131,7 +131,7 @@ compile-gate-cuda: $(VENV)/.ready
 # compiler made of the kernels runs on this CPU.
 compile-gate-npu: $(VENV_NPU)/.ready
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
-	  --numprocesses $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	  --numprocesses $(JOBS) $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \
 	  tests/npu/test_compiled_numerics.py --numprocesses $(JOBS) $(PYTEST_ARGS)
 

@@ -98,6 +98,7 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     problem = AttentionProblem("cuda", "sm_90", str(dtype)[6:], layout, *size, d, dv, **common)
     large = compiled.random() < 0.7  # as if all grids were large: their forms
     sm90.FULL_GPU = 0 if large else 1 << 30
+    sm90.config_of.cache_clear()
     config = sm90.config_of(problem)
     if kind == "form":
         config = replace(config, **compiled.choice(forms(d, config.consumers)))

@@ -45,7 +45,7 @@ def npu_file(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
 def section(sections: list, title: str):
@@ -99,6 +99,13 @@ def test_sections_of_a_first_run(npu_file: Path) -> None:
     assert tiles.rows == [["fwd", "float16", 64, "causal", 512, 2, "64×128", 100.0, "128×128", 1.25]]
     assert section(sections, "Not measured").rows[0][2:] == ["refused: RuntimeError: not here", 1]
     assert section(sections, "Rows of another kind").rows == [["Ascend910B3", "something", 1]]
+
+
+def test_compiled_tiles_say_yes_and_no() -> None:
+    """Not "causal" and "full", which is what a boolean says of a mask."""
+    recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
+    compiled = section(build_sections([read_document(recorded)]), "Compiled for Ascend")
+    assert {row[compiled.columns.index("bound")] for row in compiled.rows} == {"yes", "no"}
 
 
 def test_devices_are_told_apart_when_there_are_several(npu_file: Path) -> None:
@@ -183,10 +190,10 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 
 
 def test_what_diyfa_bench_writes_is_understood(tmp_path: Path) -> None:
-    from diyfa.cli.bench import Request, run
-
     path = tmp_path / "bench.json"
-    run(Request(seq_lens=[16], batch=1, heads=1, head_dim=16, sizes=[16], warmup=0, rep=1, backend="cpu"), path, True)
+    sizes = "--seq-len 16 --batch 1 --heads 1 --head-dim 16 --size 16 --warmup 0 --rep 1"
+    options = ["bench", *sizes.split(), "--backend", "cpu", "--output", str(path), "--json"]
+    assert CliRunner().invoke(app, options, env={"COLUMNS": "160"}).exit_code == 0
     sections = build_sections([read_document(path)])
     attention, product = section(sections, "Attention"), section(sections, "Matrix product")
     assert "FlashAttention" in attention.columns and {"PyTorch", "Triton"} <= set(product.columns)

@@ -75,8 +75,6 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
 def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in (0, 4):
-        with monkeypatch.context() as patch:
-            kernel = interpret(patch, config, seed)
-            assert not run(case)
-            assert kernel.launches == 1
+    kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
+    assert not run(case)
+    assert kernel.launches == 1

@@ -69,7 +69,7 @@ class Launch:
         if compiled is None or _launches_are_hooked():
             arguments = [x if box is None else _descriptor(x, box) for x, box in zip(tensors, self._boxes, strict=True)]
             compiled = self._fn[(self._grid,)](*arguments, *self._scalars, **self._constants, **self._schedule)
-            if self._fixed:
+            if self._fixed and compiled is not None:  # None: a hook of Triton's kept it from compiling
                 self._compiled, self._encoded = compiled, encoded_launch(compiled.run, self._boxes)
             return
         stream = driver.active.get_current_stream(tensors[0].get_device())

@@ -83,6 +83,7 @@ SMALL: dict[int, Sm90Config] = {
 SLOWER = frozenset({(64, True)})
 
 
+@lru_cache(maxsize=4096)
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = CONFIGS[tile_class(problem)]
@@ -169,6 +170,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return reason
     if not MIN_HEAD_DIM <= max(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    if problem.head_dim_v % 8:  # inputs may be padded, out is not
+        return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if tile_class(problem) in SLOWER:
         return f"with a mask on the right and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
     if not problem.aligned:

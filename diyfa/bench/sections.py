@@ -86,8 +86,12 @@ def _label(row: Row, several: bool) -> str:
     return f"{name}, {row['device']}" if several else name
 
 
-def _shown(value: Any) -> Any:
-    return {True: "causal", False: "full"}.get(value, value) if isinstance(value, bool) else value
+def _shown(name: str, value: Any) -> Any:
+    """What the entry `name` of a row says, in words where it is a boolean."""
+    if not isinstance(value, bool):
+        return value
+    words = ("causal", "full") if name == "causal" else ("yes", "no")
+    return words[0] if value else words[1]
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
@@ -108,7 +112,7 @@ def _pivoted(pivot: _Pivot, several: bool, rows: list[Row]) -> Section:
         values = lines[key]
         pick = max if pivot.higher_is_better else min
         winner = pick(values, key=lambda name: values[name]) if len(values) > 1 else None
-        table.append([*(_shown(x) for x in key), *(_rounded(values.get(name), pivot.digits) for name in names)])
+        table.append([*map(_shown, index, key), *(_rounded(values.get(name), pivot.digits) for name in names)])
         best.append(None if winner is None else len(index) + names.index(winner))
     return Section(pivot.title, pivot.unit, [_heading(name) for name in index] + names, table, best)
 
@@ -162,7 +166,7 @@ def _compiled(rows: list[Row]) -> Section:
     values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "predicted_tflops", "bottleneck")
     there = [row for row in rows if "error" not in row]
     notes = [" ".join(str(row[name]) for name in (*index, "error")) for row in rows if "error" in row]
-    table = [[*(row[name] for name in index), *(_shown(row[name]) for name in values)] for row in there]
+    table = [[*(row[name] for name in index), *(_shown(name, row[name]) for name in values)] for row in there]
     columns = [*index, "UB KiB", "L1 KiB", "L0C KiB", "bound", "pipe", "passes", "predicted TFLOP/s", "waits for"]
     return Section("Compiled for Ascend, not run: predicted", "see columns", columns, table, notes=notes)
 
@@ -185,7 +189,7 @@ def _tiles(several: bool, rows: list[Row]) -> Section:
         gain = None if default is None else round(best["tflops"] / default["tflops"], 3) if default["tflops"] else None
         tile = f"{best['block_m']}×{best['block_n']}"
         values = [len(some), tile, _rounded(best["tflops"], 1), None if default is None else _tile(default), gain]
-        table.append([*(_shown(x) for x in key), *values])
+        table.append([*map(_shown, index, key), *values])
     columns = [*(_heading(name) for name in index), "timed", "best tile", "TFLOP/s", "table's tile", "best / table's"]
     return Section("Tiles", "TFLOP/s", columns, table, notes=notes)
 

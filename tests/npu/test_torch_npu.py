@@ -295,12 +295,14 @@ def test_commands_on_npu_tensors(npu: torch.device, no_cache: None, tmp_path: Pa
     sizes = {"seq-len": 16, "batch": 1, "heads": 1, "head-dim": 16, "size": 32, "warmup": 0, "rep": 1}
     options = [f"--{name}={value}" for name, value in sizes.items()]
     with HostArithmetic():
-        result = CliRunner().invoke(app, ["bench", *options, "--dtype=float16", f"--output={path}", "--json"])
+        result = CliRunner().invoke(
+            app, ["bench", *options, "--dtype=float16", f"--output={path}", "--json"], env={"COLUMNS": "160"}
+        )  # rich reads the width once, when it is first used in the process
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
     assert (document["device"], document["device_type"]) == ("Ascend910B3", "npu")
     assert document["versions"]["torch_npu"] and document["versions"]["triton-ascend"]
-    result = CliRunner().invoke(app, ["report", str(path)], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["report", str(path)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     for text in ("Ascend910B3", "FlashAttention", "Matrix product", "libopapi.so"):
         assert text in result.output

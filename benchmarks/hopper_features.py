@@ -1,0 +1,167 @@
+"""The Hopper forward kernel beside the portable one and PyTorch's cuDNN where each case can be asked of it.
+
+    python benchmarks/hopper_features.py [--only packed]
+
+GQA, samples and packed sequences of different lengths, windows, softcap, odd head dims, V of another width, grids of
+few tiles, 128k keys. Times are medians of `triton.testing.do_bench`; TFLOP/s
+count the products of visible pairs. `difference` is the largest between the two kernels' outputs. One line for each
+case; JSON lines with --output. bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from diyfa.attention import flash_attention, flash_attention_varlen
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int = 128
+    heads_kv: int = 0
+    head_dim_v: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    shares: tuple[int, ...] = ()  # lengths of samples, in 16ths of seqlen, repeated over the batch
+    packed: bool = False
+
+
+MIXED = (16, 3, 7, 1, 12, 5, 9, 2)
+CASES = {
+    "gqa 32/8 S=4k": Case(4, 32, 4096, heads_kv=8),
+    "gqa 32/8 S=16k": Case(1, 32, 16384, heads_kv=8),
+    "mqa 16/1 S=4k full": Case(4, 16, 4096, heads_kv=1, causal=False),
+    "seq_lens, causal": Case(8, 16, 4096, shares=MIXED),
+    "seq_lens, full": Case(8, 16, 4096, shares=MIXED, causal=False),
+    "packed 8 sequences": Case(8, 16, 4096, shares=MIXED, packed=True),
+    "packed 8, full": Case(8, 16, 4096, shares=MIXED, packed=True, causal=False),
+    "packed 128 short": Case(128, 16, 512, shares=MIXED, packed=True),
+    "packed, D=64 full": Case(16, 32, 2048, 64, shares=MIXED, packed=True, causal=False),
+    "window 1024 of 16k": Case(1, 16, 16384, window=(1024, 0)),
+    "window 128 of 4k": Case(4, 16, 4096, window=(128, 0)),
+    "window 512/512 of 4k": Case(4, 16, 4096, window=(512, 512), causal=False),
+    "softcap": Case(4, 16, 4096, softcap=30.0),
+    "D=96": Case(4, 20, 4096, 96),
+    "D=192": Case(4, 10, 4096, 192),
+    "D=192/128": Case(4, 16, 4096, 192, head_dim_v=128),
+    "D=192/128 full": Case(4, 16, 4096, 192, head_dim_v=128, causal=False),
+    "D=72 full": Case(4, 28, 4096, 72, causal=False),
+    "1 tile, S=512": Case(1, 1, 64, causal=False),
+    "B·H=1, S=512": Case(1, 1, 512, causal=False),
+    "B·H=8, S=512": Case(1, 8, 512),
+    "B·H=16, S=512": Case(1, 16, 512, causal=False),
+    "B·H=64, S=512": Case(4, 16, 512),
+    "B·H=8, S=2k": Case(1, 8, 2048),
+    "B·H=8, S=2k, D=64 full": Case(1, 8, 2048, 64, causal=False),
+    "B·H=4, S=2k, D=256": Case(1, 4, 2048, 256),
+    "S=128k": Case(1, 2, 131072),
+}
+
+
+def visible_pairs(case: Case, lengths: list[int]) -> int:
+    """Query-key pairs of one head of all samples that the masks leave."""
+    left, right = case.window
+    right = 0 if case.causal else right
+    total = 0
+    for n in lengths:
+        i = torch.arange(n, dtype=torch.int64)
+        low = (i - left).clamp(min=0) if left >= 0 else torch.zeros_like(i)
+        high = (i + right).clamp(max=n - 1) if right >= 0 else torch.full_like(i, n - 1)
+        total += int((high - low + 1).sum())
+    return total
+
+
+def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
+    """Name -> call, and the floating-point operations of one."""
+    torch.manual_seed(0)
+    heads_kv, dv = case.heads_kv or case.heads, case.head_dim_v or case.head_dim
+    shares = case.shares or (16,)
+    lengths = [case.seqlen * shares[b % len(shares)] // 16 for b in range(case.batch)]
+    flops = 2.0 * case.heads * (case.head_dim + dv) * visible_pairs(case, lengths)
+    shapes = ((case.heads, case.head_dim), (heads_kv, case.head_dim), (heads_kv, dv))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    if case.packed:
+        q, k, v = (random(sum(lengths), *shape) for shape in shapes)
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        most = max(lengths)
+        options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+
+        def packed(variant: str) -> Callable[[], torch.Tensor]:
+            return lambda: flash_attention_varlen(q, k, v, cu, cu, most, most, variant=variant, **options)
+
+        return {name: packed(name) for name in ("sm90", "v2")}, flops
+    q, k, v = (random(case.batch, heads, case.seqlen, width) for heads, width in shapes)
+    options = {"causal": case.causal, "softcap": case.softcap, "window": case.window}
+    if case.shares:
+        options["seq_lens"] = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+
+    def dense(variant: str) -> Callable[[], torch.Tensor]:
+        return lambda: flash_attention(q, k, v, variant=variant, **options)
+
+    found = {name: dense(name) for name in ("sm90", "v2")}
+    if not case.shares and not case.softcap and case.window == (-1, -1):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def cudnn() -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=case.causal, enable_gqa=heads_kv != case.heads
+                )
+
+        found["cudnn"] = cudnn
+    return found, flops
+
+
+def measure(name: str, rep: int) -> dict[str, Any]:
+    """TFLOP/s of each implementation that takes the case, the reason of each that does not."""
+    row: dict[str, Any] = {"case": name}
+    outs = {}
+    found, flops = calls(CASES[name])
+    for who, call in found.items():
+        try:
+            outs[who] = call().float()
+            ms = do_bench(call, warmup=10, rep=rep, return_mode="median")
+        except (ValueError, RuntimeError) as error:
+            row[who] = str(error)[-160:]
+            continue
+        row[who], row[f"{who}_us"] = round(flops / ms / 1e9, 1), round(ms * 1e3, 1)
+    if {"sm90", "v2"} <= outs.keys():
+        row["difference"] = float(f"{(outs['sm90'] - outs['v2']).abs().max().item():.1e}")
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
+    parser.add_argument("--output", type=Path, default=None, help="JSON lines")
+    options = parser.parse_args()
+    for name in CASES:
+        if options.only not in name:
+            continue
+        row = measure(name, options.rep)
+        figures = " ".join(f"{who} {row.get(who, '-')}" for who in ("sm90", "v2", "cudnn"))
+        times = "/".join(f"{row[key]:.0f}" for key in ("sm90_us", "v2_us", "cudnn_us") if key in row)
+        print(f"{name:24} {figures}   {times} us   difference {row.get('difference', '-')}", flush=True)
+        if options.output is not None:
+            with options.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
