@@ -5,8 +5,8 @@ What differs from a GPU kernel, and why:
 * The grid is as large as the chip has cube cores and each program walks over (batch, head, query block): the launcher
   reserves cube-to-vector workspace for every program, and one more program than cores means a second wave. Of packed
   sequences only the blocks that exist are dealt out, one sequence after another.
-* One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks)
-  compile to a kernel that uses one of the two vector cores.
+* One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks) with
+  square tiles compile to a kernel that uses one of the two vector cores, and with any they share its buffer.
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`, which the cube instruction does for nothing.
 * Exponentials have the natural base: Ascend's exp2 is a multiplication and an exp.
 * Every tensor dimension that can overrun is loaded with zero padding, so V's rows beyond the keys cannot bring a NaN.
