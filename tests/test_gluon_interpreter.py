@@ -10,6 +10,7 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the interpreter is written for the Gluon of Triton 3.6", allow_module_level=True)
 
 import gluon_kernels as kernels  # noqa: E402
+import triton.language as tl  # noqa: E402
 from gluon_interpreter import (  # noqa: E402
     BarrierMisuse,
     Deadlock,
@@ -215,3 +216,18 @@ def test_a_descriptor_larger_than_its_tensor_is_out_of_bounds() -> None:
         kernel = InterpretedKernel(kernels.double_rows)
         source = descriptor(x, 16, 64, shape=[64, 64])
         kernel[(1,)](source, descriptor(target, 16, 64), torch.zeros(64), 64, SLOTS=2, BUG="")
+
+
+def test_what_tritons_interpreter_leaves_behind_changes_nothing() -> None:
+    """As after a kernel of another test: the language's functions stay exchanged when a helper function ran."""
+    add = tl.core.add
+
+    def exchanged(*args, **kwargs):
+        raise AssertionError("the language is not the one that was imported")
+
+    tl.core.add = exchanged
+    try:
+        double_rows()
+        assert tl.core.add is exchanged
+    finally:
+        tl.core.add = add

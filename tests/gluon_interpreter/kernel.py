@@ -14,6 +14,7 @@ from .clock import Clock
 from .errors import KernelBug
 from .global_memory import GlobalMemory
 from .language import Function, Tensor, TensorDescriptor
+from .pristine import language_as_imported
 from .program import Program
 from .scheduler import Scheduler, Task
 from .semantic import Semantic
@@ -98,7 +99,8 @@ class InterpretedKernel:
             for index in indices:
                 self._spawn(scheduler, memory, index, grid, values, options.get("num_warps", 4))
             try:
-                scheduler.run()
+                with language_as_imported():
+                    scheduler.run()
             except KernelBug as bug:
                 which = "all programs" if self.interleave else f"program {indices[0]}"
                 raise type(bug)(f"{bug}\n({which}, seed {self.seed})") from bug
