@@ -82,7 +82,7 @@ def _fused_unsupported(problem: AttentionProblem) -> str | None:
         return "compiled by ascendnpu-ir 1.2.0 both vector cores add all of dq, so it runs only in the interpreter"
     if problem.deterministic:
         return "deterministic gradients need one order of additions, and the fused backward adds dq up atomically"
-    return _attention_unsupported(problem)
+    return configs.fused_unfit(problem) or _attention_unsupported(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:

@@ -602,6 +602,8 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
 def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """The fused backward with every tile of dk/dv, in the most demanding mode that uses it (`full`: in every mode)."""
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        if configs.fused_unfit(example(target, head_dim=head_dim)):
+            continue
         changes = {"dtype": dtype, "head_dim": head_dim}
         cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]
         jobs = [job for case in cases for job in attention_jobs(target, case, ("fused",))]

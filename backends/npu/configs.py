@@ -340,6 +340,18 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
     return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 
+def fused_unfit(problem: AttentionProblem) -> str | None:
+    """Why the accumulators of the fused backward do not fit L0C, if they do not.
+
+    The 950's compiler keeps two copies of dq's beside those of dk and dv: with columns of 576 and 512, tiles of 32x16
+    would need 288 KiB of its 256, and tiles of 16x16 it does not compile.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if family(problem.arch) is NPUArch.A5 and widest > 256:
+        return f"dq, dk and dv of head_dim {widest} do not fit the 950's L0C together, and 256 is the most that does"
+    return None
+
+
 def preprocess_rows(problem: AttentionProblem) -> int:
     """Rows of out and dout a vector program holds at a time."""
     return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2

@@ -10,6 +10,8 @@ import test_training_features as training
 import torch
 
 import diyfa
+from diyfa import registry
+from diyfa.backends.npu import aot
 
 DENSE = (
     "bf16-causal-gqa", "several-tiles", "more-queries-than-keys", "one-query", "one-key", "head-dim-17", "packed",
@@ -75,3 +77,14 @@ def test_deterministic_is_refused(npu: torch.device) -> None:
     with pytest.raises(ValueError, match="deterministic gradients need one order of additions"):
         diyfa.flash_attention(q, q, q, variant="fused", deterministic=True)
     assert diyfa.kernels_for("npu", "attention_bwd") == ["v2", "fused"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "fits"),
+    [("Ascend950PR_9589", 256, True), ("Ascend950PR_9589", 257, False), ("Ascend910B3", 576, True)],
+)
+def test_wide_heads_are_refused_on_the_950(arch: str, head_dim: int, fits: bool) -> None:
+    backend = registry.load_backend("npu")
+    kernel = next(k for k in backend.kernels if (k.op, k.name) == ("attention_bwd", "fused"))
+    reason = kernel.unsupported(aot.example(arch, head_dim=head_dim, head_dim_v=min(head_dim, 512)))
+    assert reason is None if fits else f"head_dim {head_dim} do not fit the 950's L0C" in reason
