@@ -335,8 +335,9 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
         "fwd": rows * d + keys * (d + dv) + rows * keys,
         "dq": rows * (d + dv) + keys * (d + dv) + rows * keys,
         "dkdv": rows * (d + dv) + keys * (d + dv) + 2 * rows * keys,
+        "dbias": (rows + keys) * (d + dv),
     }
-    accumulators = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv)}
+    accumulators = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv), "dbias": 0}
     return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 

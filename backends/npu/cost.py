@@ -9,6 +9,7 @@ that must pass through device memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -153,9 +154,18 @@ class Task:
 
 
 def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_n: int) -> Iterator[Task]:
-    """The tasks of one head, from the first block on. Windows other than causal are not told from full attention."""
+    """The tasks of one head, from the first block on (dbias: of a bias [queries, keys] that all heads of all samples
+    share, row by row). Windows other than causal are not told from full attention.
+    """
     rows, keys = problem.seqlen_q, problem.seqlen_k
     offset = keys - rows
+    if kernel == "dbias":
+        shared = problem.batch * problem.heads_q
+        for row0, n0 in itertools.product(range(0, rows, block_m), range(0, keys, block_n)):
+            seen = not problem.causal or n0 < row0 + block_m + offset
+            cut = problem.causal and n0 + block_n > row0 + offset
+            yield Task(shared * seen, shared * (seen and cut))
+        return
     if kernel == "dkdv":
         group = problem.heads_q // problem.heads_kv
         for n0 in range(0, keys, block_n):
@@ -219,7 +229,11 @@ def _tensor_bytes(problem: AttentionProblem, kernel: str, width: int) -> float:
     q = problem.batch * problem.heads_q * problem.seqlen_q * width
     k = problem.batch * problem.heads_kv * problem.seqlen_k * width
     d, dv = problem.head_dim, problem.head_dim_v
-    extra = {"fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv, "fused": q * (d + dv)}
+    bias = 4 * problem.seqlen_q * problem.seqlen_k  # its gradient; the bias itself is left out, as in every kernel
+    extra = {
+        "fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv + bias,
+        "fused": q * (d + dv),
+    }  # fmt: skip
     return q * d + k * (d + dv) + extra[kernel]
 
 
@@ -232,7 +246,7 @@ def predict(
     zigzag: bool = True,
     heads_inside: bool = False,
 ) -> Prediction:
-    """Predicted time of `kernel` ("fwd", "dq", "dkdv") as compiled into `module`, for `problem` on its chip.
+    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias") as compiled into `module`, for `problem` on its chip.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
     was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
@@ -252,7 +266,9 @@ def predict(
         for task in attention_tasks(problem, kernel, block_m, block_n)
     ]
     heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
-    if heads_inside:
+    if kernel == "dbias":
+        heads, order = 1, costs
+    elif heads_inside:
         order = [cost * heads for cost in costs]
     else:
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads

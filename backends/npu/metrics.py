@@ -49,7 +49,7 @@ def metrics(
         ],
         "task": work_numbers(module, module.task, target),
     }
-    if problem is not None and tile is not None and step in ("fwd", "dq", "dkdv") and module.loops:
+    if problem is not None and tile is not None and step in cost.PRODUCTS and module.loops:
         reference = reference_problem(problem)
         prediction = cost.predict(module, reference, step, tile.block_m, tile.block_n)
         found["prediction"] = {**REFERENCE, **prediction.numbers()}

@@ -5,8 +5,12 @@
 The candidates of a row are shapes whose operands fit the chip, first with the compiler's usual options, then the best
 few, and larger ones that overflowed or lost split or pipeline, with others. They are ranked by cost.py on one problem
 for each mode; only kernels that the gate accepts (gate.py) count where there are any. The winner must also pass in
-every case of the gate that would use the row. Compilations are kept on disk under what went into them, so a second run
-costs little. The table is written after each row: a run may be interrupted and resumed.
+every case of the gate that would use the row. What could not win is not compiled: candidates come in the order of what
+cost.py could say of them at best (best_case.py), and the search ends when that is too little for all that are left.
+Neither are options tried again that have left another shape of the place as it was.
+Each row says how many were compiled, failed, were passed over so, and were left by --budget. Compilations are kept on
+disk under what went into them, so a second run costs little. The table is written after each row: a run may be
+interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -24,17 +29,22 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from diyfa.arch import NPU_SPECS, npu_spec
-from diyfa.backends.npu import aot, configs, cost, gate, hivm, tiles
+from diyfa.backends.npu import aot, best_case, configs, cost, gate, hivm, tiles
 from diyfa.backends.npu.metrics import REFERENCE
 from diyfa.problem import AttentionProblem
 
-KERNELS = ("fwd", "dq", "dkdv")
+KERNELS = ("fwd", "dq", "dkdv", "dbias")
 ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
 MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
+# The part of the least vector work for a score, among a place's compiled tiles, that the best case of others reckons with.
+# The compiler gives every tile the same operations on scores, but for what it fuses and copies: on the 950 up to a
+# quarter more.
+VECTOR_PART = 0.75
 SHORTLIST = 3  # shapes that are tried with other options
 RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
 OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
@@ -102,6 +112,21 @@ class Candidate:
     refused: list[str]  # what the gate says against it
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.tile.block_m, self.tile.block_n
+
+    @property
+    def trouble(self) -> str:
+        """What kind of reason there is against it: which memory overflows, what the gate says, or nothing."""
+        return self.error.partition(" overflow")[0] if self.error else "; ".join(self.refused)
+
+    @property
+    def excess(self) -> float:
+        """What it needs of the memory that overflows, over what there is; 1.0 where none does."""
+        needed = re.search(r"overflow: needs (\d+) KiB of (\d+)", self.error)
+        return int(needed[1]) / int(needed[2]) if needed else 1.0
+
+    @property
     def area(self) -> int:
         """Scores in the tile."""
         return self.tile.block_m * self.tile.block_n
@@ -126,11 +151,26 @@ class Place:
     def key(self) -> tiles.RowKey:
         return tiles.RowKey(self.kernel, configs.DTYPE_BYTES[self.dtype], self.head_dim, self.mode)
 
+    @property
+    def case(self) -> dict[str, Any]:
+        """What belongs to the mode at its most demanding. The gradient of a bias is asked for with a bias only."""
+        if self.kernel == "dbias" and self.mode == "featured":
+            return aot.MODE_CASES["biased"] | {"dropout": True}
+        return aot.MODE_CASES[self.mode]
+
+    @property
+    def bias(self) -> str:
+        """Dimensions of attn_bias, "" without one."""
+        return self.case.get("bias", "")
+
+    def job(self, tile: configs.AttentionTile, kernel: str = "") -> aot.Job:
+        """The kernel (another one than the place's where named) with `tile`."""
+        return aot.attention_job(self.problem(), kernel or self.kernel, tile, bias=self.bias)
+
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        case = aot.MODE_CASES[self.mode]
         width = self.head_dim
-        changes = {"head_dim_v": min(width, 512), **case, "bias": "bias" in case}
+        changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
         return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
 
     def ranked_on(self, chip: str) -> AttentionProblem:
@@ -143,6 +183,16 @@ class Place:
         assert candidate.module is not None
         tile = candidate.tile
         return cost.predict(candidate.module, self.ranked_on(chip), self.kernel, tile.block_m, tile.block_n).share
+
+    def best_share(self, tile: configs.AttentionTile, vector_cycles_per_score: float = 0.0) -> float:
+        """The most that could be predicted for `tile` on the chip that is compiled for."""
+        problem = self.ranked_on(self.target)
+        return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, vector_cycles_per_score)
+
+    def vector_cycles(self, candidate: Candidate) -> float:
+        """Cycles of the vector cores for each score, as the compiler made `candidate`."""
+        assert candidate.module is not None
+        return cost.stages(candidate.module.loops[0].tile, self.target).vector / candidate.area
 
 
 def shapes(place: Place) -> Iterator[tuple[int, int]]:
@@ -157,12 +207,28 @@ def shapes(place: Place) -> Iterator[tuple[int, int]]:
             yield block_m, block_n
 
 
-class Search:
-    """The search on one chip."""
+@dataclass
+class Tried:
+    """What a search has compiled, and what it has not."""
 
-    def __init__(self, target: str, cache: Cache, jobs: int) -> None:
+    candidates: list[Candidate]
+    pruned: int = 0  # at best not better than the best accepted one by MARGIN; or with options that changed nothing
+    left: int = 0  # for the budget
+
+    @property
+    def compiled(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate.module is not None]
+
+
+class Search:
+    """The search on one chip. `budget`: the most candidates to compile for a place, 0 for all that could win."""
+
+    def __init__(self, target: str, cache: Cache, jobs: int, budget: int = 0, verbose: bool = False) -> None:
         self.target = target
         self.cache = cache
+        self.jobs = jobs
+        self.budget = budget
+        self.verbose = verbose
         self.pool = ThreadPoolExecutor(jobs)
         self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
         for job in aot.shipped_jobs(target, full=True):
@@ -171,12 +237,18 @@ class Search:
 
     def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
         """Every tile through the compiler."""
-        problem, dims = place.problem(), aot.MODE_CASES[place.mode].get("bias", "")
+        return list(self.pool.map(lambda tile: self.one(place, tile), found))
 
-        def one(tile: configs.AttentionTile) -> Candidate:
-            return self.candidate(aot.attention_job(problem, place.kernel, tile, bias=dims), tile)
-
-        return list(self.pool.map(one, found))
+    def one(self, place: Place, tile: configs.AttentionTile) -> Candidate:
+        """One tile through the compiler. Raises RuntimeError where the best case was not the best."""
+        candidate = self.candidate(place.job(tile), tile)
+        if candidate.module is not None and place.share(candidate, self.target) > 1.0001 * place.best_share(tile):
+            raise RuntimeError(f"{place} {tile}: predicted better than its best case, so best_case.py is wrong")
+        if self.verbose:
+            found = f"{100 * place.share(candidate, self.target):.1f} %" if candidate.module else candidate.error
+            why = "; ".join([found, *candidate.refused])
+            print(f"  {tile.block_m}x{tile.block_n} {_launched(tile)[2:]}: {why}", flush=True)
+        return candidate
 
     def candidate(self, job: aot.Job, tile: configs.AttentionTile) -> Candidate:
         """What the compiler and the gate make of one job."""
@@ -184,21 +256,82 @@ class Search:
         refused = gate.failures(self.target, job.kernel, job.case, module.bound, module.pipelined) if module else []
         return Candidate(tile, module, error, refused)
 
-    def candidates(self, place: Place) -> list[Candidate]:
-        """All that was tried for `place`, best first; what did not compile is left out."""
+    def search(
+        self, place: Place, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
+    ) -> Tried:
+        """Compile candidates for `place`, what is predicted most of at best first, until none left could win.
+
+        `before`: what has been tried already. `excluded`: tiles that cannot be the row whatever is predicted of them.
+        """
         table = configs.attention_tile(place.problem(), place.kernel)
         usual = replace(table, workspace_buffers=4, cube_loop=None, bound=False, pipelined=0)
-        first = [table, *(replace(usual, block_m=m, block_n=n) for m, n in shapes(place))]
-        tried = self.compile(place, first)
-        best = self.ranked(place, tried)
-        again = [replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS]
+        by_shape = [replace(usual, block_m=m, block_n=n) for m, n in shapes(place)]
+        firsts = {_launched(tile) for tile in (table, *by_shape)}
+        tried = Tried([*before] or self.compile(place, [table]))
+        while True:
+            known = {_launched(candidate.tile) for candidate in tried.candidates}
+            waiting = [tile for tile in by_shape if _launched(tile) not in known]
+            hopeful = self.hopeful(place, waiting, tried.candidates, excluded)
+            if not hopeful:
+                first = [candidate for candidate in tried.candidates if _launched(candidate.tile) in firsts]
+                again = {_launched(tile): tile for tile in self.with_options(place, first)}
+                others = [tile for launched, tile in again.items() if launched not in known]
+                changing = [tile for tile in others if self.may_change(place, tile, tried.candidates)]
+                hopeful = self.hopeful(place, changing, tried.candidates, excluded)
+                excess = {candidate.shape: candidate.excess for candidate in first}
+                hopeful.sort(key=lambda tile: excess[tile.block_m, tile.block_n])  # what nearly fits first
+                waiting += others
+            room = self.budget - len(tried.candidates) if self.budget else len(hopeful)
+            if not hopeful or room <= 0:
+                return replace(tried, pruned=len(waiting) - len(hopeful), left=len(hopeful))
+            tried.candidates += self.compile(place, hopeful[: min(self.jobs, room)])
+
+    def hopeful(
+        self,
+        place: Place,
+        waiting: Iterable[configs.AttentionTile],
+        tried: list[Candidate],
+        excluded: Iterable[configs.AttentionTile],
+    ) -> list[configs.AttentionTile]:
+        """Those of `waiting` that could be predicted better than the best accepted one, the best at best first."""
+        accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
+        goal = max(accepted, default=0.0) * (1.0 + MARGIN)
+        vector = VECTOR_PART * min((place.vector_cycles(c) for c in tried if c.module is not None), default=0.0)
+        best = {tile: place.best_share(tile, vector) for tile in waiting if not accepted or self.deep(place, tile)}
+        return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
+
+    def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
+        """Whether there are workspace buffers enough for a pipeline as deep as the gate wants it."""
+        job = place.job(tile)
+        exception = gate.exception_for(self.target, job.kernel, job.case)
+        return tile.workspace_buffers >= (exception.pipelined if exception else gate.DEPTH)
+
+    def with_options(self, place: Place, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
+        """The best of the `first` round, and larger ones that were lost in it, with other options."""
+        best = self.ranked(place, first)
+        yield from (replace(c.tile, **options) for c in best[:SHORTLIST] for options in OPTIONS)
         size = best[0].area if best and best[0].accepted else SMALLEST
         # No option makes room in L0C, which holds the accumulators.
-        lost = [c for c in tried if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
-        again += [replace(c.tile, **options) for c in lost for options in RESCUE]
-        seen = [c.tile for c in tried]
-        fresh = [tile for i, tile in enumerate(again) if tile not in seen and tile not in again[:i]]
-        return self.ranked(place, [*tried, *self.compile(place, fresh)])
+        lost = [c for c in first if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
+        yield from (replace(c.tile, **options) for c in lost for options in RESCUE)
+
+    def may_change(self, place: Place, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
+        """Whether the options of `tile` may change anything: not where they left another shape, with the same trouble
+        or with none, exactly as it was without them.
+        """
+        options = _launched(tile)[2:]
+        plain = {c.shape: c for c in reversed(tried)}  # of each shape what was tried first
+        others = [(plain[c.shape], c) for c in tried if _launched(c.tile)[2:] == options and c is not plain[c.shape]]
+        trouble = plain[tile.block_m, tile.block_n].trouble
+        return not any(
+            before.trouble == trouble and self.outcome(place, before) == self.outcome(place, after)
+            for before, after in others
+        )
+
+    def outcome(self, place: Place, candidate: Candidate) -> tuple[Any, ...]:
+        """All of a candidate that the search looks at."""
+        share = place.share(candidate, self.target) if candidate.module is not None else 0.0
+        return candidate.error, candidate.refused, share
 
     def ranked(self, place: Place, found: Iterable[Candidate]) -> list[Candidate]:
         """Those that compiled, by predicted share; those that the gate refuses come last."""
@@ -218,14 +351,23 @@ class Search:
             )
             if used.module is None or (candidate.accepted and not used.accepted):
                 return False
-        return True
+        if place.kernel != "dkdv" or configs.fused_unfit(place.problem()):
+            return True
+        fused = self.candidate(place.job(candidate.tile, "fused"), candidate.tile)  # which takes the rows of dkdv
+        return fused.module is not None and (fused.accepted or not candidate.accepted)
 
     def row(self, place: Place) -> tiles.Row | None:
         """The best candidate as a row; None when nothing passes."""
-        found = self.candidates(place)
-        winner = next((candidate for candidate in found if self.passes_gate(place, candidate)), None)
         table = configs.attention_tile(place.problem(), place.kernel)
-        present = next((candidate for candidate in found if candidate.tile == table and candidate.accepted), None)
+        tried, excluded = self.search(place), []
+        while True:
+            found = [c for c in self.ranked(place, tried.candidates) if c.tile not in excluded]
+            winner = found[0] if found else None
+            if winner is None or self.passes_gate(place, winner):
+                break
+            excluded.append(winner.tile)
+            tried = self.search(place, tried.candidates, excluded)
+        present = next((c for c in found if c.tile == table and c.accepted), None)
         if winner is not None and present is not None:
             gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
             winner = winner if gain > MARGIN else present
@@ -247,10 +389,18 @@ class Search:
             bound=winner.module.bound,
             pipelined=winner.module.pipelined,
             predicted_share={tiles.chip_class(chip): round(place.share(winner, chip), 4) for chip in chips},
-            tried=len(found),
+            tried=len(tried.compiled),
+            failed=len(tried.candidates) - len(tried.compiled),
+            pruned=tried.pruned,
+            left=tried.left,
             compilers=aot.versions(),
             date=datetime.now(timezone.utc).date().isoformat(),
         )
+
+
+def _launched(tile: configs.AttentionTile) -> tuple[int | None, ...]:
+    """What decides how `tile` compiles."""
+    return tile.block_m, tile.block_n, tile.workspace_buffers, tile.vector_loop, tile.cube_loop
 
 
 def places(
@@ -268,7 +418,9 @@ def describe(row: tiles.Row) -> str:
     state = f"{'bound' if row.bound else 'unbound'}, pipeline {row.pipelined}"
     shares = ", ".join(f"{chip} {100 * share:.1f} %" for chip, share in row.predicted_share.items())
     where = f"{row.kernel} {row.width} bytes D<={row.head_dim} {row.mode}"
-    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; of {row.tried} compiled"
+    tried = f"of {row.tried} compiled, {row.failed} that failed, {row.pruned} that could not win"
+    left = f", {row.left} left out" if row.left else ""
+    return f"{where}: {row.block_m}x{row.block_n} ({options}), {state}; predicted {shares}; {tried}{left}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -281,6 +433,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", action="append", type=int, choices=configs.HEAD_DIM_CLASSES)
     parser.add_argument("--mode", action="append", choices=configs.MODES)
     parser.add_argument("--jobs", type=int, default=1, help="back halves at a time")
+    parser.add_argument("--budget", type=int, default=0, help="the most candidates to compile for a row (0: no limit)")
+    parser.add_argument("--verbose", action="store_true", help="print each candidate")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of finished compilations")
     parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
@@ -294,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    search = Search(target, Cache(asked.cache), asked.jobs)
+    search = Search(target, Cache(asked.cache), asked.jobs, asked.budget, asked.verbose)
     wanted = places(
         target,
         asked.kernel or KERNELS,

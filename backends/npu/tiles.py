@@ -44,7 +44,12 @@ class Row:
     bound: bool
     pipelined: int
     predicted_share: dict[str, float] = field(default_factory=dict)  # of the cube peak, by chip; predicted, not timed
-    tried: int = 0  # candidates compiled
+    tried: int = 0  # candidates that compiled
+    failed: int | None = None  # that did not; None: not recorded
+    pruned: int | None = (
+        None  # that were not compiled as the model could not have preferred them, or options changed nothing
+    )
+    left: int = 0  # that were not compiled because the search had a budget
     compilers: str = ""
     date: str = ""
 

@@ -112,11 +112,13 @@ class Compiler(search.Cache):
         self.asked.append(job)
         m, n, d = (job.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
         if m * n > self.limit or self.refuse(job):
-            return None, "ub overflow: needs 300 KiB of 192"
+            return None, f"ub overflow: needs {192 * m * n // max(1, self.limit) + 1} KiB of 192"
         tile = hivm.Work(
             products=[hivm.Product(m, n, d, 16), hivm.Product(m, d, n, 16)],
             vector=[hivm.VectorCall("vmuls_vs_1d_float", m * n // 2, 32)],
             loaded=32.0 * n * d,  # enough for a tile to wait for memory
+            workspace_read=m * n * 6 + m * d * 4,
+            workspace_written=m * n * 6 + m * d * 4,
         )
         bound = self.bound(job)
         return hivm.Module({}, bound, 4, True, 0, [hivm.Loop(tile)], hivm.Work(), m * n), ""
@@ -173,11 +175,95 @@ def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch
 
 def test_what_overflows_is_tried_with_other_options() -> None:
     compiler = Compiler(64 * 64)
-    search.Search(A2, compiler, 1).candidates(place())
-    larger = [job for job in compiler.asked if job.constants["BLOCK_M"] * job.constants["BLOCK_N"] == 2 * 64 * 64]
+    search.Search(A2, compiler, 1).search(place())
+    larger = [job for job in compiler.asked if job.constants["BLOCK_M"] * job.constants["BLOCK_N"] > 64 * 64]
     options = {tuple(sorted(job.options.items())) for job in larger}
-    assert len(options) > 1
-    assert any(job.options.get("tile_mix_vector_loop") == 4 for job in larger)
+    assert len(options) > 3
+    # One is enough to see that an option makes no room.
+    assert sum(job.options.get("tile_mix_vector_loop") == 4 for job in larger) == 1
+
+
+def test_an_option_that_makes_room_is_tried_with_the_other_shapes() -> None:
+    compiler = Compiler(64 * 64)
+    fits = compiler.compile
+
+    def roomier(job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+        compiler.limit = 64 * 128 if job.options.get("tile_mix_vector_loop") == 4 else 64 * 64
+        return fits(job, target)
+
+    compiler.compile = roomier
+    tried = search.Search(A2, compiler, 1).search(place())
+    assert {c.area for c in tried.compiled if c.tile.vector_loop == 4} >= {64 * 128}
+    assert sum(c.tile.vector_loop == 4 and c.area > 64 * 64 for c in tried.candidates) > 1
+    assert sum(c.tile.vector_loop == 2 and c.area > 64 * 64 for c in tried.candidates) == 1
+
+
+def test_what_could_not_win_is_not_compiled() -> None:
+    """No tile is left out whose best case is better than what was found, and small ones are."""
+    compiler = Compiler(64 * 128)
+    at = place()
+    searched = search.Search(A2, compiler, 1)
+    tried = searched.search(at)
+    best = max(at.share(c, A2) for c in tried.compiled)
+    known = {c.shape for c in tried.candidates}
+    out = [shape for shape in search.shapes(at) if shape not in known]
+    assert len(out) > 5
+    assert tried.pruned >= len(out)
+    tile = configs.attention_tile(at.problem(), "fwd")
+    least = min(at.vector_cycles(c) for c in tried.compiled)
+    for block_m, block_n in out:
+        other = replace(tile, block_m=block_m, block_n=block_n)
+        assert at.best_share(other, search.VECTOR_PART * least) <= best * (1 + search.MARGIN)
+    everything = [aot.attention_job(at.problem(), "fwd", replace(tile, block_m=m, block_n=n)) for m, n in out]
+    found = [searched.candidate(job, replace(tile, block_m=job.constants["BLOCK_M"], block_n=job.constants["BLOCK_N"]))
+             for job in everything]  # fmt: skip
+    assert max(at.share(c, A2) for c in found if c.module) <= best
+
+
+def test_a_budget_is_kept_and_what_it_left_out_is_counted(named: None) -> None:
+    compiler = Compiler(32 * 32)
+    found = search.Search(A2, compiler, 1, budget=4).row(place())
+    assert found is not None or len(compiler.asked) <= 4
+    tried = search.Search(A2, Compiler(32 * 64), 1, budget=4).search(place())
+    assert len(tried.candidates) == 4
+    assert tried.left > 0
+
+
+def test_the_best_case_is_one() -> None:
+    """What the compiler made of a forward kernel moves and multiplies at least what is reckoned with beforehand."""
+    from diyfa.backends.npu import best_case, cost
+
+    module = hivm.read((Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text())
+    product = module.loops[0].tile.products[0]
+    problem = aot.example(A2, head_dim=product.k, window_right=0)
+    least, around = best_case.least_work(problem, "fwd", product.m, product.n, False)
+    work = module.loops[0].tile
+    assert least.flops == work.flops
+    assert least.loaded <= work.loaded
+    assert (least.workspace_read, least.workspace_written) == (work.workspace_read, work.workspace_written)
+    assert around.loaded <= module.task.loaded
+    assert around.stored <= module.task.stored
+    tile = configs.AttentionTile(product.m, product.n)
+    share = cost.predict(module, problem, "fwd", product.m, product.n).share
+    assert share < best_case.best_share(problem, "fwd", tile, False)
+
+
+def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
+    from diyfa.backends.npu import cost
+
+    problem = aot.example(A2, seqlen_q=512, seqlen_k=1024, window_right=0)
+    tasks = list(cost.attention_tasks(problem, "dbias", 64, 128))
+    assert len(tasks) == 8 * 8
+    shared = problem.batch * problem.heads_q
+    assert {task.tiles for task in tasks} == {0, shared}
+    assert sum(task.tiles for task in tasks) == shared * sum(
+        n0 <= row0 + 63 + 512 for row0 in range(0, 512, 64) for n0 in range(0, 1024, 128)
+    )
+    found = {p.mode: p for p in search.places(A2, ("dbias",), ("float16",), (64,), configs.MODES)}
+    assert list(found) == list(configs.DBIAS_MODES)
+    for mode, at in found.items():
+        assert at.problem().bias
+        assert configs.attention_mode(at.problem(), 128) == mode
 
 
 def test_where_nothing_compiles_there_is_no_row() -> None:
