@@ -437,6 +437,13 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
     for cell in ("180/192", "448/512", "128/128", "yes", "7.0+5.0", "225+160", "2048/2461/3575", "128+512", "49 %"):
         assert cell in printed, cell
     assert "predicted" in printed
+    narrow = Console(width=80, file=io.StringIO())  # where the table's columns would be two letters wide
+    monkeypatch.setattr("diyfa.cli.compile.out", narrow)
+    assert runner.invoke(app, arguments).exit_code == 0
+    printed = " ".join(narrow.file.getvalue().split())
+    for cell in ("UB KiB 180/192", "L0C KiB 128/128", "bound yes", "pipe 4", "passes +mask 7.0+5.0",
+                 "cycles cube/vec/mem 2048/2461/3575", "predicted of peak 49 %"):  # fmt: skip
+        assert cell in printed, cell
     code, document = invoke_json("compile", "Ascend910B3")
     assert code == 0
     assert compiler.asked == ("Ascend910B3", None, None)

@@ -495,6 +495,15 @@ MODE_CASES: dict[str, dict[str, Any]] = {
         **_EXTRAS,
     },
 }  # fmt: skip
+
+
+def mode_case(kernel: str, mode: str) -> dict[str, Any]:
+    """What belongs to `mode` at its most demanding. The gradient of a bias ("dbias") is asked for with a bias only."""
+    if kernel == "dbias" and mode == "featured":
+        return MODE_CASES["biased"] | {"dropout": True}
+    return MODE_CASES[mode]
+
+
 # Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
@@ -583,7 +592,9 @@ def tile_jobs(target: str) -> Iterator[Job]:
     for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
         changes = {"dtype": dtype, "head_dim": head_dim}
         cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
-        yield from each_tile_once(job for case in cases for job in attention_jobs(target, case))
+        every = [job for case in cases for job in attention_jobs(target, case)]
+        own = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
+        yield from each_tile_once(itertools.chain(every, own))
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
@@ -621,6 +632,10 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
         if dtype == "bfloat16" and not full:  # the rows are float16's
             cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
+        if dtype != "bfloat16" or full:
+            own = mode_case("dbias", "featured")
+            for d in head_dims:
+                yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **own}, ("dbias",))
     for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [

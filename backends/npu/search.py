@@ -153,10 +153,8 @@ class Place:
 
     @property
     def case(self) -> dict[str, Any]:
-        """What belongs to the mode at its most demanding. The gradient of a bias is asked for with a bias only."""
-        if self.kernel == "dbias" and self.mode == "featured":
-            return aot.MODE_CASES["biased"] | {"dropout": True}
-        return aot.MODE_CASES[self.mode]
+        """What belongs to the mode at its most demanding."""
+        return aot.mode_case(self.kernel, self.mode)
 
     @property
     def bias(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from diyfa.backends.npu import configs
-from diyfa.backends.npu.aot import MODE_CASES, Job, attention_job, example
+from diyfa.backends.npu.aot import Job, attention_job, example, mode_case
 
 KERNELS = ("fwd", "dq", "dkdv", "dbias")
 
@@ -60,6 +60,11 @@ def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
     if unknown:
         raise ValueError(f"cannot select by {', '.join(sorted(unknown))}")
     chosen = Selection(**{name: value for name, value in select.items() if value not in (None, ())})
+    if not any(mode in configs.modes(kernel) for kernel in chosen.kernel for mode in chosen.mode):
+        # The gradient of a bias is the only kernel that not every mode has.
+        raise ValueError(
+            f"dbias has no mode {' or '.join(chosen.mode)}: expected one of {', '.join(configs.DBIAS_MODES)}"
+        )
     for dtype in chosen.dtype:
         for head_dim in chosen.head_dim:
             for mode in chosen.mode:
@@ -69,7 +74,7 @@ def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
 
 
 def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int, mode: str) -> Iterator[Job]:
-    case = MODE_CASES[mode]
+    case = mode_case(kernel, mode)
     dims = case.get("bias", "")
     changes = {**case, "bias": bool(dims), "dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
     problem = example(target, **changes)

@@ -110,8 +110,9 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
     failed = [r for r in reports if not r.ok]
     if json:
         print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})
-    else:
-        out.print((compile_npu.table if reports and reports[0].backend == "npu" else _table)(target, reports))
+    elif reports:
+        on_npu = reports[0].backend == "npu"
+        out.print(compile_npu.shown(target, reports, out.width) if on_npu else _table(target, reports))
         for r in failed:
             out.print(f"FAILED {r.kernel} {r.case}: {'; '.join(r.notes)}", markup=False, highlight=False)
         out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)

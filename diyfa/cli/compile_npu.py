@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from diyfa.arch import NPU_SPECS, npu_spec
 from diyfa.problem import CompileReport
@@ -16,6 +18,10 @@ NOTE = (
     "predicted by a model (docs/npu-cost-model.md), not measured. L0A and L0B are streamed through inside the "
     "compiler's library, so no use of them is planned here."
 )
+HEADINGS = (
+    "UB\nKiB", "L1\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask", "cube\nMFLOP", "vector\nKi el.",
+    "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak",
+)  # fmt: skip
 
 
 def chip_name(name: str) -> str | None:
@@ -48,6 +54,8 @@ def _plus(always: str, masked: str, nothing: str = "0") -> str:
 
 def _row(report: CompileReport) -> list[str]:
     """Cells of one kernel: the loop over tiles, or the first of two."""
+    if not report.memory:  # it did not compile
+        return [""] * len(HEADINGS)
     used = [f"{_kib(report.memory.get(name, 0))}/{_kib(report.limits[name])}" for name in ("ub", "l1", "l0c")]
     found = report.metrics
     if not found:
@@ -75,15 +83,31 @@ def _row(report: CompileReport) -> list[str]:
     ]
 
 
+NARROWEST = 150  # columns of a terminal that the table is readable in
+
+
+def shown(target: str, reports: list[CompileReport], width: int) -> RenderableType:
+    """What to print on a terminal of `width` columns: the table, or where it does not fit, a paragraph a kernel."""
+    return table(target, reports) if width >= NARROWEST else paragraphs(target, reports)
+
+
+def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
+    """The cells of the table by their names, for narrow terminals and files."""
+    lines = [f"{target}: {len(reports)} compilations", NOTE]
+    for report in reports:
+        cells = zip(HEADINGS, _row(report), strict=True)
+        named = [f"{heading.replace(chr(10), ' ')} {cell}" for heading, cell in cells if cell]
+        lines.append(f"\n{report.kernel} {report.case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
+        lines.append("  " + ", ".join(named))
+    return Text("\n".join(lines))
+
+
 def table(target: str, reports: list[CompileReport]) -> Table:
     """One row for each kernel; units are in the headings."""
     found = Table(title=f"{target}: {len(reports)} compilations", caption=NOTE)
     for heading in ("kernel", "case"):
         found.add_column(heading, overflow="fold")
-    for heading in (
-        "UB\nKiB", "L1\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask", "cube\nMFLOP", "vector\nKi el.",
-        "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak", "s",
-    ):  # fmt: skip
+    for heading in (*HEADINGS, "s"):
         found.add_column(heading, justify="right")
     found.add_column("result")
     for report in reports:

@@ -334,3 +334,8 @@ def test_a_selection_is_every_combination() -> None:
     assert len({(job.kernel, job.case) for job in jobs}) == 16
     with pytest.raises(ValueError, match="cannot select by colour"):
         list(selected_jobs(A2, {"colour": ("red",)}))
+    with pytest.raises(ValueError, match="dbias has no mode even or causal: expected one of biased, featured, crowded"):
+        list(selected_jobs(A2, {"kernel": ("dbias",)}))
+    [dbias] = selected_jobs(A2, {"kernel": ("dbias",), "mode": ("featured",)})
+    assert dbias.constants["DBIAS"] == "qk"  # nobody asks for it without a bias
+    assert dbias.constants["DROPOUT"]
