@@ -3,8 +3,7 @@
 A kernel must at least multiply its products, move its operands once, and (on the 910) pass scores, weights and partial
 results between cube and vector cores through global memory. What the compiler adds to that only costs more, so a tile
 whose best case is below a compiled one's prediction loses. Work of the vector cores is not known beforehand; the least
-for a score among the kernel's compiled tiles is a guide (`vector_cycles_per_score`), from which the search takes a
-margin off.
+among the kernel's compiled tiles is a guide, from which the search takes a margin off (`search.VECTOR_PART`).
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
 
 
 def best_share(
-    problem: AttentionProblem, kernel: str, tile: AttentionTile, key_bias: bool, vector_cycles_per_score: float = 0.0
+    problem: AttentionProblem, kernel: str, tile: AttentionTile, key_bias: bool, vector_cycles: float = 0.0
 ) -> float:
     """The greatest share of the cube peak that the cost model could predict for `tile`.
 
     Nothing is added for the mask, and the pipeline is as deep as there are workspace buffers. The vector cores take
-    `vector_cycles_per_score`, by default nothing, which no compiled kernel can beat.
+    `vector_cycles` for a tile, by default nothing, which no compiled kernel can beat.
     """
     work, around = least_work(problem, kernel, tile.block_m, tile.block_n, key_bias)
     scores = tile.block_m * tile.block_n
-    if vector_cycles_per_score:
-        elements = int(vector_cycles_per_score * scores * cost.VECTOR_BYTES // FP32_BYTES)
+    if vector_cycles:
+        elements = int(vector_cycles * cost.VECTOR_BYTES // FP32_BYTES)
         work.vector.append(VectorCall("assumed", elements, 8 * FP32_BYTES, library=False))
     spec = npu_spec(problem.arch)
     depth = tile.workspace_buffers if spec is not None and spec.arch is not NPUArch.A5 else 0

@@ -41,7 +41,8 @@ ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
 MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
-# The part of the least vector work for a score, among a place's compiled tiles, that the best case of others reckons with.
+# The part of the least vector work for a score, and of calls for a tile, among what a place has compiled, that the best
+# case of its other tiles reckons with.
 # The compiler gives every tile the same operations on scores, but for what it fuses and copies: on the 950 up to a
 # quarter more.
 VECTOR_PART = 0.75
@@ -182,15 +183,26 @@ class Place:
         tile = candidate.tile
         return cost.predict(candidate.module, self.ranked_on(chip), self.kernel, tile.block_m, tile.block_n).share
 
-    def best_share(self, tile: configs.AttentionTile, vector_cycles_per_score: float = 0.0) -> float:
-        """The most that could be predicted for `tile` on the chip that is compiled for."""
+    def best_share(self, tile: configs.AttentionTile, vector: tuple[float, float] = (0.0, 0.0)) -> float:
+        """The most that could be predicted for `tile` on the chip that is compiled for; `vector` as from
+        `least_vector_cycles`.
+        """
         problem = self.ranked_on(self.target)
-        return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, vector_cycles_per_score)
+        cycles = vector[0] * tile.block_m * tile.block_n + vector[1]
+        return best_case.best_share(problem, self.kernel, tile, "k" in self.bias, cycles)
 
-    def vector_cycles(self, candidate: Candidate) -> float:
-        """Cycles of the vector cores for each score, as the compiler made `candidate`."""
-        assert candidate.module is not None
-        return cost.stages(candidate.module.loops[0].tile, self.target).vector / candidate.area
+    def least_vector_cycles(self, tried: Iterable[Candidate]) -> tuple[float, float]:
+        """VECTOR_PART of the least cycles of the vector cores for each score and, from one call to the next, for each
+        tile, among what compiled; nothing where nothing did.
+        """
+        found = []
+        for candidate in tried:
+            if candidate.module is not None:
+                work = candidate.module.loops[0].tile
+                calls = sum(call.times for call in work.vector if call.library) * cost.CALL_CYCLES
+                found.append(((cost.stages(work, self.target).vector - calls) / candidate.area, calls))
+        least = [min(cycles) for cycles in zip(*found, strict=True)] or [0.0, 0.0]
+        return VECTOR_PART * least[0], VECTOR_PART * least[1]
 
 
 def shapes(place: Place) -> Iterator[tuple[int, int]]:
@@ -294,7 +306,7 @@ class Search:
         """Those of `waiting` that could be predicted better than the best accepted one, the best at best first."""
         accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
         goal = max(accepted, default=0.0) * (1.0 + MARGIN)
-        vector = VECTOR_PART * min((place.vector_cycles(c) for c in tried if c.module is not None), default=0.0)
+        vector = place.least_vector_cycles(tried)
         best = {tile: place.best_share(tile, vector) for tile in waiting if not accepted or self.deep(place, tile)}
         return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
 
