@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from diyfa.bench.documents import Document, read_document
@@ -106,6 +108,18 @@ def test_compiled_tiles_say_yes_and_no() -> None:
     recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
     compiled = section(build_sections([read_document(recorded)]), "Compiled for Ascend")
     assert {row[compiled.columns.index("bound")] for row in compiled.rows} == {"yes", "no"}
+
+
+def test_a_wide_table_is_lines_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = next(p for p in RESULTS if p.stem.startswith("npu-") and p.stem.endswith("-tiles"))
+    for width, heading in ((80, "L0C KiB 128"), (200, "┃ L0C KiB ┃")):
+        narrow = Console(width=width, file=io.StringIO())
+        monkeypatch.setattr("diyfa.cli.report.out", narrow)
+        assert invoke(recorded).exit_code == 0
+        printed = narrow.file.getvalue()
+        assert heading in printed
+        assert "two loops" in printed  # no cell has lost letters
+        assert "…" not in printed
 
 
 def test_devices_are_told_apart_when_there_are_several(npu_file: Path) -> None:

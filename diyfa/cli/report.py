@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from diyfa.bench.documents import Document, read_document
 from diyfa.bench.page import check_libraries, render_page
@@ -16,6 +17,7 @@ from diyfa.cli.output import err, out, print_json
 
 BAD = ("FAIL", "error")
 NOTES_SHOWN = 3
+NARROWEST_COLUMN = 7  # of the terminal's columns that a table's take, borders included; beyond that cells lose letters
 
 
 def _table(section: Section) -> Table:
@@ -32,13 +34,25 @@ def _table(section: Section) -> Table:
     return table
 
 
+def _lines(section: Section) -> Text:
+    """The rows of a table that is too wide, each as names and values; words mostly stand by themselves."""
+    lines = [f"{section.title} ({section.unit})"]
+    for row in section.rows:
+        cells = []
+        for column, value in zip(section.columns, row, strict=True):
+            alone = isinstance(value, str) and value not in ("yes", "no") and " " not in column
+            cells += [] if value is None else [value if alone else f"{column} {value}"]
+        lines.append("  " + ", ".join(cells))
+    return Text("\n".join(lines))
+
+
 def _print(documents: Sequence[Document], sections: Sequence[Section]) -> None:
     for document in documents:
         out.print(
             f"{document.device}, {document.benchmark}, {document.date}: {len(document.rows)} rows", highlight=False
         )
     for section in sections:
-        out.print(_table(section))
+        out.print(_table(section) if NARROWEST_COLUMN * len(section.columns) <= out.width else _lines(section))
         for note in section.notes[:NOTES_SHOWN]:
             out.print(f"  {note}", highlight=False, markup=False)
         if len(section.notes) > NOTES_SHOWN:
