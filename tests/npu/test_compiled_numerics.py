@@ -53,6 +53,9 @@ CHOSEN = [
     CASES["lens_causal"],
     CASES["varlen_causal"],
     CASES["everything_dropout"],
+    # Several tiles of the "featured" and "crowded" rows.
+    Case("featured_d64", heads=1, seqlen_q=300, seqlen_k=700, head_dim=64, window=(500, 60), softcap=20.0, sinks=True),
+    Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]
 
