@@ -2,11 +2,12 @@
 
     python benchmarks/npu_tiles.py [--output FILE]
     python benchmarks/npu_tiles.py --markdown FILE
+    python benchmarks/npu_tiles.py --rows
 
 No device is needed, only the two compilers (docs/npu.md), and nothing is timed: shares of the cube cores' peak are
 what backends/npu/cost.py predicts for 2 x 16 heads, 8192 rows and keys, float16. Writes one JSON file with versions
 and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of docs/npu.md from such a
-file.
+file, --rows its table of tiles, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -120,13 +121,42 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
+def rows_of_the_table() -> str:
+    """The tiles of the 910B and A3 as docs/npu.md shows them."""
+    from diyfa.arch import NPUArch
+    from diyfa.backends.npu import configs
+
+    names = {"fwd": "fwd", "dq": "dq", "dkdv": "dk/dv", "dbias": "dbias"}
+    out = [f"| A2, A3 | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
+    for (kernel, name), (width, bits), head_dim in product(
+        names.items(), ((2, "16-bit"), (4, "fp32")), configs.HEAD_DIM_CLASSES
+    ):
+        first = f"{name}, {bits}" if head_dim == configs.HEAD_DIM_CLASSES[0] else ""
+        cells, depths = [], set()
+        for mode in configs.MODES:
+            # No call asks for a "tail" of dk/dv.
+            asked = "even" if (kernel, mode) == ("dkdv", "tail") else mode
+            tile = configs.ATTENTION_TILES.get(configs.TileKey(NPUArch.A2, kernel, width, head_dim, asked))
+            cells.append("" if tile is None else f"{tile.block_m}×{tile.block_n}")
+            depths |= {4 if tile is None else tile.pipelined}
+        deep = "" if depths == {4} else " (two deep)"
+        out.append(
+            f"| {first} | {head_dim}{deep} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+        )
+    return "\n".join(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="print the table of this file and do nothing else"
     )
+    parser.add_argument("--rows", action="store_true", help="print the table of tiles and do nothing else")
     asked = parser.parse_args()
+    if asked.rows:
+        print(rows_of_the_table())
+        return
     if asked.markdown:
         print(markdown(json.loads(asked.markdown.read_text())))
         return

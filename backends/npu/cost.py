@@ -9,7 +9,6 @@ that must pass through device memory.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,17 +153,18 @@ class Task:
 
 
 def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_n: int) -> Iterator[Task]:
-    """The tasks of one head, from the first block on (dbias: of a bias [queries, keys] that all heads of all samples
-    share, row by row). Windows other than causal are not told from full attention.
+    """The tasks of one head, from the first block on. Windows other than causal are not told from full attention.
+
+    dbias: the tiles of a bias [queries, keys] that all heads of all samples share, a row of them as one.
     """
     rows, keys = problem.seqlen_q, problem.seqlen_k
     offset = keys - rows
     if kernel == "dbias":
         shared = problem.batch * problem.heads_q
-        for row0, n0 in itertools.product(range(0, rows, block_m), range(0, keys, block_n)):
-            seen = not problem.causal or n0 < row0 + block_m + offset
-            cut = problem.causal and n0 + block_n > row0 + offset
-            yield Task(shared * seen, shared * (seen and cut))
+        for row0 in range(0, rows, block_m):
+            seen = range(0, min(keys, row0 + block_m + offset) if problem.causal else keys, block_n)
+            cut = sum(n0 + block_n > row0 + offset for n0 in seen) if problem.causal else 0
+            yield Task(shared * len(seen), shared * cut)
         return
     if kernel == "dkdv":
         group = problem.heads_q // problem.heads_kv
@@ -266,13 +266,16 @@ def predict(
         for task in attention_tasks(problem, kernel, block_m, block_n)
     ]
     heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
-    if kernel == "dbias":
-        heads, order = 1, costs
+    programs = spec.cube_cores
+    if kernel == "dbias":  # so many small tasks that dealing evens them out
+        heads = 1
+        around *= -(-problem.seqlen_k // block_n) - 1
+        order = [(sum(costs) + around * len(costs)) / programs] * programs
     elif heads_inside:
         order = [cost * heads for cost in costs]
     else:
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
-    programs = min(spec.cube_cores, len(order))
+    programs = min(programs, len(order))
     load = deal(order, programs, zigzag)
     seconds = max(load) / speed.hertz
     bits = next((product.bits for product in full.tile.products), 16)

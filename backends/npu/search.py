@@ -361,10 +361,17 @@ class Search:
             )
             if used.module is None or (candidate.accepted and not used.accepted):
                 return False
-        if place.kernel != "dkdv" or configs.fused_unfit(place.problem()):
-            return True
-        fused = self.candidate(place.job(candidate.tile, "fused"), candidate.tile)  # which takes the rows of dkdv
-        return fused.module is not None and (fused.accepted or not candidate.accepted)
+        others = [place.job(candidate.tile, "fused")] if place.kernel == "dkdv" else []  # which takes the rows of dkdv
+        if configs.fused_unfit(place.problem()):
+            others = []
+        if place.kernel == "dbias":  # sums over rows or keys at the end make other kernels
+            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias=dims) for dims in ("q", "k")]
+            # That of a scalar bias is bound by no tile (gate.py), but has to compile.
+            scalar = aot.attention_job(place.problem(), "dbias", candidate.tile, bias="1")
+            if self.candidate(scalar, candidate.tile).module is None:
+                return False
+        used = [self.candidate(job, candidate.tile) for job in others]
+        return all(other.module is not None and (other.accepted or not candidate.accepted) for other in used)
 
     def row(self, place: Place) -> tiles.Row | None:
         """The best candidate as a row; None when nothing passes."""

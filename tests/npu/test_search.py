@@ -163,6 +163,19 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     assert found.block_m == 128
 
 
+def test_a_tile_of_dbias_holds_for_every_bias(named: None) -> None:
+    """The gradient of a bias for each key ends in a sum, and that of a scalar too."""
+    for dims in ("k", "1"):
+
+        def refuse(job: aot.Job, dims: str = dims) -> bool:
+            return job.constants["DBIAS"] == dims and job.constants["BLOCK_M"] > 32
+
+        for mode in ("crowded",):  # the gate itself compiles every bias with the row of "biased"
+            found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place("dbias", mode))
+            assert found is not None
+            assert found.block_m <= 32
+
+
 def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's 128x128 stays where 256x64, which moves less, is predicted better by too little."""
     better = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
@@ -254,9 +267,9 @@ def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
 
     problem = aot.example(A2, seqlen_q=512, seqlen_k=1024, window_right=0)
     tasks = list(cost.attention_tasks(problem, "dbias", 64, 128))
-    assert len(tasks) == 8 * 8
+    assert len(tasks) == 8
     shared = problem.batch * problem.heads_q
-    assert {task.tiles for task in tasks} == {0, shared}
+    assert {task.tiles for task in tasks} == {5 * shared, 6 * shared, 7 * shared, 8 * shared}
     assert sum(task.tiles for task in tasks) == shared * sum(
         n0 <= row0 + 63 + 512 for row0 in range(0, 512, 64) for n0 in range(0, 1024, 128)
     )
