@@ -43,18 +43,9 @@ class _Lengths(NamedTuple):
     max_seqlen_k: int
 
 
-def _max_seqlen(name: str, value: Any) -> int:
-    """An int or an integer tensor of one element (on an accelerator its value has to be waited for)."""
-    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_floating_point()):
-        raise TypeError(f"{name} must be an integer, got a {value.dtype} tensor of shape {tuple(value.shape)}")
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
 def _lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> _Lengths:
-    longest_q, longest_k = _max_seqlen("max_seqlen_q", max_seqlen_q), _max_seqlen("max_seqlen_k", max_seqlen_k)
+    longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
+    longest_k = validation.check_length("max_seqlen_k", max_seqlen_k)
     return _Lengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
 
 
@@ -315,7 +306,7 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
     validation.check_tensors(qkv=qkv)
     (qkv,) = autocast(qkv)
-    longest = _max_seqlen("max_seqlen", max_seqlen)
+    longest = validation.check_length("max_seqlen", max_seqlen)
     return _attend(
         "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, True), _Lengths(cu_seqlens, cu_seqlens, longest, longest),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
