@@ -7,6 +7,15 @@ from __future__ import annotations
 
 import torch
 
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 

@@ -27,6 +27,15 @@ from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, n
 from diyfa.attn_probs import signed_probabilities
 from diyfa.problem import VARLEN
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
 # out alone, or (out, softmax_lse, S_dmask)
 FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Window = tuple[int, int]

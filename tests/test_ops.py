@@ -284,9 +284,7 @@ def test_derivatives_that_there_are_not_are_refused(name: str, op: str) -> None:
     else:
         x = tensors((16, 16), grad=False)[0]
         function = partial(diyfa.triton_matmul, b=x, precision="ieee", **CPU)
-    with pytest.raises(
-        RuntimeError, match=r"jvp function for custom autograd|cannot be differentiated by torch"
-    ):
+    with pytest.raises(RuntimeError, match=r"jvp function for custom autograd|cannot be differentiated by torch"):
         DIFFERENTIATING[name](function, x)
 
 

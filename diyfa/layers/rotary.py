@@ -12,6 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
+
 Offsets = int | Tensor
 
 
