@@ -155,3 +155,10 @@ def test_the_readmes_example_runs(readme):
 
 def test_the_fused_attention_example_runs():
     exec(python_blocks("docs/npu-fusion-attention.md")[0], {})
+
+
+def test_the_index_and_the_site_name_every_page():
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)", index))
+    assert pages == set(re.findall(r": ([\w-]+\.md)", site)) - {"index.md"}
