@@ -176,7 +176,7 @@ def check_varlen(
             f"Expected packed (total, heads, head_dim) tensors, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
     # The same rules as for a batch, with the whole packed sequence as the only sample.
-    check_qkv(q[None], k[None], v[None], (0, 2, 1, 3))
+    check_qkv(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), (0, 2, 1, 3))
     check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sides = (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k))
     for side, cu_seqlens, longest, x in sides:

@@ -355,3 +355,15 @@ def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
     expected = torch.autograd.grad(torch.logsumexp(q @ k.mT * 8**-0.5, -1).sum(), (q, k))
     torch.testing.assert_close((dq, dk), expected)
     assert not dv.any()
+
+
+def test_fake_tensors_of_a_device_that_is_not_here() -> None:
+    """Shapes and devices can be planned anywhere, packed sequences and dropout included."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(12, 4, 16, device="cuda", dtype=torch.float16)
+        cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)
+        out, lse = diyfa.flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 9, 9, dropout_p=0.1, return_lse=True)
+        assert (out.device.type, out.shape, lse.shape, lse.dtype) == ("cuda", (12, 4, 16), (4, 12), torch.float32)
+        assert diyfa.flash_attention(q.unsqueeze(0), q.unsqueeze(0), q.unsqueeze(0)).shape == (1, 12, 4, 16)
