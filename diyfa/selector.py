@@ -29,7 +29,10 @@ def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
 
     name = backend or registry.forced_backend() or default_backend()
     chosen = registry.load_backend(name)
-    device = torch.device(chosen.device_type)
+    try:
+        device = torch.device(chosen.device_type)
+    except RuntimeError:  # PyTorch knows the type only while the package that brings it is loaded
+        raise ValueError(f"backend {name!r} cannot run here: PyTorch has no {chosen.device_type} devices") from None
     if reason := chosen.accepts(device):
         raise ValueError(f"backend {name!r} cannot run here: {reason}")
     return chosen, device

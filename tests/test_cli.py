@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import diyfa
+from diyfa import registry
 from diyfa.cli import demo_train, output
 from diyfa.cli.app import app
 from diyfa.problem import CompileReport
@@ -201,6 +203,22 @@ def test_unknown_backend():
         result = invoke(command, "--backend", "tpu")
         assert result.exit_code == 2
         assert "there is no 'tpu'" in result.output
+
+
+@pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
+def test_a_backend_whose_device_is_not_here(command):
+    result = invoke(command, "--backend", "npu")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert "'npu' needs a device of type npu; here is" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_backend_whose_language_is_not_installed(monkeypatch):
+    monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = invoke("validate", "--backend", "cuda")
+    assert result.exit_code == 2
+    assert "pip install triton" in " ".join(result.output.replace("│", "").split())
 
 
 # --- validate, bench --------------------------------------------------------------------------------------------------

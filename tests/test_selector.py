@@ -72,6 +72,13 @@ def test_what_cannot_run_is_refused_with_the_reason():
         BackendSelector().select_attention(1, 6, 64, 64, heads_kv=4)
 
 
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
+def test_a_device_type_that_pytorch_does_not_have():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="backend 'npu' cannot run here: PyTorch has no npu devices"):
+        BackendSelector("npu")
+
+
 def test_refusals_are_the_kernels_own(monkeypatch):
     monkeypatch.setattr(type(registry.load_backend("cpu")), "unsupported", lambda self, problem: "not on Sundays")
     with pytest.raises(ValueError, match=r"cannot run this attention_fwd: v2: not on Sundays"):
