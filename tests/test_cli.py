@@ -24,17 +24,20 @@ from typer.testing import CliRunner
 
 import diyfa
 from diyfa import registry
-from diyfa.cli import demo_train
+from diyfa.cli import demo_train, output
 from diyfa.cli.app import app
 from diyfa.problem import CompileReport
 from diyfa.reference import reference_attention
 from diyfa.registry import load_backend
 
 runner = CliRunner()
+WIDTH = 160  # of the terminal, in columns
 
 
 def invoke(*arguments):
-    return runner.invoke(app, list(arguments), env={"COLUMNS": "160"})
+    """A console keeps the width that COLUMNS says when it is made, and test runners set COLUMNS themselves."""
+    output.out.width = output.err.width = WIDTH
+    return runner.invoke(app, list(arguments), env={"COLUMNS": str(WIDTH)})
 
 
 def invoke_json(*arguments):

@@ -290,7 +290,10 @@ def test_commands_on_npu_tensors(npu: torch.device, no_cache: None, tmp_path: Pa
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
+    from diyfa.cli import output
     from diyfa.cli.app import app
+
+    output.out.width = output.err.width = 160  # kept from when they were made, whatever COLUMNS is now
 
     path = tmp_path / "bench.json"
     sizes = {"seq-len": 16, "batch": 1, "heads": 1, "head-dim": 16, "size": 32, "warmup": 0, "rep": 1}
@@ -298,7 +301,7 @@ def test_commands_on_npu_tensors(npu: torch.device, no_cache: None, tmp_path: Pa
     with HostArithmetic():
         result = CliRunner().invoke(
             app, ["bench", *options, "--dtype=float16", f"--output={path}", "--json"], env={"COLUMNS": "160"}
-        )  # rich reads the width once, when it is first used in the process
+        )
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
     assert (document["device"], document["device_type"]) == ("Ascend910B3", "npu")
