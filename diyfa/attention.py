@@ -426,4 +426,6 @@ def explain(
         bias_grad,
     )  # fmt: skip
     problem = ops.describe_attention(chosen, tensors, scalars)
+    if needs_grad:  # the call refuses, too, what its backward pass could not run
+        registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
     return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)

@@ -31,10 +31,12 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Every argument is a tensor."""
+    """Every argument is a dense tensor."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
 
 
 def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:

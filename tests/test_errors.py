@@ -28,6 +28,11 @@ META = torch.zeros(2, 4, 8, 16, dtype=F16, device="meta")
 # name: (positional arguments, keyword arguments, exception, pattern)
 ATTENTION = {
     "not_a_tensor": (([1.0], K, V), {}, TypeError, r"q must be a torch\.Tensor, got list"),
+    "sparse": ((Q.to_sparse(), K, V), {}, TypeError, r"q must be a dense tensor, got layout torch\.sparse_coo"),
+    "jagged": (
+        tuple(torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged) for _ in range(3)), {},
+        TypeError, r"q must be a dense tensor, got layout torch\.jagged",
+    ),
     "2d": ((Q[0, 0], K[0, 0], V[0, 0]), {}, ValueError, r"Expected 3D or 4D tensors"),
     "5d": ((Q[None], K[None], V[None]), {}, ValueError, r"Expected 3D or 4D tensors"),
     "mixed_ranks": ((Q, K[0], V[0]), {}, ValueError, r"Expected 3D or 4D tensors of one rank"),
@@ -205,11 +210,16 @@ def test_unsupported_gradient_is_refused_in_the_forward_pass(monkeypatch: pytest
     diyfa.flash_attention(q, k, v, backend="cpu")
     with pytest.raises(ValueError, match=r"backend 'cpu' cannot run this attention_bwd: v2: too odd"):
         diyfa.flash_attention(q.requires_grad_(), k, v, backend="cpu")
+    with pytest.raises(ValueError, match=r"cannot run this attention_bwd: v2: too odd"):
+        diyfa.explain(q, k, v, backend="cpu")
+    with torch.no_grad():
+        assert diyfa.explain(q, k, v, backend="cpu").kernel == "v2"
 
 
 A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)
 MATMUL = {
     "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
+    "sparse": ((A, B.to_sparse()), {}, TypeError, r"b must be a dense tensor"),
     "1d": ((A[0], B), {}, ValueError, r"Expected 2D tensors, got a \(32,\)"),
     "3d": ((A[None], B), {}, ValueError, r"Expected 2D tensors"),
     "inner": ((A, B.t()), {}, ValueError, r"Incompatible dimensions.*\(64, 32\).*\(48, 32\)"),
