@@ -153,6 +153,37 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
         assert slots - len(seen) <= len(lengths) + 1
 
 
+def dealt(tiles: int, group: int, programs: int) -> list[list[int]]:
+    """The tiles of each program in a balanced deal: `tile_number` of `sm90_deal.py`, in Python."""
+    rounds = -(-group // programs)
+    found: list[list[int]] = [[] for _ in range(programs)]
+    for place in range(tiles // group * rounds + -(-(tiles % group) // programs)):
+        for program, mine in enumerate(found):
+            backwards = (place % rounds + place // rounds) % 2
+            in_group = place % rounds * programs + (programs - 1 - program if backwards else program)
+            index = place // rounds * group + in_group
+            if in_group < group and index < tiles:
+                mine.append(index)
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
+def test_a_balanced_deal_is_balanced(head_dim: int, seqlen: int) -> None:
+    """Every tile once, and no program has more than 4 % above its share."""
+    heads = 2048 // head_dim
+    size = {"batch": 16384 // seqlen, "heads_q": heads, "heads_kv": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    case = problem(**size, head_dim=head_dim, head_dim_v=head_dim, window_right=0)
+    rows = 192 if head_dim == 64 else 128
+    tiles_m, together = -(-seqlen // rows), sm90.heads_together(case)
+    tiles, group = tiles_m * heads * case.batch, tiles_m * together
+    found = dealt(tiles, group, 132)
+    assert sorted(index for mine in found for index in mine) == list(range(tiles))
+    # Longest first in a group; all groups are whole here.
+    blocks = [-(-min((tiles_m - index % group // together) * rows, seqlen) // 128) for index in range(tiles)]
+    assert max(sum(blocks[i] for i in mine) for mine in found) <= 1.04 * sum(blocks) / 132
+
+
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
 ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
+BALANCED = replace(TWO, persistent=True, deal="balanced")
+DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -68,6 +70,15 @@ CASES = [
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
     (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
     (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
+    (case("balanced", heads=3, seqlen_q=400, seqlen_k=450, causal=True), BALANCED),
+    (case("balanced_groups", heads=5, batch=2, seqlen_q=300, causal=True), replace(BALANCED, together=3)),
+    (case("balanced_three", batch=2, seqlen_q=400, causal=True), replace(BALANCED, consumers=3, pingpong=True)),
+    (packed("balanced_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), BALANCED),
+    (case("balanced_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), BALANCED),
+    (packed("dynamic_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), DYNAMIC),
+    (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), DYNAMIC),
+    (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
+    (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]

@@ -194,14 +194,17 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
-            yield _hopper_spec(problem)
+            yield _hopper_spec(problem, sm90.config_of(problem))
+    for (d, causal), changes in sm90.WAITING:
+        problem = _problem(arch, "bfloat16", d, causal).replace(seqlen_q=4096, seqlen_k=4096)
+        yield _hopper_spec(problem, replace(sm90.CONFIGS[d, causal][-1][1], **changes))
 
 
-def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
+def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `_hopper_specs` asked for
     from diyfa.backends.cuda.sm90_boxes import smem_layout
 
-    config, d, dv = sm90.config_of(problem), problem.head_dim, problem.head_dim_v
+    d, dv = problem.head_dim, problem.head_dim_v
     element = _TRITON_DTYPE[problem.dtype]
     constants = fwd_sm90.constants(problem, config, False)
     blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
@@ -218,13 +221,17 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+    if config.deal == "dynamic":
+        signature["tickets_ptr"] = "*i32"
+    else:
+        constants["tickets_ptr"] = None
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     return CompileSpec(
         "attention_fwd/sm90",
         f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
-        f"{' pingpong' if config.pingpong else ''}",
+        f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,
         constants,

@@ -38,8 +38,27 @@ from diyfa.backends.cuda.sm90 import (
     schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.sm90_deal import (
+    announce,
+    await_announcement,
+    draw_ticket,
+    end_place,
+    first_place,
+    leave,
+    next_place,
+    tile_number,
+)
 from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
-from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_at, tile_count, tile_of
+from diyfa.backends.cuda.sm90_tickets import ticket_counter
+from diyfa.backends.cuda.sm90_tiles import (
+    end_of,
+    group_count,
+    start_load,
+    start_store,
+    tile_at,
+    tile_count,
+    tile_of,
+)
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -60,17 +79,22 @@ def _buffer_of(slot, ONE_RING: gl.constexpr):
 @gluon.jit
 def _load_blocks(
     h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor, tickets_ptr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free; returns the next item."""
+    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free -> (next item, next ticket)."""
+    ticket = 0
     for c in gl.static_range(CONSUMERS):
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
         start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED)
     for i in range(end_block - first_block):
         start_n = (end_block - 1 - i) * BLOCK_N
+        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
+        # a whole tile ahead: with 8 tiles for each they would not end together.
+        if i == end_block - first_block - 1:
+            ticket = draw_ticket(tickets_ptr, DEAL)
         slot = item % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
         start_load(
@@ -84,18 +108,18 @@ def _load_blocks(
             PIECES_V, RAGGED,
         )  # fmt: skip
         item += 2
-    return item
+    return item, ticket
 
 
 @gluon.jit
 def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    q_tensor, k_tensor, v_tensor, group, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
+    q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
     """One warp: copy what the consumers of each tile read."""
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
@@ -103,30 +127,35 @@ def _producer(
     item = 0
     turn = 0
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    place = first_place(DEAL)
+    end = end_place(tiles, group, DEAL)
+    drawn = 0
+    while place < end:
+        index, dealt = tile_number(place, tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
             BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 1,
         )  # fmt: skip
-        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
-        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
-        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
-        if LENGTHS == PACKED:
-            if exists:
-                item = _load_blocks(
-                    h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                    BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
-                )  # fmt: skip
-                turn += 1
-        else:
-            item = _load_blocks(
-                h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+        if exists & dealt:
+            end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
+            end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
+            end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
+            item, ticket = _load_blocks(
+                h, h // group_size, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
+                tickets_ptr, BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
             )  # fmt: skip
             turn += 1
+        else:
+            ticket = draw_ticket(tickets_ptr, DEAL)
+        place = next_place(place, ticket, DEAL)
+        if DEAL == "dynamic":
+            announce(place, drawn, word, announced, read)
+            drawn += 1
+    if DEAL == "dynamic":
+        leave(tickets_ptr)
 
 
 @gluon.jit
@@ -366,7 +395,8 @@ def _consumer(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    DEAL: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     o_tensor, lse_ptr, o_buffers, scale, softcap,
@@ -382,38 +412,37 @@ def _consumer(
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    place = first_place(DEAL)
+    end = end_place(tiles, group, DEAL)
+    drawn = 0
+    while place < end:
+        index, dealt = tile_number(place, tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
             BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 4,
         )  # fmt: skip
-        row0 += CONSUMER * ROWS
-        if LENGTHS == PACKED:
-            if exists:
-                item = _attend_tile(
-                    b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-                    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                    CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
-                )  # fmt: skip
-                turn += 1
-        else:
+        if exists & dealt:
             item = _attend_tile(
-                b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+                b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
                 CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
+        if DEAL == "dynamic":
+            place = await_announcement(drawn, word, announced, read)
+            drawn += 1
+        else:
+            place = next_place(place, 0, DEAL)
     tma.store_wait(0)
 
 
 SIZES = (
     "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
-    "window_left", "window_right", "group",
+    "window_left", "window_right", "group_size",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
@@ -424,15 +453,17 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
+    tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    group,  # query heads that share one key head
+    group_size,  # query heads that share one key head
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    DEAL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
@@ -458,17 +489,29 @@ def _fwd_sm90_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_empty.index(slot), count=CONSUMERS)
+    if DEAL == "dynamic":  # where the producer announces the next tile
+        word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+        read = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+        mbarrier.init(announced.index(0), count=1)
+        mbarrier.init(read.index(0), count=CONSUMERS)
+        tickets = (tickets_ptr,)
+    else:  # nothing will be read there, and a tuple of values has no None
+        word = q_full
+        announced = q_full
+        read = q_full
+        tickets = (heads,)
     fence_async_shared()
 
-    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty)
+    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read)
     if LENGTHS == EQUAL:
-        sizes = (heads, heads)  # nothing will be read there, and a tuple of values has no None
+        sizes = (heads, heads)
     else:
         sizes = (lengths_q_ptr, lengths_k_ptr)
     sizes += (heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k)
     sizes += (window_left, window_right)
     consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
-    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group)
+    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
@@ -477,9 +520,9 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -489,12 +532,12 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -504,15 +547,15 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -541,6 +584,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "NEGATE": negate,
         "POLYNOMIAL": config.polynomial,
         "LAZY": config.lazy,
+        "DEAL": config.deal,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
     }
@@ -568,7 +612,7 @@ def attention_forward(
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 3,
+            *(None,) * 4,  # lengths, lse, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -593,4 +637,5 @@ def attention_forward(
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
-        _launches.get(key, make)(q, k, v, out, *lengths, lse)
+        tickets = ticket_counter(q) if config.deal == "dynamic" else None
+        _launches.get(key, make)(q, k, v, out, *lengths, lse, tickets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -36,11 +37,12 @@ class Sm90Config:
     own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
     consumer_registers: int
     producer_registers: int
-    persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
+    persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
     pingpong: bool = False  # the consumers issue their products in turns
     polynomial: int = 0  # exponentials on the FMA units: none, every fourth (1), every second (2)
     lazy: int = 0  # rescale out only when a row's maximum has risen by more than this power of two; 0: always
     together: int = 0  # query heads that take turns; 0: see `heads_together`
+    deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
 
@@ -79,6 +81,12 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24),
     256: C(1, 64, 4, False, 248, 88),
 }
+# Changes to a row's last config that wait for a GPU, compiled with the table; `benchmarks/hopper_sweep.py` has more.
+WAITING: tuple[tuple[tuple[int, bool], dict[str, Any]], ...] = (
+    *(((d, True), {"persistent": True, "deal": "dynamic"}) for d in (128, 256)),
+    *(((d, True), {"persistent": True, "deal": "balanced"}) for d in (64, 192)),
+    ((64, True), {"persistent": True, "deal": "dynamic", "pingpong": True}),
+)
 # Rows of the table that the portable kernel was faster than.
 SLOWER = frozenset({(64, True)})
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarrier
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from . import barriers, inline_asm
+from .atomics import add_scalar
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .numerics import narrow, poison, stored, widen
@@ -144,12 +146,19 @@ class Builder(InterpreterBuilder):
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
         # Where nothing is loaded and nothing given instead, the value is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data
+        self.program.memory.atomics.plain(ptrs.data[mask_data], "load")
         return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader), dtype)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> None:
         writer = self.program.writer_of(current())
         mask_data = np.broadcast_to(mask.data, ptrs.data.shape)
+        self.program.memory.atomics.plain(ptrs.data[mask_data], "store")
         self.program.memory.store(ptrs.data, mask_data, value.data, writer)
+
+    def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, semantics: Any, scope: Any) -> TensorHandle:
+        if op != ir.ATOMIC_OP.ADD or scope != ir.MEM_SYNC_SCOPE.GPU or not mask.data.all():
+            raise NotImplementedError(f"atomic operation at {location()}: {op}, {scope}, perhaps masked")
+        return add_scalar(ptr, value, semantics)
 
     # ---- shared memory
 

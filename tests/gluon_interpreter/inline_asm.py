@@ -1,4 +1,4 @@
-"""The inline assembly that kernels use: named barriers, and approximate functions by name."""
+"""The inline assembly that kernels use: named barriers, tickets, and approximate functions by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
-from .errors import BarrierMisuse, location
+from .atomics import OfFirstLane, add_scalar
+from .errors import BarrierMisuse, InvalidOperand, location
 from .scheduler import current
 
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
@@ -42,6 +44,21 @@ def _named_barrier(action: str, number: int, count: int) -> None:
     (barrier.sync if action == "sync" else barrier.arrive)(count)
 
 
+# A ticket: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
+_DRAW = re.compile(
+    r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); mov\.u32 \2, %laneid; setp\.eq\.u32 \1, \2, 0; mov\.b32 \$0, 0; "
+    r"@\1 atom\.global\.relaxed\.gpu\.add\.u32 \$0, \[\$1\], 1; \}"
+)
+_SHARE = re.compile(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;")
+
+
+def _draw(pointer: TensorHandle) -> TensorHandle:
+    task = current()
+    if task.num_warps != 1:
+        raise InvalidOperand(f"{task.name} draws a ticket at {location()} in each of its {task.num_warps} warps")
+    return OfFirstLane(add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELAXED))
+
+
 def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle:
     """The result of one inline assembly on the handles `values`."""
     barriers = _BARRIER.findall(asm)
@@ -49,6 +66,10 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle:
         for action, number, count in barriers:
             _named_barrier(action, int(number), int(count))
         return TensorHandle(np.zeros(1, np.int32), tl.int32)
+    if _DRAW.fullmatch(asm):
+        return _draw(values[0])
+    if _SHARE.fullmatch(asm):
+        return values[0].value if isinstance(values[0], OfFirstLane) else values[0]
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
         with np.errstate(all="ignore"):
