@@ -124,14 +124,14 @@ MUTANTS = {
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = _finish_values\(o, PIECES_V\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "scores are read while their product runs": (
-        r"s = warpgroup_mma_wait\(PIECES_V",
-        "s = warpgroup_mma_wait(PIECES_V + 1",
+        r"s = warpgroup_mma_wait\(run_count\(PIECES_V, JOINED\)",
+        "s = warpgroup_mma_wait(run_count(PIECES_V, JOINED) + 1",
         Race,
         {},
     ),
@@ -148,7 +148,7 @@ MUTANTS = {
         {"own_o": False},
     ),
     "out is overwritten while it leaves": (
-        r" +tma\.store_wait\(0\)\n( +for j in gl\.static_range\(PIECES_V\):\n +out = )",
+        r" +tma\.store_wait\(0\)\n( +for run in gl\.static_range\(.*\n +by_row = )",
         r"\1",
         Race,
         {},

@@ -195,9 +195,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
             yield _hopper_spec(problem, sm90.config_of(problem))
-    for (d, causal), changes in sm90.WAITING:
-        problem = _problem(arch, "bfloat16", d, causal).replace(seqlen_q=4096, seqlen_k=4096)
-        yield _hopper_spec(problem, replace(sm90.CONFIGS[d, causal][-1][1], **changes))
+    for d, causal, config in sm90.WAITING:
+        yield _hopper_spec(_problem(arch, "bfloat16", d, causal).replace(seqlen_q=4096, seqlen_k=4096), config)
 
 
 def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileSpec:
@@ -213,7 +212,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     for name, rows in blocks.items():
         ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
         rank = 5 if ragged else 4
-        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)))
+        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)), config.piece)
         block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
         signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
     signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
@@ -231,6 +230,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     return CompileSpec(
         "attention_fwd/sm90",
         f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
+        f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,

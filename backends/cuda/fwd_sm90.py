@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -48,6 +47,20 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
+from diyfa.backends.cuda.sm90_products import (
+    ROWS,
+    accumulator_layout,
+    buffer_of,
+    finish_values,
+    no_values,
+    rescaled,
+    run_count,
+    run_length,
+    run_start,
+    start_scores,
+    start_values,
+    tile_at,
+)
 from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
@@ -55,7 +68,6 @@ from diyfa.backends.cuda.sm90_tiles import (
     group_count,
     start_load,
     start_store,
-    tile_at,
     tile_count,
     tile_of,
 )
@@ -63,17 +75,6 @@ from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warpgroup instruction
-
-
-@gluon.jit
-def _buffer_of(slot, ONE_RING: gl.constexpr):
-    """Which buffer a slot is: K and V have their own, or share them all."""
-    if ONE_RING:
-        buffer = slot
-    else:
-        buffer = slot // 2
-    return buffer
 
 
 @gluon.jit
@@ -98,13 +99,13 @@ def _load_blocks(
         slot = item % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
         start_load(
-            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
             PIECES, RAGGED,
         )  # fmt: skip
         slot = (item + 1) % SLOTS
         mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
         start_load(
-            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
             PIECES_V, RAGGED,
         )  # fmt: skip
         item += 2
@@ -189,49 +190,6 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(
-    q_buffers, k_buffers, k_index, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
-    """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    for j in gl.static_range(PIECES):
-        q = tile_at(q_buffers, CONSUMER * PIECES + j)
-        k = tile_at(k_buffers, k_index * PIECES + j)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def _start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr):
-    """Start adding p v to each piece of o."""
-    started = ()
-    for j in gl.static_range(PIECES_V):
-        started += (warpgroup_mma(p, tile_at(v_buffers, v_index * PIECES_V + j), o[j], is_async=True),)
-    return started
-
-
-@gluon.jit
-def _finish_values(o, PIECES_V: gl.constexpr):
-    """Wait for what `_start_values` started."""
-    if PIECES_V == 1:
-        done = (warpgroup_mma_wait(0, deps=[o[0]]),)
-    else:
-        done = warpgroup_mma_wait(0, deps=o)
-    return done
-
-
-@gluon.jit
-def _rescaled(o, alpha, OUT: gl.constexpr, PIECES_V: gl.constexpr):
-    """Each row of o times its alpha."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    result = ()
-    for j in gl.static_range(PIECES_V):
-        result += (o[j] * factor,)
-    return result
-
-
-@gluon.jit
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
     p,  # [64, BLOCK_N], weights of the block before, ready as an operand
@@ -239,12 +197,11 @@ def _attend_blocks(
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
-    OUT: gl.constexpr = p.type.layout.parent
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
@@ -252,25 +209,25 @@ def _attend_blocks(
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
         if PINGPONG:
             _wait_turn(CONSUMER)
-        s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+        s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
-        o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
+        o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED)
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
-        s = warpgroup_mma_wait(PIECES_V, deps=[s])  # the values may still run
+        s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha, moved = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
             MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
-        o = _finish_values(o, PIECES_V)
+        o = finish_values(o, PIECES_V, JOINED)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
         if LAZY:
             if moved:
-                o = _rescaled(o, alpha, OUT, PIECES_V)
+                o = rescaled(o, alpha, PIECES_V, JOINED)
         else:
-            o = _rescaled(o, alpha, OUT, PIECES_V)
+            o = rescaled(o, alpha, PIECES_V, JOINED)
     return o, p, m_i, l_i, item
 
 
@@ -281,18 +238,14 @@ def _attend_tile(
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
     DTYPE: gl.constexpr = o_tensor.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
     MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
 
@@ -319,7 +272,7 @@ def _attend_tile(
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
     mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-    s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+    s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -328,54 +281,54 @@ def _attend_tile(
         s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
         MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, 0,
     )  # fmt: skip
-    p = gl.convert_layout(weights.to(DTYPE), P)
-    o = ()
-    for _ in gl.static_range(PIECES_V):
-        o += (gl.zeros([ROWS, WIDTH], gl.float32, OUT),)
+    o = no_values(WIDTH, PIECES_V, JOINED)
+    p = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, o[0].type.layout, 2))
     if MASKED:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     if OWN_O:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
-    o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
+    o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     if LENGTHS == SEQ_LENS:
         seen = seen & (rows < n_queries)
     total = gl.where(seen, l_i, 1.0)
     lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
-    factor = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROWS)
+    factor = gl.where(seen, 1.0 / total, 0.0)
     if LENGTHS == PACKED:
         gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
-    o = _finish_values(o, PIECES_V)
+    o = finish_values(o, PIECES_V, JOINED)
     mbarrier.arrive(kv_empty.index(v_slot), count=1)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
-    for j in gl.static_range(PIECES_V):
-        out = gl.where((factor > 0.0)[:, None], o[j] * factor[:, None], 0.0)
-        tile_at(o_buffers, CONSUMER * O_PIECES + j).store(out.to(DTYPE))
+    for run in gl.static_range(run_count(PIECES_V, JOINED)):
+        by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        out = gl.where(by_row > 0.0, o[run] * by_row, 0.0)
+        first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
+        tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out.to(DTYPE))
     fence_async_shared()
     for j in gl.static_range(PIECES_V):
         o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
@@ -392,7 +345,7 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
@@ -428,7 +381,7 @@ def _consumer(
                 b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
@@ -460,7 +413,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
@@ -518,7 +471,7 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -530,10 +483,10 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -545,13 +498,13 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -571,9 +524,10 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
-        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v)[1],
-        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim)[1],
-        "ONE_RING": has_one_ring(problem),
+        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
+        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
+        "JOINED": config.joined,
+        "ONE_RING": has_one_ring(problem, config.piece),
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
@@ -604,7 +558,7 @@ def attention_forward(
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         layout = problem.layout
         d, dv = problem.head_dim, problem.head_dim_v
-        width, width_v = pieces_of(d, dv)[0], pieces_of(dv, d)[0]
+        width, width_v = pieces_of(d, dv, config.piece)[0], pieces_of(dv, d, config.piece)[0]
         box = ragged_box if problem.seq_lens or problem.varlen else dense_box
         boxes = (
             box(q, layout, CONSUMER_ROWS, width),

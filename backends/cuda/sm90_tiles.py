@@ -129,15 +129,6 @@ def tile_of(
 
 
 @gluon.jit
-def tile_at(buffers, index):
-    """One buffer as a matrix, whatever dimensions of one its descriptor has."""
-    RANK: gl.constexpr = len(buffers.shape)
-    N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
-    COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-    return buffers.index(index).reshape([N_ROWS, COLUMNS])
-
-
-@gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, index, full, PIECES: gl.constexpr, RAGGED: gl.constexpr
 ):  # fmt: skip

@@ -174,13 +174,13 @@ class Builder(InterpreterBuilder):
         self.program.scheduler.pause()
         task = current()
         view.access(f"load at {location()}", task.clock, task, task.step(), write=False)
-        return TensorHandle(view.array.copy(), view.dtype)
+        return TensorHandle(view.values().copy(), view.dtype)
 
     def create_local_store(self, view: SharedView, value: TensorHandle) -> None:
         self.program.scheduler.pause()
         task = current()
         view.access(f"store at {location()}", task.clock, task, task.step(), write=True)
-        view.array[...] = value.data
+        view.store(value.data)
 
     def create_local_dealloc(self, view: SharedView) -> None:
         pass
@@ -204,7 +204,9 @@ class Builder(InterpreterBuilder):
         return view.reshape(shape, layout)
 
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
-        raise NotImplementedError(f"reinterpreted shared memory at {location()}")
+        if ty.element_ty != view.dtype or not isinstance(ty.layout, gl.NVMMASharedLayout):
+            raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
+        return view.joined([int(n) for n in ty.shape], ty.layout)
 
     def create_fence_async_shared(self, cluster: bool) -> None:
         current().clock.fence()
