@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
 ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
+TURNS_OWN = {"own_walk": True, "persistent": True, "pingpong": True, "deal": "dynamic"}
 BALANCED = replace(TWO, persistent=True, deal="balanced")
 DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
 
@@ -81,6 +82,18 @@ CASES = [
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
     (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
     (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
+    (case("own_walk", heads=3, seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, own_walk=True)),
+    (
+        case("own_walk_more_queries", seqlen_q=300, seqlen_k=130, causal=True),
+        replace(TWO, own_walk=True, persistent=True),
+    ),
+    (case("own_walk_turns", seqlen_q=500, seqlen_k=400, causal=True), replace(THREE, **TURNS_OWN)),
+    (case("own_walk_window", seqlen_q=400, seqlen_k=400, window=(90, 20)), replace(THREE, own_walk=True)),
+    (packed("own_walk_packed", (150, 0, 300, 3), (150, 9, 200, 64), causal=True), replace(DYNAMIC, own_walk=True)),
+    (
+        case("own_walk_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True),
+        replace(THREE, own_walk=True),
+    ),
     (case("balanced", heads=3, seqlen_q=400, seqlen_k=450, causal=True), BALANCED),
     (case("balanced_groups", heads=5, batch=2, seqlen_q=300, causal=True), replace(BALANCED, together=3)),
     (case("balanced_three", batch=2, seqlen_q=400, causal=True), replace(BALANCED, consumers=3, pingpong=True)),

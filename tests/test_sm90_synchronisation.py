@@ -36,7 +36,15 @@ WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtyp
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
 # With more slots than blocks the ring does not order announcements of tiles too.
 DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
-FORMS = (PLAIN, replace(PLAIN, own_o=False), replace(PLAIN, pingpong=True), DYNAMIC)
+# With shorter blocks than tiles, the first consumer has some to pass over.
+OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
+FORMS = (
+    (PLAIN, WALK),
+    (replace(PLAIN, own_o=False), WALK),
+    (replace(PLAIN, pingpong=True), WALK),
+    (DYNAMIC, WALK),
+    (OWN_WALK, replace(WALK, causal=True)),
+)
 
 
 def statements(tree: ast.AST) -> list[ast.Expr]:
@@ -55,10 +63,10 @@ LINES = [
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
-    for form in FORMS:
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
-            assert not run(WALK)
+            assert not run(case)
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -67,11 +75,11 @@ def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.M
     tree = copy.deepcopy(TREES[name])
     statements(tree)[int(number)].value = ast.Constant(None)
     kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
-    for form in FORMS:
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
             try:
-                run(WALK)
+                run(case)
             except KernelBug:
                 return
     pytest.fail(f"nothing reports that {line} is missing")

@@ -232,12 +232,36 @@ def _attend_blocks(
 
 
 @gluon.jit
+def _pass_over(
+    key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
+
+    Row 0 is aligned with key0. At least one block is left. A slot must be full before it is released: until then
+    others may still owe their release of what it held before.
+    """
+    end = key0 + ROWS if CAUSAL else key0 + ROWS + window_right
+    own_end = gl.maximum(gl.cdiv(gl.minimum(end, n_keys), BLOCK_N), first_block + 1)
+    for _ in range(own_end, end_block):
+        if PINGPONG:  # as many turns as the others have
+            _wait_turn(CONSUMER)
+            _hand_over(CONSUMER, CONSUMERS)
+        for j in gl.static_range(2):
+            mbarrier.wait(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1)
+            mbarrier.arrive(kv_empty.index((item + j) % SLOTS), count=1)
+        item += 2
+    return item
+
+
+@gluon.jit
 def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -249,6 +273,13 @@ def _attend_tile(
     O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
     MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
 
+    if OWN_WALK:
+        before = item
+        item = _pass_over(
+            row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, CAUSAL,
+        )  # fmt: skip
+        end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     position = rows + (n_keys - n_queries)  # the key that each row is aligned with
     # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, then blocks
@@ -345,6 +376,7 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    OWN_WALK: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -381,7 +413,7 @@ def _consumer(
                 b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
@@ -413,6 +445,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    OWN_WALK: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -471,7 +504,7 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -483,10 +516,10 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -498,13 +531,13 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -524,6 +557,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
+        "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
         "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
         "JOINED": config.joined,
