@@ -104,7 +104,7 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     rows = CONFIGS[tile_class(problem)]
     config = next(config for most, config in rows if keys_seen(problem) <= most)
     if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
-        config = SMALL[tile_class(problem)[0]]
+        config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -149,8 +149,14 @@ def has_one_ring(problem: AttentionProblem, piece: int = 0) -> bool:
 
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
     """The rows of the table that a problem looks in: columns of its widest tile, whether later tiles see more keys."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return next((c for c in (64, 128, 192) if widest <= c), 256), problem.window_right >= 0
+    masked = problem.window_right >= 0
+    wide = widest(problem)
+    return min(columns for columns, mask in CONFIGS if mask == masked and wide <= columns), masked
+
+
+def widest(problem: AttentionProblem) -> int:
+    """Columns of the wider one of K and V."""
+    return max(problem.head_dim, problem.head_dim_v)
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
@@ -189,7 +195,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-    if not MIN_HEAD_DIM <= max(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
+    if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:  # inputs may be padded, out is not
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
