@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,3 +244,37 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
     assert (first - portable).abs().max() < 0.02
     for _ in range(100):
         assert torch.equal(diyfa.flash_attention(q, k, v, variant="sm90"), first)
+
+
+@needs_kernel
+def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
+    from diyfa.backends.cuda import fwd_sm90, sm90_tickets
+
+    def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
+        return replace(sm90.config_of(problem), persistent=True, deal="dynamic")
+
+    monkeypatch.setattr(fwd_sm90, "config_of", dynamic)
+    q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
+
+    def call() -> torch.Tensor:
+        return diyfa.flash_attention(q, k, v, causal=True, variant="sm90")
+
+    first = call()
+    assert (first - diyfa.flash_attention(q, k, v, causal=True, variant="v2")).abs().max() < 0.02
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured += [call(), call()]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < len(graphs):
+                    graphs[i].replay()
+                outs.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in outs + captured)
+    assert all(counter.tolist() == [0, 0] for counter in sm90_tickets._counters.values())
