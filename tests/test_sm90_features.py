@@ -82,6 +82,11 @@ CASES = [
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
     (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
     (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
+    (case("pairs", causal=True), replace(TWO, pairs=True)),
+    (case("pairs_float16", dtype="float16", seqlen_k=500, head_dim=128), replace(TWO, pairs=True, block_n=128)),
+    (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS_OWN)),
+    (case("pairs_joined", head_dim=96, causal=True), replace(TWO, piece=32, joined=True, pairs=True, lazy=8)),
+    (case("pairs_polynomial", dtype="float16", seqlen_k=450), replace(TWO, polynomial=2, pairs=True)),
     (case("own_walk", heads=3, seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, own_walk=True)),
     (
         case("own_walk_more_queries", seqlen_q=300, seqlen_k=130, causal=True),

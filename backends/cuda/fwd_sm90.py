@@ -52,6 +52,7 @@ from diyfa.backends.cuda.sm90_products import (
     accumulator_layout,
     buffer_of,
     finish_values,
+    held,
     no_values,
     rescaled,
     run_count,
@@ -192,12 +193,12 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
-    p,  # [64, BLOCK_N], weights of the block before, ready as an operand
+    p,  # weights of the block before, `held`
     m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
@@ -211,7 +212,7 @@ def _attend_blocks(
             _wait_turn(CONSUMER)
         s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
-        o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED)
+        o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
@@ -222,7 +223,7 @@ def _attend_blocks(
         )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
-        p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+        p = held(weights, o, v_buffers.dtype, PAIRS)
         if LAZY:
             if moved:
                 o = rescaled(o, alpha, PIECES_V, JOINED)
@@ -262,7 +263,7 @@ def _attend_tile(
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
@@ -313,32 +314,32 @@ def _attend_tile(
         MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, 0,
     )  # fmt: skip
     o = no_values(WIDTH, PIECES_V, JOINED)
-    p = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, o[0].type.layout, 2))
+    p = held(weights, o, DTYPE, PAIRS)
     if MASKED:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     if OWN_O:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
-    o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED)
+    o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     if LENGTHS == SEQ_LENS:
@@ -377,7 +378,7 @@ def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     OWN_WALK: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
@@ -413,8 +414,8 @@ def _consumer(
                 b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS,
+                ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
         if DEAL == "dynamic":
@@ -446,7 +447,7 @@ def _fwd_sm90_kernel(
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
     OWN_WALK: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
@@ -504,7 +505,7 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -516,10 +517,10 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -531,13 +532,13 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, ONE_RING,
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -561,6 +562,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
         "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
         "JOINED": config.joined,
+        "PAIRS": config.pairs,
         "ONE_RING": has_one_ring(problem, config.piece),
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,

@@ -44,6 +44,7 @@ class Sm90Config:
     own_walk: bool = False  # a consumer passes over blocks of which a mask on the right leaves its own rows nothing
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
     joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
+    pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -87,10 +88,10 @@ SMALL: dict[int, Sm90Config] = {
 # more. `joined` pieces of 32 columns: 96 without products with zeros.
 NATIVE_96 = C(2, 128, 6, True, 240, 24, piece=32, joined=True)
 WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
-    (64, True, C(3, 128, 6, True, 160, 32, True, True, deal="dynamic", own_walk=True)),
+    (64, True, C(3, 128, 6, True, 160, 32, True, True, own_walk=True, pairs=True, deal="dynamic")),
     (64, True, C(3, 128, 6, True, 160, 32, True, deal="balanced")),
     (96, True, NATIVE_96),
-    (128, True, C(2, 128, 4, True, 240, 24, True, deal="dynamic")),
+    (128, True, C(2, 128, 4, True, 240, 24, True, pairs=True, deal="dynamic")),
     (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
     (256, True, C(2, 64, 4, False, 240, 24, True, deal="dynamic")),
 )

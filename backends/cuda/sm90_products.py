@@ -102,9 +102,43 @@ def no_values(WIDTH: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr)
 
 
 @gluon.jit
-def start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
-    """Start adding p v to each part of o; p has the form of an operand of the first."""
+def held(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
+    """Weights [64, BLOCK_N] fp32 as they wait for the next block: in 16 bits, as the operand that `start_values` takes.
+
+    PAIRS: two of them in an int32, [64, BLOCK_N / 2]. Carried through a loop as 16-bit numbers, ptxas exchanges the
+    halves of each register at its end and again at its beginning: 64 of 480 instructions of a block at head_dim 64.
+    """
+    if PAIRS:
+        low, high = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
+        if DTYPE == gl.bfloat16:  # noqa: SIM300  a type, not a constant
+            p = gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
+            )
+        else:
+            p = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
+            )
+    else:
+        p = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, o[0].type.layout, 2))
+    return p
+
+
+@gluon.jit
+def _unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64, BLOCK_N / 2] pairs -> [64, BLOCK_N]; the instructions that take them again as pairs undo it."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    p = gl.join(low, high).reshape([ROWS, p.shape[1] * 2])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr):
+    """Start adding p v to each part of o; p is `held`."""
     started = ()
+    if PAIRS:
+        p = _unpaired(p, v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(PIECES_V, JOINED)):
         v = tile_at(v_buffers, v_index * PIECES_V + run_start(run, PIECES_V, JOINED), run_length(run, PIECES_V, JOINED))
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing

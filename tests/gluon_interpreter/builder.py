@@ -136,7 +136,7 @@ class Builder(InterpreterBuilder):
         self, asm: str, constraints: str, values: list[TensorHandle], types: list[Any], is_pure: bool, pack: int
     ) -> Any:
         results = inline_asm.run(asm, values, types[0].scalar)
-        return _Results([results])
+        return _Results(results if isinstance(results, list) else [results])
 
     # ---- global memory
 
