@@ -139,7 +139,7 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
     ),
     (96, True): ("native joined pairs", "2x64", "native joined dynamic pairs", "native"),
     (96, False): ("native joined pairs", "2x64", "native"),
-    (192, True): ("2x64 joined pairs", "2x64", "2x64 balanced", "2x64 joined"),
+    (192, True): ("2x64 joined", "2x64", "2x64 pairs", "2x64 balanced"),
     (192, False): ("2x64 joined pairs", "2x64"),
 }
 GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
