@@ -3,9 +3,9 @@
     python benchmarks/hopper_features.py [--only packed]
 
 GQA, samples and packed sequences of different lengths, windows, softcap, odd head dims, V of another width, grids of
-few tiles, 128k keys. Times are medians of `triton.testing.do_bench`; TFLOP/s
-count the products of visible pairs. `difference` is the largest between the two kernels' outputs. One line for each
-case; JSON lines with --output. bf16.
+few tiles, 128k keys. Times are medians of `triton.testing.do_bench`; TFLOP/s count the products of visible pairs.
+`difference` is the largest between the Hopper kernel's outputs, in the table's form and in others that the case may
+gain from, and the portable one's. One line for each case; JSON lines with --output. bf16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from triton.testing import do_bench
 
 from diyfa.attention import flash_attention, flash_attention_varlen
+from diyfa.backends.cuda import fwd_sm90, sm90
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ CASES = {
     "D=192": Case(4, 10, 4096, 192),
     "D=192/128": Case(4, 16, 4096, 192, head_dim_v=128),
     "D=192/128 full": Case(4, 16, 4096, 192, head_dim_v=128, causal=False),
+    "D=96 full": Case(4, 20, 4096, 96, causal=False),
     "D=72 full": Case(4, 28, 4096, 72, causal=False),
     "1 tile, S=512": Case(1, 1, 64, causal=False),
     "B·H=1, S=512": Case(1, 1, 512, causal=False),
@@ -83,6 +85,41 @@ def visible_pairs(case: Case, lengths: list[int]) -> int:
     return total
 
 
+def forms(case: Case) -> dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]]:
+    """Changes to the table's form that a case may gain from: tiles dealt as programs come, head dims without zeros."""
+
+    found: dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]] = {}
+    if (case.causal or case.shares) and case.batch * case.heads * case.seqlen >= 1 << 17:
+        found["dynamic"] = lambda config: replace(config, persistent=True, deal="dynamic")
+    if 64 < case.head_dim <= 96:
+        found["native"] = lambda config: sm90.NATIVE_96
+    if 128 < case.head_dim <= 192:
+        found["joined"] = lambda config: replace(config, joined=True)
+    return found
+
+
+def _with_forms(case: Case, call: Callable[[str], Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
+    """Name -> call, of the Hopper kernel in the table's form and in others, and of the portable one."""
+
+    def formed(change: Callable[[sm90.Sm90Config], sm90.Sm90Config]) -> Callable[[], torch.Tensor]:
+        inner = call("sm90")
+
+        def run() -> torch.Tensor:
+            fwd_sm90.config_of = lambda problem: change(sm90.config_of(problem))
+            try:
+                return inner()
+            finally:
+                fwd_sm90.config_of = sm90.config_of
+
+        return run
+
+    return {
+        "sm90": call("sm90"),
+        **{f"sm90 {name}": formed(change) for name, change in forms(case).items()},
+        "v2": call("v2"),
+    }
+
+
 def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
     """Name -> call, and the floating-point operations of one."""
     torch.manual_seed(0)
@@ -104,7 +141,7 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
         def packed(variant: str) -> Callable[[], torch.Tensor]:
             return lambda: flash_attention_varlen(q, k, v, cu, cu, most, most, variant=variant, **options)
 
-        return {name: packed(name) for name in ("sm90", "v2")}, flops
+        return _with_forms(case, packed), flops
     q, k, v = (random(case.batch, heads, case.seqlen, width) for heads, width in shapes)
     options = {"causal": case.causal, "softcap": case.softcap, "window": case.window}
     if case.shares:
@@ -113,7 +150,7 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
     def dense(variant: str) -> Callable[[], torch.Tensor]:
         return lambda: flash_attention(q, k, v, variant=variant, **options)
 
-    found = {name: dense(name) for name in ("sm90", "v2")}
+    found = _with_forms(case, dense)
     if not case.shares and not case.softcap and case.window == (-1, -1):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -140,8 +177,9 @@ def measure(name: str, rep: int) -> dict[str, Any]:
             row[who] = str(error)[-160:]
             continue
         row[who], row[f"{who}_us"] = round(flops / ms / 1e9, 1), round(ms * 1e3, 1)
-    if {"sm90", "v2"} <= outs.keys():
-        row["difference"] = float(f"{(outs['sm90'] - outs['v2']).abs().max().item():.1e}")
+    if "v2" in outs:
+        differences = [(out - outs["v2"]).abs().max().item() for who, out in outs.items() if who.startswith("sm90")]
+        row["difference"] = float(f"{max(differences, default=float('nan')):.1e}")
     return row
 
 
@@ -155,8 +193,9 @@ def main() -> None:
         if options.only not in name:
             continue
         row = measure(name, options.rep)
-        figures = " ".join(f"{who} {row.get(who, '-')}" for who in ("sm90", "v2", "cudnn"))
-        times = "/".join(f"{row[key]:.0f}" for key in ("sm90_us", "v2_us", "cudnn_us") if key in row)
+        who = [key.removesuffix("_us") for key in row if key.endswith("_us")]
+        figures = ", ".join(f"{name} {row[name]}" for name in who)
+        times = "/".join(f"{row[f'{name}_us']:.0f}" for name in who)
         print(f"{name:24} {figures}   {times} us   difference {row.get('difference', '-')}", flush=True)
         if options.output is not None:
             with options.output.open("a") as file:

@@ -5,7 +5,8 @@
 Each form runs in a process of its own: several import and compile at the same time, one at a time holds the GPU, and
 one that hangs or fails costs its time-out and nothing else. bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of
 4·B·H·S²·D (half with a causal mask), medians of `triton.testing.do_bench`; `error` is that of the norm of out against
-float64. Prints a row as soon as it is there, then a table for each case; writes JSON rows to --output as it goes.
+float64. Prints a row as soon as it is there, then a table for each case, then for each length the best form with its
+share of the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON rows to --output as it goes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,48 +32,128 @@ from diyfa.backends.cuda.sm90 import Sm90Config
 
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("cudnn", "fa3", "fa4", "portable")
+SEQ_LENS = (1024, 4096, 16384)
 
-TWO64 = Sm90Config(2, 128, 8, True, 240, 24)
-THREE64 = Sm90Config(3, 128, 6, True, 160, 32)
-TWO128 = Sm90Config(2, 128, 4, True, 240, 24)
-THREE128 = Sm90Config(3, 64, 6, True, 160, 32)
-TWO192 = Sm90Config(2, 128, 3, False, 240, 24)
-TWO256 = Sm90Config(2, 64, 4, False, 240, 24)
-TURNS, STAYS = {"pingpong": True}, {"persistent": True}
-
-# Changes to a form, by name; each is one question. What 0, 1 and 2 mean is said in `Sm90Config`.
-QUESTIONS: dict[str, dict[str, Any]] = {
-    "": {},
-    "pingpong": TURNS,
-    "persistent": STAYS,
-    "pingpong persistent": TURNS | STAYS,
+# A form is named by its tile and what changes it; what the changes mean is said in `Sm90Config`.
+TILES: dict[int, dict[str, Sm90Config]] = {
+    64: {
+        "3x64": Sm90Config(3, 128, 6, True, 160, 32),
+        "3x64s8": Sm90Config(3, 128, 8, True, 160, 32),
+        "2x64": Sm90Config(2, 128, 8, True, 240, 24),
+        "3x64x64": Sm90Config(3, 64, 12, True, 160, 32),
+    },
+    96: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "native": Sm90Config(2, 128, 6, True, 240, 24, piece=32)},
+    128: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "3x64x64": Sm90Config(3, 64, 6, True, 160, 32)},
+    192: {"2x64": Sm90Config(2, 128, 3, False, 240, 24)},
+    256: {"2x64": Sm90Config(2, 64, 4, False, 240, 24), "2x64r232": Sm90Config(2, 64, 4, False, 232, 40)},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "persistent": {"persistent": True},
+    "balanced": {"persistent": True, "deal": "balanced"},
+    "dynamic": {"persistent": True, "deal": "dynamic"},
+    "pingpong": {"pingpong": True},
+    "own-walk": {"own_walk": True},
     "lazy": {"lazy": 8},
     "poly4": {"polynomial": 1},
     "poly2": {"polynomial": 2},
-    "pingpong lazy": TURNS | {"lazy": 8},
-    "pingpong poly4": TURNS | {"polynomial": 1},
-    "pingpong poly4 persistent": TURNS | STAYS | {"polynomial": 1},
-    "pingpong poly4 lazy": TURNS | {"polynomial": 1, "lazy": 8},
-    "head by head": {"together": 1},
+    "joined": {"joined": True},
+    "pairs": {"pairs": True},
+    "by-head": {"together": 1},
 }
-FEW = ("", "pingpong", "lazy", "pingpong lazy", "poly4")
-FORMS: dict[int, dict[str, tuple[Sm90Config, tuple[str, ...]]]] = {
-    64: {
-        "3x64": (THREE64, tuple(QUESTIONS)),
-        "2x64": (TWO64, ("", "pingpong", "pingpong persistent", "pingpong poly4")),
-    },
-    128: {"2x64": (TWO128, (*FEW, "pingpong persistent")), "3x64": (THREE128, ("", "pingpong"))},
-    192: {"2x64": (TWO192, FEW[:2]), "2x64 64 keys": (replace(TWO192, block_n=64, slots=6), ("", "pingpong"))},
-    256: {"2x64": (TWO256, FEW[:4])},
+# By case, the most promising first: what is named first is measured first, of all cases in turn.
+FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
+    (64, True): (
+        "3x64 dynamic pingpong own-walk pairs",
+        "3x64 dynamic own-walk pairs",
+        "3x64 dynamic pingpong own-walk",
+        "2x64 dynamic pingpong pairs",
+        "3x64s8 dynamic pingpong own-walk pairs",
+        "3x64 balanced pingpong own-walk pairs",
+        "3x64 dynamic pingpong own-walk pairs poly4",
+        "3x64 dynamic pingpong own-walk pairs lazy",
+        "3x64 pingpong own-walk pairs",
+        "3x64",
+        "3x64 balanced own-walk pairs",
+        "3x64x64 dynamic pingpong own-walk pairs",
+        "2x64 dynamic pairs",
+        "3x64 dynamic pingpong",
+        "2x64 balanced pingpong pairs",
+        "3x64 dynamic pingpong own-walk by-head",
+    ),
+    (128, True): (
+        "2x64 dynamic pairs",
+        "2x64 balanced pairs",
+        "2x64 dynamic",
+        "2x64 dynamic pingpong pairs",
+        "2x64",
+        "2x64 pairs",
+        "2x64 balanced pingpong pairs",
+        "2x64 dynamic pairs lazy",
+        "2x64 persistent pingpong",
+        "2x64 dynamic pairs by-head",
+        "2x64 dynamic pingpong pairs lazy",
+        "2x64 dynamic pairs poly4",
+        "3x64x64 dynamic pingpong own-walk pairs",
+    ),
+    (256, True): (
+        "2x64 dynamic pairs",
+        "2x64r232 balanced own-walk pairs",
+        "2x64 dynamic own-walk",
+        "2x64 balanced pairs",
+        "2x64",
+        "2x64 own-walk pairs",
+        "2x64 pairs",
+        "2x64 dynamic lazy",
+        "2x64 dynamic pingpong own-walk",
+    ),
+    (64, False): (
+        "3x64 persistent pingpong pairs",
+        "3x64 pingpong pairs",
+        "3x64s8 persistent pingpong pairs",
+        "3x64 persistent pingpong",
+        "3x64 pairs",
+        "3x64",
+        "2x64 persistent pingpong pairs",
+        "3x64 persistent pingpong pairs poly4",
+        "3x64 persistent pingpong pairs lazy",
+        "3x64 dynamic pingpong pairs",
+        "3x64 pingpong pairs poly4",
+    ),
+    (128, False): (
+        "2x64 pairs",
+        "2x64 persistent pairs",
+        "2x64",
+        "2x64 dynamic pairs",
+        "2x64 persistent",
+        "2x64 pairs lazy",
+        "2x64 persistent pingpong pairs",
+        "2x64 pingpong pairs",
+    ),
+    (256, False): (
+        "2x64 pairs",
+        "2x64",
+        "2x64 persistent pairs",
+        "2x64 lazy",
+        "2x64 dynamic pairs",
+        "2x64 pingpong pairs",
+    ),
+    (96, True): ("native joined pairs", "2x64", "native joined dynamic pairs", "native"),
+    (96, False): ("native joined pairs", "2x64", "native"),
+    (192, True): ("2x64 joined", "2x64", "2x64 pairs", "2x64 balanced"),
+    (192, False): ("2x64 joined pairs", "2x64"),
 }
+GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
 
 
-def candidates(head_dim: int) -> dict[str, Sm90Config]:
-    """Name -> form, for a head dim of the table."""
+def candidates(head_dim: int, causal: bool) -> dict[str, Sm90Config]:
+    """Name -> form, the most promising first."""
     found = {}
-    for base, (config, questions) in FORMS[head_dim].items():
-        for question in questions:
-            found[f"{base} {question}".strip()] = replace(config, **QUESTIONS[question])
+    for name in FORMS[head_dim, causal]:
+        tile, *changes = name.split()
+        values: dict[str, Any] = {}
+        for change in changes:
+            values |= CHANGES[change]
+        found[name] = replace(TILES[head_dim][tile], **values)
     return found
 
 
@@ -164,7 +245,7 @@ def one(name: str, head_dim: int, causal: bool, seqlens: list[int], lock: str, l
     from triton.testing import do_bench
 
     case = {"implementation": name, "D": head_dim, "causal": causal}
-    config = candidates(head_dim).get(name)
+    config = candidates(head_dim, causal).get(name)
     if config is None and name not in PEERS:
         raise ValueError(f"unknown implementation {name!r}")
     calls = {}
@@ -239,11 +320,112 @@ def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) ->
         print(f"  {name:34} {figures}   {shares}   {max(r['error'] for r in found.values()):.1e}")
 
 
+# ---- what the figures say
+
+CLOSE = 0.98  # of the best: not told apart from it
+NOISE = 2.0  # times the peers' error against float64, beyond which a form is wrong
+
+
+def _right(rows: list[dict]) -> list[dict]:
+    """Rows of forms whose error is like the peers'."""
+    peers = [row["error"] for row in rows if row["implementation"] in PEERS]
+    allowed = NOISE * max(peers) if peers else 1e-2
+    return [row for row in rows if row["implementation"] not in PEERS and row["error"] <= allowed]
+
+
+def _table_rows(figures: dict[int, dict[str, float]]) -> list[tuple[list[int], str]]:
+    """Length -> form -> TFLOP/s: (lengths, form), in as few rows as leave every length within CLOSE of its best."""
+    lengths = sorted(figures)
+    for cuts in sorted(range(1 << (len(lengths) - 1)), key=lambda bits: bits.bit_count()):
+        parts: list[list[int]] = [[lengths[0]]]
+        for i, length in enumerate(lengths[1:]):
+            if cuts >> i & 1:
+                parts.append([length])
+            else:
+                parts[-1].append(length)
+        rows = []
+        for part in parts:
+            worst = {
+                name: min(figures[s].get(name, 0.0) / max(figures[s].values()) for s in part)
+                for name in figures[part[0]]
+            }
+            name = max(worst, key=lambda form: worst[form])
+            if worst[name] < CLOSE and len(part) > 1:
+                break
+            rows.append((part, name))
+        else:
+            return rows
+    raise AssertionError("one row for each length always does")
+
+
+def _as_source(config: Sm90Config, measured: str) -> str:
+    """The config as a row of `sm90.py` has it."""
+    always = fields(config)[:6]
+    changed = [f for f in fields(config)[6:] if f.name != "measured" and getattr(config, f.name) != f.default]
+    arguments = [repr(getattr(config, f.name)) for f in always]
+    arguments += [f"{f.name}={getattr(config, f.name)!r}".replace("'", '"') for f in changed]
+    return f"C({', '.join(arguments)}, measured={measured})"
+
+
+def print_summary(rows: list[dict]) -> None:
+    """For each point of the grid the best form and its share of the best peer, then the rows of the table."""
+    measured = [row for row in rows if "tflops" in row]
+    source = []
+    print("\nbest form at each point: TFLOP/s, share of the best peer")
+    shares = []
+    for head_dim, causal in FORMS:
+        figures: dict[int, dict[str, float]] = {}
+        for seqlen in sorted({row["S"] for row in measured}):
+            here = [r for r in measured if (r["D"], r["causal"], r["S"]) == (head_dim, causal, seqlen)]
+            mine = {row["implementation"]: row["tflops"] for row in _right(here)}
+            if not mine:
+                continue
+            figures[seqlen] = mine
+            name = max(mine, key=lambda form: mine[form])
+            peers = {r["implementation"]: r["tflops"] for r in here if r["implementation"] in PEERS}
+            line = f"  D={head_dim:3} {'causal' if causal else 'full  '} S={seqlen:5}  {mine[name]:6.1f}  {name:38}"
+            if peers:
+                best = max(peers, key=lambda peer: peers[peer])
+                line += f" {mine[name] / peers[best]:.3f} of {best} {peers[best]:.1f}"
+                shares += [mine[name] / peers[best]] if (head_dim, causal) in GRID else []
+            print(line)
+        if not figures:
+            continue
+        forms = candidates(head_dim, causal)
+        parts = _table_rows(figures)
+        source.append(f"    ({head_dim}, {causal}): (")
+        for part, name in parts:
+            most = "_ANY" if part is parts[-1][0] else 2 * part[-1]
+            figure = "/".join(f"{figures[s][name]:.0f}" for s in part)
+            source.append(f"        ({most}, {_as_source(forms[name], f'_H200 + {json.dumps(figure)}')}),")
+        source.append("    ),")
+    if shares:
+        ahead = sum(share >= 1 for share in shares)
+        print(f"  {ahead} of {len(shares)} points at or ahead of the best peer, the worst at {min(shares):.3f}")
+    if source:
+        print("\nrows for backends/cuda/sm90.py:", *source, sep="\n")
+
+
+def ordered(cases: list[tuple[int, bool]], peers: list[str], only: list[str]) -> list[tuple[str, tuple[int, bool]]]:
+    """What to measure: peers of the grid, then the forms of all cases in turn, the most promising of each first."""
+    grid = [case for case in cases if case in GRID]
+    work = [(peer, case) for peer in peers if peer != "portable" for case in grid]
+    most = max(len(FORMS[case]) for case in cases)
+    for rank in range(most):
+        for case in grid:
+            work += [(name, case) for name in FORMS[case][rank : rank + 1]]
+        if rank == 1:  # other head dims and the portable kernel after the two best of each case
+            others = [case for case in cases if case not in GRID]
+            work += [("portable", case) for case in cases if "portable" in peers]
+            work += [(name, case) for case in others for name in (*(p for p in peers if p == "cudnn"), *FORMS[case])]
+    return [(name, case) for name, case in work if name in peers or not only or any(part in name for part in only)]
+
+
 def main() -> None:
-    every_case = [f"{d}-{mask}" for d in FORMS for mask in ("causal", "full")]
+    every_case = [f"{d}-{'causal' if causal else 'full'}" for d, causal in FORMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=every_case, choices=every_case)
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[1024, 4096, 16384])
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=list(SEQ_LENS))
     parser.add_argument("--only", nargs="*", default=[], help="forms whose name contains one of these")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--budget", type=float, default=440, help="seconds for everything")
@@ -251,6 +433,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
     parser.add_argument("--jobs", type=int, default=6, help="processes that import and compile at once")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
+    parser.add_argument("--summary", type=Path, default=None, help="JSON lines of an earlier run: only sum them up")
     parser.add_argument("--list", action="store_true", help="print the forms and stop")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
@@ -259,12 +442,10 @@ def main() -> None:
     if options.one is not None:
         one(options.one, *cases[0], options.seq_lens, options.lock, options.limit, options.rep)
         return
-    work = [
-        (name, case)
-        for case in cases
-        for name in (*options.peers, *candidates(case[0]))
-        if name in options.peers or not options.only or any(part in name for part in options.only)
-    ]
+    if options.summary is not None:
+        print_summary([json.loads(line) for line in options.summary.read_text().splitlines()])
+        return
+    work = ordered(cases, options.peers, options.only)
     if options.list:
         print("\n".join(f"{d}-{'causal' if causal else 'full':7} {name}" for name, (d, causal) in work))
         return
@@ -280,6 +461,7 @@ def main() -> None:
                         file.write(json.dumps(row) + "\n")
     for case in cases:
         print_table(rows, case, options.seq_lens)
+    print_summary(rows)
 
 
 if __name__ == "__main__":

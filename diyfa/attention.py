@@ -29,7 +29,8 @@ def normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seql
     left, right = window
     if causal:
         right = 0
-    return -1 if left >= seqlen_k else left, -1 if right >= seqlen_q > 0 else right
+    # No length is compared with a bound that no length can change: it may have no value yet in a traced graph.
+    return -1 if left > 0 and left >= seqlen_k else left, -1 if right > 0 and right >= seqlen_q > 0 else right
 
 
 def new_rng_state(device: torch.device) -> torch.Tensor:
@@ -61,6 +62,8 @@ def _prepare(
     validation.check_tensors(q=q, k=k, v=v)
     if q.dim() == 3 and k.dim() == 3 and v.dim() == 3 and layout == "bhsd":
         # (B·H, S, D): the batch is what seq_lens says, else one; grouped heads stay grouped either way.
+        if seq_lens is not None:
+            validation.check_tensors(seq_lens=seq_lens)
         batch = 1 if seq_lens is None else max(1, seq_lens.numel())
         if q.shape[0] % batch or k.shape[0] % batch or v.shape[0] % batch:
             raise ValueError(
@@ -278,7 +281,8 @@ def flash_attention_varlen(
     """
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
-    max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k)
+    max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = validation.check_length("max_seqlen_k", max_seqlen_k)
     validation.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = attend_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, sm_scale, window, softcap,
@@ -394,6 +398,8 @@ def explain(
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
         validation.check_tensors(q=q, k=k, v=v)
         q4, k4, v4 = autocast(q, k, v)
+        max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
+        max_seqlen_k = validation.check_length("max_seqlen_k", max_seqlen_k)
         validation.check_varlen(q4, k4, v4, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         _check_packed_options(
             q4, cu_seqlens_q, max_seqlen_q, max_seqlen_k, sm_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state
@@ -420,4 +426,6 @@ def explain(
         bias_grad,
     )  # fmt: skip
     problem = ops.describe_attention(chosen, tensors, scalars)
+    if needs_grad:  # the call refuses, too, what its backward pass could not run
+        registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
     return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)

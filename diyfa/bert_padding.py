@@ -7,6 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from diyfa.validation import check_tensors
+
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
@@ -26,6 +37,9 @@ def index_first_axis_residual(input: torch.Tensor, indices: torch.Tensor) -> tup
 
 
 def _check_mask(hidden_states: torch.Tensor, mask: torch.Tensor, name: str) -> None:
+    check_tensors(hidden_states=hidden_states, **{name: mask})
+    if mask.device != hidden_states.device:
+        raise ValueError(f"{name} is on {mask.device}, hidden_states on {hidden_states.device}")
     if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
         raise ValueError(
             f"{name} must have shape (batch, seqlen) = {tuple(hidden_states.shape[:2])}, got {tuple(mask.shape)}"
@@ -48,7 +62,7 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen) bool or int, true for tokens.
+        attention_mask: (batch, seqlen) bool or int, true (not 0) for tokens.
         unused_mask: (batch, seqlen) bool or int, true for places that are kept although they hold no token.
 
     Returns:
@@ -56,18 +70,19 @@ def unpad_input(
         the longest length, an int; how many tokens of each sequence are used (batch,) int32.
 
     Raises:
-        ValueError: a mask has another shape than the batch.
+        TypeError: an argument is no tensor.
+        ValueError: a mask has another shape than the batch, or is on another device.
     """
     _check_mask(hidden_states, attention_mask, "attention_mask")
-    kept = attention_mask
+    tokens = kept = attention_mask != 0  # a place counts once, whatever number marks it
     if unused_mask is not None:
         _check_mask(hidden_states, unused_mask, "unused_mask")
-        kept = attention_mask + unused_mask
+        kept = tokens | (unused_mask != 0)
     lengths = kept.sum(-1, dtype=torch.int32)
-    used = attention_mask.sum(-1, dtype=torch.int32)
+    used = tokens.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, _cumulative(lengths), _longest(lengths), used
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, _cumulative(lengths), _longest(lengths), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -85,18 +100,34 @@ def unpad_input_for_concatenated_sequences(
         sequences; the longest length.
 
     Raises:
-        ValueError: the lengths have another shape than the batch.
+        TypeError: an argument is no tensor, or the lengths are no integers.
+        ValueError: the lengths have another shape than the batch, or a row's are longer than the row.
     """
     _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length")
+    if attention_mask_in_length.dtype == torch.bool or attention_mask_in_length.is_floating_point():
+        raise TypeError(f"attention_mask_in_length must hold integers, got {attention_mask_in_length.dtype}")
     tokens_of_row = attention_mask_in_length.sum(-1, keepdim=True)
     places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     indices = (places < tokens_of_row).flatten().nonzero().flatten()
     flat = attention_mask_in_length.flatten()
     lengths = flat[flat.nonzero().flatten()]
+    if not torch.compiler.is_compiling() and int(lengths.sum()) != indices.shape[0]:
+        raise ValueError(
+            f"the lengths of each row of attention_mask_in_length must fit into its {hidden_states.shape[1]} places, "
+            f"got rows of {tokens_of_row.flatten().tolist()}"
+        )
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, _cumulative(lengths), _longest(lengths)
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Tokens (total, ...) back to (batch, seqlen, ...), zeros where there was padding; `indices` as from unpadding."""
+    """Tokens (total, ...) back to (batch, seqlen, ...), zeros where there was padding; `indices` as from unpadding.
+
+    Raises ValueError when there are not as many indices as tokens.
+    """
+    check_tensors(hidden_states=hidden_states, indices=indices)
+    if not torch.compiler.is_compiling() and indices.shape != hidden_states.shape[:1]:
+        raise ValueError(
+            f"indices must have shape {tuple(hidden_states.shape[:1])}, one for each token, got {tuple(indices.shape)}"
+        )
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -27,6 +27,15 @@ from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, n
 from diyfa.attn_probs import signed_probabilities
 from diyfa.problem import VARLEN
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
 # out alone, or (out, softmax_lse, S_dmask)
 FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Window = tuple[int, int]
@@ -43,18 +52,9 @@ class _Lengths(NamedTuple):
     max_seqlen_k: int
 
 
-def _max_seqlen(name: str, value: Any) -> int:
-    """An int or an integer tensor of one element (on an accelerator its value has to be waited for)."""
-    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_floating_point()):
-        raise TypeError(f"{name} must be an integer, got a {value.dtype} tensor of shape {tuple(value.shape)}")
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-
-
 def _lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> _Lengths:
-    longest_q, longest_k = _max_seqlen("max_seqlen_q", max_seqlen_q), _max_seqlen("max_seqlen_k", max_seqlen_k)
+    longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
+    longest_k = validation.check_length("max_seqlen_k", max_seqlen_k)
     return _Lengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
 
 
@@ -315,7 +315,7 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
     validation.check_tensors(qkv=qkv)
     (qkv,) = autocast(qkv)
-    longest = _max_seqlen("max_seqlen", max_seqlen)
+    longest = validation.check_length("max_seqlen", max_seqlen)
     return _attend(
         "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, True), _Lengths(cu_seqlens, cu_seqlens, longest, longest),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from diyfa import ops, registry, validation
+from diyfa.attention import autocast
 
 PRECISIONS = ("tf32", "ieee")
 
@@ -28,8 +29,8 @@ def triton_matmul(
         b: (K, N), of a's dtype and device; any strides.
         block_m, block_n, block_k: the tile; all three or none. Powers of two from 16, not beyond M, N, K.
         use_autotune: when no tile is given, measure candidates once for each bucket of sizes; else use the table's.
-        precision: for float32 inputs: None computes in float16 and returns float16, "tf32" and "ieee" compute in
-            that precision and return float32. Not allowed with other dtypes.
+        precision: for float32 inputs: None computes in float16 and returns float16 (inside torch.autocast: in its
+            dtype), "tf32" and "ieee" compute in that precision and return float32. Not allowed with other dtypes.
         out_dtype: dtype of the result; default: the inputs' (float16 for float32 inputs without `precision`).
         backend: name of a backend that must run the call.
 
@@ -40,6 +41,9 @@ def triton_matmul(
         ValueError: not 2-D, not on a supported device, devices or inner dimensions differ, bad tile or precision.
         TypeError: unsupported or differing dtypes.
     """
+    validation.check_tensors(a=a, b=b)
+    if precision is None:
+        a, b = autocast(a, b)
     validation.check_matmul(a, b)
     blocks = (block_m, block_n, block_k)
     validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
@@ -421,6 +422,24 @@ class _Attention(torch.autograd.Function):
         return (None, *owners, *(None,) * 4, dbias, dsinks, None, *(None,) * len(ctx.scalars))
 
 
+def _differentiates_forward() -> bool:
+    """Whether forward-mode differentiation is on; `autograd.Function` then refuses tangents, an operator drops them.
+
+    Raises RuntimeError inside a transform of torch.func that differentiates: neither of the two can follow it.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    functorch: Any = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None:
+        kinds = functorch.TransformType
+        if any(level.key() in (kinds.Grad, kinds.Jvp) for level in functorch.get_interpreter_stack()):
+            raise RuntimeError(
+                "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
+                "backward() or torch.autograd.grad; torch.func.vmap works where no gradient is wanted"
+            )
+    return forward_ad._current_level >= 0
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -467,7 +486,7 @@ def attention(
         sm_scale, window[0], window[1], softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
         variant,
     )  # fmt: skip
-    if needs_grad:
+    if _differentiates_forward() or needs_grad:
         if torch.compiler.is_compiling():  # it rejects one tensor as two arguments here, too; views of it will do
             k = k.view_as(k) if k is not None and k is q else k
             v = v.view_as(v) if v is not None and (v is q or v is k) else v
@@ -547,6 +566,6 @@ class _Matmul(torch.autograd.Function):
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+    if _differentiates_forward() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return _Matmul.apply(a, b, *arguments)
     return _mm(a, b, *arguments)

@@ -37,6 +37,8 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     for x in tensors:
         if type(x) is not torch.Tensor or x.is_meta or (wants_grad and x.requires_grad):
             return False
+        if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
+            return False
     c: Any = torch._C
     return not (
         c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes

@@ -182,8 +182,8 @@ def reference_attention(
     """softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
 
     Args:
-        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D), `diyfa.flash_attention_v2` ("bshd") or
-            `diyfa.flash_attention_varlen` ("thd").
+        q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here 2-D and more leading dimensions, too),
+            `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
         causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
         rng_state: (2,) int64, the seed and offset of the dropout mask; required when dropout_p > 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: where its sequences begin and end.
@@ -197,8 +197,8 @@ def reference_attention(
         is one; a row that belongs to no sequence has output 0 and lse +inf.
 
     Raises:
-        ValueError: unknown layout, a layout without what it needs or with what it cannot combine, dropout without
-            rng_state; shapes that do not fit raise what PyTorch raises.
+        ValueError: unknown layout, ranks that do not fit it, a layout without what it needs or with what it cannot
+            combine, dropout without rng_state; shapes that do not fit raise what PyTorch raises.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
@@ -219,16 +219,23 @@ def reference_attention(
         return (out, lse) if return_lse else out
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-    is_3d = q.dim() == 3
-    if is_3d:
+    leading = q.shape[:-2]
+    if not (q.dim() == k.dim() == v.dim() >= 2) or (layout != "bhsd" and q.dim() != 4):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"expected q, k, v of one rank, 4 for 'bshd' and at least 2 for 'bhsd', got {shapes}")
+    if q.dim() == 2:
+        q, k, v = (x[None, None] for x in (q, k, v))
+    elif q.dim() == 3:
         batch = 1 if seq_lens is None else max(1, seq_lens.numel())
         q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
+    elif q.dim() > 4:
+        q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
     if rng_state is not None and dropout_p:
         seed, offset = rng_state.tolist()
         keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p, seed, offset, q.device)
     out, lse = _attend(q, k, v, scale, bounds, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p)
     out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
-    if is_3d:
-        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    if len(leading) != 2:
+        out, lse = out.reshape(*leading, *out.shape[-2:]), lse.reshape(*leading, lse.shape[-1])
     return (out, lse) if return_lse else out

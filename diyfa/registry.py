@@ -26,6 +26,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "npu": "diyfa.backends.npu",
     "cpu": "diyfa.backends.cpu",
 }
+OPS = ("attention_fwd", "attention_bwd", "matmul")
 # Backends that run only when asked for by name: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
@@ -82,7 +83,7 @@ def use_backend(name: str) -> Iterator[None]:
     The setting is process-wide. Raises ValueError at once for an unknown name.
     """
     global _forced_backend
-    if name not in backend_names():
+    if name not in BUILTIN_BACKENDS and name not in _plugins():
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
     previous, _forced_backend = _forced_backend, name
     try:
@@ -232,14 +233,18 @@ def explain_choice(
 def kernels_for(device: str | torch.device | None = None, op: str = "attention_fwd") -> list[str]:
     """Names that `variant=` takes on `device` (a device, a device type or a backend name; default: what is there).
 
-    `op` is "attention_fwd", "attention_bwd" or "matmul".
+    `op` is "attention_fwd", "attention_bwd" or "matmul". Raises ValueError for a device or an op that there is not.
     """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if device is None:
         from diyfa.device import default_backend
 
         name = _forced_backend or default_backend()
     else:
-        name = device if isinstance(device, str) and device in backend_names() else torch.device(device).type
+        name = device.type if isinstance(device, torch.device) else device
+        if name not in backend_names():
+            name = str(name).partition(":")[0]  # "cuda:1"
     return [k.name for k in _of_op(load_backend(name), op)]
 
 

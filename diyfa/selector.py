@@ -29,10 +29,17 @@ def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
 
     name = backend or registry.forced_backend() or default_backend()
     chosen = registry.load_backend(name)
-    device = torch.device(chosen.device_type)
-    if reason := chosen.accepts(device):
-        raise ValueError(f"backend {name!r} cannot run here: {reason}")
-    return chosen, device
+    # PyTorch knows a device type only while the package that brings it is loaded.
+    module = getattr(torch, chosen.device_type, None)
+    if chosen.device_type == "cpu" or (module is not None and module.is_available()):
+        device = torch.device(chosen.device_type)
+        if reason := chosen.accepts(device):
+            raise ValueError(f"backend {name!r} cannot run here: {reason}")
+        return chosen, device
+    host = torch.device("cpu")
+    if chosen.accepts(host) is None:  # in Triton's interpreter CPU tensors stand in for the device's
+        return chosen, host
+    raise ValueError(f"backend {name!r} cannot run here: PyTorch finds no {chosen.device_type} device")
 
 
 def _as_dict(kernel: Kernel, problem: Any) -> dict[str, Any]:

@@ -6,7 +6,10 @@ left out while a CUDA graph is captured or a graph is traced.
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -14,6 +17,8 @@ ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
 MAX_HEAD_DIM_V = 512
+# The first two make nearly every check short; Real takes NumPy's scalars, the last what shapes give while tracing.
+_NUMBER = (int, float, Real, torch.SymInt, torch.SymFloat)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -26,10 +31,12 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Every argument is a tensor."""
+    """Every argument is a dense tensor."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
 
 
 def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -73,10 +80,38 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
             raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
 
 
+def as_integer(value: Any) -> int:
+    """An int, a symbolic one as it is, or what stands for one: a NumPy integer, an integer tensor of one element.
+
+    The value of a tensor on an accelerator has to be waited for. Raises TypeError for everything else, floats too.
+    """
+    if isinstance(value, (int, torch.SymInt)):  # symbolic lengths stay symbolic
+        return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_floating_point() or value.is_complex():
+            raise TypeError(f"not one integer: a {value.dtype} tensor of shape {_shape(value)}")
+        return int(value)
+    return operator.index(value)
+
+
+def check_length(name: str, value: Any) -> int:
+    """An integer, as `as_integer` takes it, that is not negative."""
+    try:
+        length = as_integer(value)
+    except TypeError:
+        what = f"a {value.dtype} tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"{name} must be an integer, got {what}") from None
+    if torch.compiler.is_compiling():  # a length computed inside the graph has no value yet
+        torch._check(length >= 0)
+    elif length < 0:
+        raise ValueError(f"{name} must not be negative, got {length}")
+    return length
+
+
 def check_window(window: object, name: str = "window") -> tuple[int, int]:
     """A pair (left, right) of integers, each -1 (unbounded) or more."""
     try:
-        left, right = (int(x) for x in window)  # type: ignore[attr-defined]
+        left, right = (as_integer(x) for x in window)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a pair of integers (left, right), got {window!r}") from None
     if left < -1 or right < -1:
@@ -86,15 +121,15 @@ def check_window(window: object, name: str = "window") -> tuple[int, int]:
 
 def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scale_name: str = "sm_scale") -> None:
     """Scale finite, softcap not negative, dropout probability in [0, 1)."""
-    if sm_scale is not None and not isinstance(sm_scale, (int, float)):
+    if sm_scale is not None and not isinstance(sm_scale, _NUMBER):
         raise TypeError(f"{scale_name} must be a number, got {type(sm_scale).__name__}")
     if sm_scale is not None and (sm_scale != sm_scale or sm_scale in (float("inf"), float("-inf"))):
         raise ValueError(f"{scale_name} must be finite, got {sm_scale}")
-    if not isinstance(softcap, (int, float)):
+    if not isinstance(softcap, _NUMBER):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
-    if not isinstance(dropout_p, (int, float)):
+    if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
@@ -143,7 +178,7 @@ def check_varlen(
             f"Expected packed (total, heads, head_dim) tensors, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
     # The same rules as for a batch, with the whole packed sequence as the only sample.
-    check_qkv(q[None], k[None], v[None], (0, 2, 1, 3))
+    check_qkv(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), (0, 2, 1, 3))
     check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sides = (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k))
     for side, cu_seqlens, longest, x in sides:
@@ -152,8 +187,6 @@ def check_varlen(
             raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.stride(0) != 1:
             raise ValueError(f"{name} must be a contiguous vector of B + 1 offsets, got shape {_shape(cu_seqlens)}")
-        if longest < 0:
-            raise ValueError(f"max_seqlen_{side} must not be negative, got {longest}")
         if cu_seqlens.device.type == "cpu" and not is_capturing(cu_seqlens):
             offsets = cu_seqlens.tolist()
             lengths = [end - start for start, end in pairwise(offsets)]

@@ -242,3 +242,31 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
         gl.store(out_ptr + gl.program_id(0), gl.load(x_ptr))
     elif OPERATION == "beyond":
         gl.store(out_ptr, gl.load(x_ptr + n))
+
+
+@gluon.jit
+def take_tickets(out_ptr, tickets_ptr, n, BUG: gl.constexpr):
+    """Programs of one warp number n places as they come, by a counter that the last one clears."""
+    ticket = gl.program_id(0)
+    while ticket < n:
+        gl.store(out_ptr + ticket, gl.program_id(0) + 1)
+        drawn = gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
+            "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
+            "=r,l", [tickets_ptr], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        if BUG != "first_lane":
+            drawn = gl.inline_asm_elementwise(
+                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
+            )
+        if BUG == "plain_load":
+            drawn = gl.load(tickets_ptr)
+        ticket = gl.num_programs(0) + drawn
+    if BUG == "relaxed":
+        left = gl.atomic_add(tickets_ptr + 1, 1, sem="relaxed")
+    else:
+        left = gl.atomic_add(tickets_ptr + 1, 1, sem="acq_rel")
+    last = 0 if BUG == "first_clears" else gl.num_programs(0) - 1
+    if left == last:
+        gl.store(tickets_ptr, 0)
+        gl.store(tickets_ptr + 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,8 @@ from diyfa.backends.cuda import configs, fwd_sm90, sm90
 from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
 
+# What synchronises, each after what it imports of the others; the last one has the kernel.
+KERNEL_MODULES = ("sm90_deal", "sm90_products", "fwd_sm90")
 MULTIPROCESSORS = 2  # of the device that persistent grids see
 
 
@@ -64,12 +67,27 @@ def run(case: AttentionCase) -> dict[str, str]:
     }
 
 
-def load_kernel(source: str, folder: Path) -> ModuleType:
-    """A module of its own with this source, which the interpreter reads again from the file."""
-    path = folder / "fwd_sm90_mutant.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def load_kernel(sources: dict[str, str], folder: Path) -> ModuleType:
+    """The kernel's module, made anew with these sources (by module, as in KERNEL_MODULES) in place of its own."""
+    package = "diyfa.backends.cuda"
+    before = {}
+    module = None
+    try:
+        for name in KERNEL_MODULES:
+            path = folder / f"{name}_mutant.py"  # a file, which the interpreter reads again
+            path.write_text(sources.get(name) or source_of(name))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            before[name] = sys.modules[f"{package}.{name}"]
+            sys.modules[f"{package}.{name}"] = module  # what those after it import
+    finally:
+        for name, original in before.items():
+            sys.modules[f"{package}.{name}"] = original
+    assert module is not None
     return module
+
+
+def source_of(name: str) -> str:
+    return (Path(fwd_sm90.__file__).parent / f"{name}.py").read_text()

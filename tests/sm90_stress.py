@@ -31,9 +31,15 @@ LSE_TOLERANCE = 2e-3
 
 def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     """Changes to the table's row that other rows and the sweep use."""
-    changes: list[dict[str, Any]] = [{}, {"persistent": True}, {"lazy": 8}]
+    changes: list[dict[str, Any]] = [{}, {"persistent": True}, {"lazy": 8}, {"own_walk": True}, {"pairs": True}]
+    changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
+        changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
+    if 64 < head_dim <= 96:
+        changes += [{"piece": 32}, {"piece": 32, "joined": True}] * 2
+    if 128 < head_dim <= 192:
+        changes += [{"joined": True}] * 3
     return changes + ([{"polynomial": 1}, {"polynomial": 2, "lazy": 8}] if head_dim <= 128 else [])
 
 
@@ -102,6 +108,8 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     config = sm90.config_of(problem)
     if kind == "form":
         config = replace(config, **compiled.choice(forms(d, config.consumers)))
+    elif kind in ("packed", "seq_lens", "window", "causal") and compiled.random() < 0.5:
+        config = replace(config, persistent=True, deal="dynamic")
     return problem, AttentionTensors(q, k, v, scale, **features), config
 
 

@@ -94,6 +94,39 @@ def test_what_python_says_about_the_package(real: bool, tmp_path: Path) -> None:
     ]
 
 
+def test_names_are_those_of_flash_attn_and_no_others() -> None:
+    """What diyfa's modules import for themselves does not hide flash_attn's submodules or leak into a star import."""
+    code = """
+from flash_attn import ops
+import flash_attn, flash_attn.flash_attn_interface as interface
+from flash_attn.flash_attn_interface import _flash_attn_forward, _wrapped_flash_attn_varlen_backward
+scope = {}
+exec("from flash_attn import *", scope)
+print(ops.__name__, hasattr(flash_attn, "validation"), hasattr(interface, "torch"), "torch" in scope)
+print(sorted(set(dir(flash_attn)) - {n for n in dir(flash_attn) if n.startswith(("__", "flash_attn"))}))
+print(sorted(n for n in scope if n != "__builtins__") == sorted(flash_attn.__all__), "flash_attn_func" in scope)
+"""
+    assert aliased(code) == ["flash_attn.ops False False False", "['ops']", "True True"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_flash_attn_passes_on_from_einops(there: bool, tmp_path: Path) -> None:
+    """Reinforcement-learning libraries import `rearrange` from flash_attn.bert_padding."""
+    if there:
+        (tmp_path / "einops.py").write_text("def rearrange(): ...\ndef repeat(): ...\n")
+    code = """
+try:
+    from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, repeat, unpad_input
+    print(rearrange.__module__, repeat.__module__, pad_input.__module__)
+except ImportError as error:
+    print("cannot import name 'rearrange' from 'flash_attn.bert_padding'" in str(error))
+"""
+    if not there:
+        code = "import sys\nsys.modules['einops'] = None\n" + code
+    expected = "einops einops diyfa.bert_padding" if there else "True"
+    assert aliased(code, *([tmp_path] if there else [])) == [expected]
+
+
 def test_looking_for_it_imports_nothing() -> None:
     code = "import sys, importlib.util\nimportlib.util.find_spec('flash_attn')\n"
     assert aliased(code + "print('torch' in sys.modules, 'flash_attn' in sys.modules)") == ["False False"]
@@ -153,6 +186,14 @@ def test_versions_that_are_none(version: str) -> None:
 
     with pytest.raises(ValueError, match=r"version must look like 2\.8\.3"):
         alias_flash_attn(version)
+
+
+@pytest.mark.parametrize("version", [None, 2, 2.8])
+def test_a_version_is_text(version: object) -> None:
+    from diyfa.integrations import alias_flash_attn
+
+    with pytest.raises(TypeError, match=r"version must be a str"):
+        alias_flash_attn(version)  # type: ignore[arg-type]
 
 
 def test_every_aliased_module_exists() -> None:

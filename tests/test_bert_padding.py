@@ -111,3 +111,32 @@ def test_wrong_masks(mask: torch.Tensor) -> None:
         unpad_input(tokens(5, 5, 2), MASK, mask)
     with pytest.raises(ValueError, match="attention_mask_in_length must have shape"):
         unpad_input_for_concatenated_sequences(tokens(5, 5, 2), mask)
+
+
+def test_a_marked_place_counts_once() -> None:
+    """Numbers other than 1 in a mask, and places that both masks name, must not lengthen the sequences."""
+    x, twos = tokens(2, 4, 3), torch.tensor([[2, 2, 0, 0], [3, 0, 0, 0]])
+    expected = unpad_input(x, twos.bool())
+    for got in (unpad_input(x, twos), unpad_input(x, twos, twos), unpad_input(x, twos.float())):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, expected, strict=True))
+    assert expected[2].tolist() == [0, 2, 3]
+
+
+def test_lengths_that_do_not_fit() -> None:
+    """cu_seqlens beyond the rows there are would be read by a kernel that cannot check them."""
+    x = tokens(2, 6, 3)
+    with pytest.raises(ValueError, match=r"must fit into its 6 places, got rows of \[8, 6\]"):
+        unpad_input_for_concatenated_sequences(x, torch.tensor([[4, 4, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]))
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(TypeError, match="attention_mask_in_length must hold integers"):
+            unpad_input_for_concatenated_sequences(x, torch.ones(2, 6, dtype=dtype))
+
+
+def test_other_wrong_arguments() -> None:
+    x = tokens(2, 4, 3)
+    with pytest.raises(TypeError, match=r"attention_mask must be a torch\.Tensor, got list"):
+        unpad_input(x, [[1, 1, 0, 0]] * 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attention_mask is on meta, hidden_states on cpu"):
+        unpad_input(x, torch.ones(2, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"indices must have shape \(3,\), one for each token, got \(2,\)"):
+        pad_input(tokens(3, 5), torch.tensor([0, 1]), 2, 4)

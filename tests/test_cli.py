@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import diyfa
+from diyfa import registry
 from diyfa.cli import demo_train, output
 from diyfa.cli.app import app
 from diyfa.problem import CompileReport
@@ -164,6 +167,35 @@ def test_demo_text_and_plot(tiny, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--backend", "cpu", "--plot"),
+        ("bench", "--backend", "cpu", "--output"),
+        ("report", str(Path(__file__).parents[1] / "benchmarks/results/h200-2026-11-21-host.json"), "--output"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_path, monkeypatch):
+    for work in ("diyfa.cli.demo.compare", "diyfa.bench.timing.time_calls", "diyfa.cli.report.build_sections"):
+        monkeypatch.setattr(work, lambda *a, **k: pytest.fail("began"))
+    (tmp_path / "file").write_text("kept")
+    result = invoke(*arguments, str(tmp_path / "file" / "x.out"))
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert "cannot write" in result.output and (tmp_path / "file").read_text() == "kept"
+
+
+def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
+    from diyfa.cli import demo
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    monkeypatch.setattr(demo, "compare", lambda *a, **k: pytest.fail("began"))
+    result = invoke("demo", "--backend", "cpu", "--plot", str(tmp_path / "loss.png"))
+    assert result.exit_code == 2 and "pip install 'diyfa[plot]'" in result.output
+    assert not (tmp_path / "loss.png").exists()
+
+
 def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
     """An attention that forgets the softmax scale must not pass for PyTorch's."""
 
@@ -201,6 +233,23 @@ def test_unknown_backend():
         result = invoke(command, "--backend", "tpu")
         assert result.exit_code == 2
         assert "there is no 'tpu'" in result.output
+
+
+@pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
+def test_a_backend_whose_device_is_not_here(command):
+    result = invoke(command, "--backend", "npu")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert "'npu' needs a device of type npu; here is" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_backend_whose_language_is_not_installed(monkeypatch):
+    monkeypatch.setattr(registry, "_loaded", {})
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    result = invoke("validate", "--backend", "cuda")
+    assert result.exit_code == 2
+    assert "pip install triton" in " ".join(result.output.replace("│", "").split())
 
 
 # --- validate, bench --------------------------------------------------------------------------------------------------

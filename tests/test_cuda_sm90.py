@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,37 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
         assert slots - len(seen) <= len(lengths) + 1
 
 
+def dealt(tiles: int, group: int, programs: int) -> list[list[int]]:
+    """The tiles of each program in a balanced deal: `tile_number` of `sm90_deal.py`, in Python."""
+    rounds = -(-group // programs)
+    found: list[list[int]] = [[] for _ in range(programs)]
+    for place in range(tiles // group * rounds + -(-(tiles % group) // programs)):
+        for program, mine in enumerate(found):
+            backwards = (place % rounds + place // rounds) % 2
+            in_group = place % rounds * programs + (programs - 1 - program if backwards else program)
+            index = place // rounds * group + in_group
+            if in_group < group and index < tiles:
+                mine.append(index)
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1024, 4096, 16384])
+def test_a_balanced_deal_is_balanced(head_dim: int, seqlen: int) -> None:
+    """Every tile once, and no program has more than 4 % above its share."""
+    heads = 2048 // head_dim
+    size = {"batch": 16384 // seqlen, "heads_q": heads, "heads_kv": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    case = problem(**size, head_dim=head_dim, head_dim_v=head_dim, window_right=0)
+    rows = 192 if head_dim == 64 else 128
+    tiles_m, together = -(-seqlen // rows), sm90.heads_together(case)
+    tiles, group = tiles_m * heads * case.batch, tiles_m * together
+    found = dealt(tiles, group, 132)
+    assert sorted(index for mine in found for index in mine) == list(range(tiles))
+    # Longest first in a group; all groups are whole here.
+    blocks = [-(-min((tiles_m - index % group // together) * rows, seqlen) // 128) for index in range(tiles)]
+    assert max(sum(blocks[i] for i in mine) for mine in found) <= 1.04 * sum(blocks) / 132
+
+
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()
@@ -212,3 +244,37 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
     assert (first - portable).abs().max() < 0.02
     for _ in range(100):
         assert torch.equal(diyfa.flash_attention(q, k, v, variant="sm90"), first)
+
+
+@needs_kernel
+def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
+    from diyfa.backends.cuda import fwd_sm90, sm90_tickets
+
+    def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
+        return replace(sm90.config_of(problem), persistent=True, deal="dynamic")
+
+    monkeypatch.setattr(fwd_sm90, "config_of", dynamic)
+    q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
+
+    def call() -> torch.Tensor:
+        return diyfa.flash_attention(q, k, v, causal=True, variant="sm90")
+
+    first = call()
+    assert (first - diyfa.flash_attention(q, k, v, causal=True, variant="v2")).abs().max() < 0.02
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured += [call(), call()]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < len(graphs):
+                    graphs[i].replay()
+                outs.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in outs + captured)
+    assert all(counter.tolist() == [0, 0] for counter in sm90_tickets._counters.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,53 @@ def test_the_toy_backend_refuses_with_its_own_reason(toy):
         diyfa.flash_attention(q.requires_grad_(), q, q, backend="toy")
 
 
+def speed_table(readme):
+    """[(pass, D, causal, [SDPA flash, SDPA cuDNN, diyfa])] as the README says, three lengths each."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    words = {"forward": "forward", "前向": "forward", "backward": "backward", "反向": "backward"}
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
+    return [
+        (words[row[0]], int(row[1]), row[2] in ("causal", "因果"), [cell.split(" / ") for cell in row[3:]])
+        for row in rows
+        if row[0] in words
+    ]
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_speeds_are_those_of_the_file_the_readme_names(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    (file,) = set(re.findall(r"benchmarks/results/[\w.-]+\.json", text))
+    rows = json.loads((ROOT / file).read_text())["rows"]
+    measured = {(r["pass"], r["D"], r["causal"], r["implementation"], r["S"]): r["tflops"] for r in rows}
+    table, shares = speed_table(readme), []
+    assert len(table) == 12
+    for direction, dim, causal, columns in table:
+        for n, length in enumerate((1024, 4096, 16384)):
+            flash, cudnn, ours = (
+                measured[direction, dim, causal, name, length] for name in ("SDPA flash", "SDPA cuDNN", "diyfa")
+            )
+            assert [column[n] for column in columns] == [f"{x:.0f}" for x in (flash, cudnn, ours)]
+            assert ours > flash, "the text below the table says so"
+            shares.append(ours / cudnn)
+    low, high = re.search(r"(\d+) ?%? (?:to|到) (\d+) ?%", text).groups()
+    assert (f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") == (low, high)
+
+
+def test_the_readmes_are_in_step():
+    """The same code, tables of the same size, and the same names in them."""
+    english, chinese = ((ROOT / readme).read_text(encoding="utf-8") for readme in READMES)
+    code = [[line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.md")]
+    assert code == [
+        [line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.zh-CN.md")
+    ]
+    tables = [re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for text in (english, chinese)]
+    assert [table.count("\n") for table in tables[0]] == [table.count("\n") for table in tables[1]]
+    for first, second in zip(*tables, strict=True):
+        for ours, theirs in zip(first.splitlines(), second.splitlines(), strict=True):
+            named, also = (set(re.findall(r"`([^`]+)`", row.split("|")[1])) for row in (ours, theirs))
+            assert named == also, f"{ours}\n{theirs}"
+
+
 @pytest.mark.parametrize("readme", READMES)
 def test_the_readmes_example_runs(readme):
     """The example as printed, small and on the CPU."""
@@ -107,3 +155,10 @@ def test_the_readmes_example_runs(readme):
 
 def test_the_fused_attention_example_runs():
     exec(python_blocks("docs/npu-fusion-attention.md")[0], {})
+
+
+def test_the_index_and_the_site_name_every_page():
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)", index))
+    assert pages == set(re.findall(r": ([\w-]+\.md)", site)) - {"index.md"}

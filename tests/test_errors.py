@@ -28,6 +28,11 @@ META = torch.zeros(2, 4, 8, 16, dtype=F16, device="meta")
 # name: (positional arguments, keyword arguments, exception, pattern)
 ATTENTION = {
     "not_a_tensor": (([1.0], K, V), {}, TypeError, r"q must be a torch\.Tensor, got list"),
+    "sparse": ((Q.to_sparse(), K, V), {}, TypeError, r"q must be a dense tensor, got layout torch\.sparse_coo"),
+    "jagged": (
+        tuple(torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged) for _ in range(3)), {},
+        TypeError, r"q must be a dense tensor, got layout torch\.jagged",
+    ),
     "2d": ((Q[0, 0], K[0, 0], V[0, 0]), {}, ValueError, r"Expected 3D or 4D tensors"),
     "5d": ((Q[None], K[None], V[None]), {}, ValueError, r"Expected 3D or 4D tensors"),
     "mixed_ranks": ((Q, K[0], V[0]), {}, ValueError, r"Expected 3D or 4D tensors of one rank"),
@@ -51,6 +56,9 @@ ATTENTION = {
     "last_stride_v": ((Q, K, torch.zeros(2, 4, 8, 32, dtype=F16)[..., ::2]), {}, ValueError, r"v must have stride 1"),
     "scale_nan": ((Q, K, V), {"sm_scale": float("nan")}, ValueError, r"sm_scale must be finite"),
     "scale_inf": ((Q, K, V), {"sm_scale": float("inf")}, ValueError, r"sm_scale must be finite"),
+    "window_floats": ((Q, K, V), {"window": (1.5, 2.0)}, TypeError, r"window must be a pair of integers.*1\.5"),
+    "window_text": ((Q, K, V), {"window": "12"}, TypeError, r"window must be a pair of integers.*'12'"),
+    "window_float_tensor": ((Q, K, V), {"window": torch.ones(2)}, TypeError, r"window must be a pair of integers"),
     "scale_type": ((Q, K, V), {"sm_scale": "1"}, TypeError, r"sm_scale must be a number, got str"),
     "softcap_negative": ((Q, K, V), {"softcap": -1.0}, ValueError, r"softcap must be 0"),
     "softcap_inf": ((Q, K, V), {"softcap": float("inf")}, ValueError, r"softcap"),
@@ -130,6 +138,10 @@ PACKED = {
     "cu_negative": ({"cu_seqlens_q": lens(-1, 4, 9)}, ValueError, r"cu_seqlens_q must ascend from 0"),
     "max_small": ({"max_seqlen_q": 4}, ValueError, r"cu_seqlens_q has a sequence of 5, beyond max_seqlen_q=4"),
     "max_k_small": ({"max_seqlen_k": 3}, ValueError, r"cu_seqlens_k has a sequence of 4, beyond max_seqlen_k=3"),
+    "max_fraction": ({"max_seqlen_q": 5.5}, TypeError, r"max_seqlen_q must be an integer, got 5\.5"),
+    "max_text": ({"max_seqlen_q": "5"}, TypeError, r"max_seqlen_q must be an integer, got '5'"),
+    "max_none": ({"max_seqlen_k": None}, TypeError, r"max_seqlen_k must be an integer, got None"),
+    "max_two": ({"max_seqlen_q": lens(5, 5)}, TypeError, r"an integer, got a torch\.int32 tensor of shape \(2,\)"),
     "max_negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k must not be negative, got -1"),
     "window": ({"window": (-3, 0)}, ValueError, r"window sizes must be -1"),
     "softcap": ({"softcap": -1.0}, ValueError, r"softcap must be 0"),
@@ -198,11 +210,16 @@ def test_unsupported_gradient_is_refused_in_the_forward_pass(monkeypatch: pytest
     diyfa.flash_attention(q, k, v, backend="cpu")
     with pytest.raises(ValueError, match=r"backend 'cpu' cannot run this attention_bwd: v2: too odd"):
         diyfa.flash_attention(q.requires_grad_(), k, v, backend="cpu")
+    with pytest.raises(ValueError, match=r"cannot run this attention_bwd: v2: too odd"):
+        diyfa.explain(q, k, v, backend="cpu")
+    with torch.no_grad():
+        assert diyfa.explain(q, k, v, backend="cpu").kernel == "v2"
 
 
 A, B = torch.zeros(64, 32, dtype=F16), torch.zeros(32, 48, dtype=F16)
 MATMUL = {
     "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
+    "sparse": ((A, B.to_sparse()), {}, TypeError, r"b must be a dense tensor"),
     "1d": ((A[0], B), {}, ValueError, r"Expected 2D tensors, got a \(32,\)"),
     "3d": ((A[None], B), {}, ValueError, r"Expected 2D tensors"),
     "inner": ((A, B.t()), {}, ValueError, r"Incompatible dimensions.*\(64, 32\).*\(48, 32\)"),
@@ -238,6 +255,23 @@ def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
     with pytest.raises(ModuleNotFoundError, match=rf"triton is required.*pip install {package}$"):
         registry.load_backend(backend)
+
+
+def test_kernels_for_names_what_there_is() -> None:
+    assert diyfa.kernels_for("cpu:0") == diyfa.kernels_for(torch.device("cpu")) == diyfa.kernels_for("cpu")
+    with pytest.raises(ValueError, match=r"no backend called 'tpu'; there are: cuda, npu, cpu"):
+        diyfa.kernels_for("tpu")
+    with pytest.raises(ValueError, match=r"op must be one of attention_fwd, attention_bwd, matmul, got 'attention'"):
+        diyfa.kernels_for("cpu", "attention")
+
+
+@pytest.mark.parametrize("number", [0.25, 1, True, "float32", "int64"])
+def test_numbers_of_any_kind(number: object) -> None:
+    """NumPy's scalars are numbers, too."""
+    numpy = pytest.importorskip("numpy")
+    given = getattr(numpy, number)(1) if isinstance(number, str) else number
+    out = diyfa.flash_attention(Q, K, V, sm_scale=given, softcap=given, backend="cpu")
+    assert torch.equal(out, diyfa.flash_attention(Q, K, V, sm_scale=float(given), softcap=float(given), backend="cpu"))
 
 
 def test_explain_raises_what_the_call_raises() -> None:

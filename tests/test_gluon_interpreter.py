@@ -231,3 +231,33 @@ def test_what_tritons_interpreter_leaves_behind_changes_nothing() -> None:
         assert tl.core.add is exchanged
     finally:
         tl.core.add = add
+
+
+def take_tickets(bug: str = "", seed: int = 0, interleave: bool = True, num_warps: int = 1) -> None:
+    out, tickets = torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for _ in range(2):  # the second launch needs what the first one leaves
+        kernel = InterpretedKernel(kernels.take_tickets, seed, interleave)
+        kernel[(3,)](out.zero_(), tickets, 9, BUG=bug, num_warps=num_warps)
+        assert (out > 0).all() and tickets.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_counter_hands_out_each_number_once(interleave: bool, seed: int) -> None:
+    take_tickets(seed=seed, interleave=interleave)
+
+
+@pytest.mark.parametrize(
+    ("bug", "error", "message"),
+    [
+        ("first_lane", InvalidOperand, "what only the first lane of the warp has"),
+        ("plain_load", Race, "load at .* nothing orders it after an atomic access by"),
+        ("relaxed", Race, "store at .* nothing orders it after an atomic access by"),
+        ("first_clears", Race, "nothing orders it after an atomic access|without atomics"),
+        ("every_warp", InvalidOperand, "draws a ticket at .* in each of its 4 warps"),
+    ],
+)
+def test_a_planted_bug_of_atomics_is_reported(bug: str, error: type, message: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(error, match=message):
+            take_tickets(bug, seed, num_warps=4 if bug == "every_warp" else 1)

@@ -181,3 +181,15 @@ def test_gradients(backend, device):
     diyfa.triton_matmul(a, b, backend=backend).backward(dc)
     assert_as_exact_as_torch(a.grad, dc, b.detach().t(), torch.float16, torch.float16)
     assert_as_exact_as_torch(b.grad, a.detach().t(), dc, torch.float16, torch.float16)
+
+
+def test_autocast() -> None:
+    """As torch.mm: float32 is computed in autocast's dtype, unless a precision is asked for."""
+    a, b = torch.randn(20, 30, requires_grad=True), torch.randn(30, 10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = diyfa.triton_matmul(a.bfloat16(), b, backend="cpu")
+        c = diyfa.triton_matmul(a, b, backend="cpu")
+        assert diyfa.triton_matmul(a, b, precision="ieee", backend="cpu").dtype == torch.float32
+    assert (c.dtype, mixed.dtype) == (torch.bfloat16, torch.bfloat16) and torch.equal(c, mixed)
+    c.float().sum().backward()
+    assert a.grad is not None and a.grad.dtype == torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -109,6 +110,51 @@ def test_dynamic_shapes_compile_once() -> None:
     assert counts[0] > 0 and set(counts) == {counts[0]}
 
 
+def test_compile_with_a_longest_length_computed_in_the_graph() -> None:
+    """Its value is known only when the graph runs; nothing may ask for it before."""
+    torch.compiler.reset()
+
+    def attend(q, cu_seqlens):
+        longest = cu_seqlens.diff().max().item()
+        return diyfa.flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, longest, longest, causal=True, **CPU)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for lens in ([3, 9], [7, 5]):
+            q, cu_seqlens = tensors((12, 2, 8), grad=False)[0], torch.tensor([0, *lens], dtype=torch.int32).cumsum(0)
+            cu_seqlens = cu_seqlens.int()
+            torch.testing.assert_close(compiled(q, cu_seqlens), attend(q, cu_seqlens))
+
+
+def test_export_with_any_length() -> None:
+    """Lengths taken from shapes stay symbolic."""
+
+    class Packed(torch.nn.Module):
+        def forward(self, q, cu_seqlens):
+            total = q.shape[0]
+            return diyfa.flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, total, total, causal=True, **CPU)
+
+    def arguments(*lens):
+        return tensors((sum(lens), 2, 8), grad=False)[0], torch.tensor([0, *lens]).cumsum(0).int()
+
+    shapes = ({0: torch.export.Dim("total", min=2, max=4096)}, None)
+    exported = torch.export.export(Packed(), arguments(3, 9), dynamic_shapes=shapes).module()
+    for lens in ((3, 9), (20, 11)):
+        torch.testing.assert_close(exported(*arguments(*lens)), Packed()(*arguments(*lens)))
+
+
+def test_compile_with_a_backend_chosen_inside() -> None:
+    torch.compiler.reset()
+
+    def attend(q):
+        with diyfa.use_backend("cpu"):
+            return diyfa.flash_attention(q, q, q)
+
+    q = tensors((1, 2, 5, 8), grad=False)[0]
+    torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q))
+    assert diyfa.registry.forced_backend() == ""
+
+
 def test_compile_with_seq_lens_does_not_wait_for_values() -> None:
     torch.compiler.reset()
 
@@ -213,6 +259,41 @@ def test_second_derivative_is_refused() -> None:
         dq.sum().backward()
 
 
+def with_forward_ad(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+DIFFERENTIATING = {
+    "forward_ad": with_forward_ad,
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "grad": lambda function, x: torch.func.grad(lambda x: function(x).sum())(x),
+    "vjp": lambda function, x: torch.func.vjp(function, x),
+    "jvp_of_vmap": lambda function, x: torch.func.jvp(torch.vmap(function), (x[None],), (x[None],)),
+    "vmap_of_grad": lambda function, x: torch.vmap(torch.func.grad(lambda x: function(x).sum()))(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATING)
+@pytest.mark.parametrize("op", ["attention", "matmul"])
+def test_derivatives_that_there_are_not_are_refused(name: str, op: str) -> None:
+    """Forward mode and torch.func must not get zeros for the derivative."""
+    if op == "attention":
+        x = tensors((1, 2, 5, 8), grad=False)[0]
+        function = partial(diyfa.flash_attention, k=x, v=x, **CPU)
+    else:
+        x = tensors((16, 16), grad=False)[0]
+        function = partial(diyfa.triton_matmul, b=x, precision="ieee", **CPU)
+    with pytest.raises(RuntimeError, match=r"jvp function for custom autograd|cannot be differentiated by torch"):
+        DIFFERENTIATING[name](function, x)
+
+
+def test_vmap_without_gradients() -> None:
+    q, k, v = tensors((3, 1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8), grad=False)
+    got = torch.vmap(partial(diyfa.flash_attention, k=k, v=v, causal=True, **CPU))(q)
+    assert torch.equal(got, torch.stack([diyfa.flash_attention(x, k, v, causal=True, **CPU) for x in q]))
+
+
 def test_saved_tensors_are_versioned() -> None:
     """Changing an input in place between forward and backward is an error, not a wrong gradient."""
     q, k, v = tensors((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8))
@@ -274,3 +355,15 @@ def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
     expected = torch.autograd.grad(torch.logsumexp(q @ k.mT * 8**-0.5, -1).sum(), (q, k))
     torch.testing.assert_close((dq, dk), expected)
     assert not dv.any()
+
+
+def test_fake_tensors_of_a_device_that_is_not_here() -> None:
+    """Shapes and devices can be planned anywhere, packed sequences and dropout included."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(12, 4, 16, device="cuda", dtype=torch.float16)
+        cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)
+        out, lse = diyfa.flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 9, 9, dropout_p=0.1, return_lse=True)
+        assert (out.device.type, out.shape, lse.shape, lse.dtype) == ("cuda", (12, 4, 16), (4, 12), torch.float32)
+        assert diyfa.flash_attention(q.unsqueeze(0), q.unsqueeze(0), q.unsqueeze(0)).shape == (1, 12, 4, 16)

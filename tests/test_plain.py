@@ -173,6 +173,8 @@ def test_subclasses_transforms_and_duals_are_not_plain():
     q, k, v = qkv()
     assert plain.is_plain(q, k, v)
     assert not plain.is_plain(q, torch.nn.Parameter(k, requires_grad=False), v)
+    assert not plain.is_plain(q, torch._neg_view(k), v)  # a kernel would read it without its sign
+    assert not plain.is_plain(q, k, v.to_sparse())
     inside = []
     torch.func.vmap(lambda x: inside.append(plain.is_plain(x)) or x)(q)
     with forward_ad.dual_level():

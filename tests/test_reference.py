@@ -213,3 +213,20 @@ def test_cases_cover_every_feature() -> None:
     assert {c.dtype for c in CASES.values()} == {"float16", "bfloat16", "float32"}
     assert {c.view for c in CASES.values()} == {"contiguous", "transposed", "packed", "sliced"}
     assert {c.layout for c in CASES.values()} == {"bhsd", "bshd", "3d", "thd"}
+
+
+def test_any_number_of_leading_dimensions() -> None:
+    """What torch.matmul takes: (S, D), and batches of batches."""
+    q, k, v = (torch.randn(2, 3, 4, s, 8) for s in (5, 7, 7))
+    out, lse = reference_attention(q, k, v, causal=True, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert torch.equal(out[1], reference_attention(q[1], k[1], v[1], causal=True))
+    single, single_lse = reference_attention(q[1, 2, 3], k[1, 2, 3], v[1, 2, 3], causal=True, return_lse=True)
+    torch.testing.assert_close((single, single_lse), (out[1, 2, 3], lse[1, 2, 3]))
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("bhsd", (8,)), ("bshd", (5, 2, 8)), ("bshd", (2, 3, 5, 2, 8))])
+def test_ranks_that_do_not_fit_the_layout(layout: str, shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    with pytest.raises(ValueError, match="expected q, k, v of one rank, 4 for 'bshd' and at least 2 for 'bhsd', got"):
+        reference_attention(x, x, x, layout=layout)

@@ -283,7 +283,12 @@ ERRORS = {
     "rotary_dim": (apply_rotary_emb, (X[..., :8], COS, SIN), {}, "rotary_dim 16 exceeds the head dimension 8"),
     "too_long": (apply_rotary_emb, (X, COS[:5], SIN[:5]), {}, "have 5 rows; positions 0 to 8"),
     "offset": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": 32}, "positions 32 to 40"),
-    "negative": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": -1}, "positions -1 to 7"),
+    "negative": (
+        apply_rotary_emb,
+        (X, COS, SIN),
+        {"seqlen_offsets": -1},
+        "seqlen_offsets must not be negative, got -1",
+    ),
     "offsets": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": torch.zeros(3).int()}, r"int or a \(2,\) integer"),
     "offsets_dtype": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": torch.zeros(2)}, "torch.float32"),
     "max_seqlen": (apply_rotary_emb, (X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9])}, "needs max_seqlen"),
@@ -291,6 +296,12 @@ ERRORS = {
     "qkv_rank": (apply_rotary_emb_qkv_, (X[0], COS, SIN), {}, "qkv must be 4-D or 5-D"),
     "qkv_heads": (apply_rotary_emb_qkv_, (X, COS, SIN), {}, "needs num_heads_q"),
     "qkv_odd": (apply_rotary_emb_qkv_, (X, COS, SIN), {"num_heads_q": 1}, "needs num_heads_q"),
+    "device": (
+        apply_rotary_emb,
+        (X, COS, SIN.to("meta")),
+        {},
+        "cos is on cpu and sin on meta, but what they turn on cpu",
+    ),
     "kv": (apply_rotary_emb_kv_, (X, COS, SIN), {}, "kv must have shape"),
     "torch_dim": (apply_rotary_emb_torch, (X[..., :8], COS, SIN), {}, "exceeds the head dimension"),
 }
@@ -301,6 +312,20 @@ def test_errors(name: str) -> None:
     function, args, kwargs, pattern = ERRORS[name]
     with pytest.raises(ValueError, match=pattern):
         function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "pattern"),
+    [
+        (([1.0], COS, SIN), {}, r"x must be a torch\.Tensor, got list"),
+        ((X, None, SIN), {}, r"cos must be a torch\.Tensor, got NoneType"),
+        ((X, COS, SIN), {"seqlen_offsets": 1.0}, r"seqlen_offsets must be an integer, got 1\.0"),
+        ((X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": "9"}, "max_seqlen must be an integer"),
+    ],
+)
+def test_wrong_types(arguments: tuple[Any, ...], options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(TypeError, match=pattern):
+        apply_rotary_emb(*arguments, **options)
 
 
 def test_compile_fullgraph() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,23 @@ def test_what_cannot_run_is_refused_with_the_reason():
         BackendSelector().select_attention(1, 1, 64, 4096)
     with pytest.raises(ValueError, match="heads must be a multiple of heads_kv, got 6 and 4"):
         BackendSelector().select_attention(1, 6, 64, 64, heads_kv=4)
+
+
+@pytest.mark.parametrize(("name", "module"), [("cuda", "triton.backends.nvidia"), ("npu", "triton")])
+def test_a_backend_without_its_device(name, module, monkeypatch):
+    """Said when the selector is made, and not by PyTorch when it is asked."""
+    pytest.importorskip(module)
+    monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: False), raising=False)
+    monkeypatch.setattr(type(registry.load_backend(name)), "accepts", lambda self, device: f"no {device}")
+    with pytest.raises(ValueError, match=f"backend {name!r} cannot run here: PyTorch finds no {name} device"):
+        BackendSelector(name)
+
+
+def test_in_the_interpreter_the_host_stands_in(monkeypatch):
+    pytest.importorskip("triton.backends.nvidia")
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setattr(type(registry.load_backend("cuda")), "accepts", lambda self, device: None)
+    assert BackendSelector("cuda").select_attention(1, 2, 64, 64).keywords["backend"] == "cuda"
 
 
 def test_refusals_are_the_kernels_own(monkeypatch):

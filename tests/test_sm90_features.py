@@ -21,6 +21,9 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
 ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
+TURNS_OWN = {"own_walk": True, "persistent": True, "pingpong": True, "deal": "dynamic"}
+BALANCED = replace(TWO, persistent=True, deal="balanced")
+DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -52,6 +55,17 @@ CASES = [
     (case("d192", head_dim=192, causal=True), replace(TWO, slots=3, own_o=False)),
     (case("d136", head_dim=136), TWO),
     (case("d192_128", head_dim=192, head_dim_v=128, causal=True), replace(TWO, own_o=False, persistent=True)),
+    (case("d96_pieces", head_dim=96, causal=True), replace(TWO, piece=32)),
+    (case("d96_joined", head_dim=96, causal=True, layout="bshd"), replace(TWO, piece=32, joined=True)),
+    (
+        case("d80_joined", head_dim=80, dtype="float16"),
+        replace(TWO, piece=32, joined=True, own_o=False, persistent=True),
+    ),
+    (case("d160_joined", head_dim=160), replace(TWO, piece=32, joined=True, own_o=False)),
+    (case("d224_joined", head_dim=224, seqlen_k=100), replace(TWO, piece=32, joined=True, own_o=False)),
+    (case("d192_joined", head_dim=192, causal=True), replace(TWO, joined=True, own_o=False, pingpong=True)),
+    (case("d192_128_joined", head_dim=192, head_dim_v=128), replace(TWO, joined=True, own_o=False)),
+    (packed("d96_64_joined", (150, 40), (70, 20), head_dim=96, head_dim_v=64), replace(TWO, piece=32, joined=True)),
     (case("d192_64", head_dim=192, head_dim_v=64, seq_lens=(99,)), TWO),
     (case("d64_192", head_dim=64, head_dim_v=192), TWO),
     (case("d64_128", head_dim=64, head_dim_v=128, window=(80, 0)), TWO),
@@ -68,6 +82,32 @@ CASES = [
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, slots=2)),
     (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
     (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
+    (case("pairs", causal=True), replace(TWO, pairs=True)),
+    (case("pairs_float16", dtype="float16", seqlen_k=500, head_dim=128), replace(TWO, pairs=True, block_n=128)),
+    (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS_OWN)),
+    (case("pairs_joined", head_dim=96, causal=True), replace(TWO, piece=32, joined=True, pairs=True, lazy=8)),
+    (case("pairs_polynomial", dtype="float16", seqlen_k=450), replace(TWO, polynomial=2, pairs=True)),
+    (case("own_walk", heads=3, seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, own_walk=True)),
+    (
+        case("own_walk_more_queries", seqlen_q=300, seqlen_k=130, causal=True),
+        replace(TWO, own_walk=True, persistent=True),
+    ),
+    (case("own_walk_turns", seqlen_q=500, seqlen_k=400, causal=True), replace(THREE, **TURNS_OWN)),
+    (case("own_walk_window", seqlen_q=400, seqlen_k=400, window=(90, 20)), replace(THREE, own_walk=True)),
+    (packed("own_walk_packed", (150, 0, 300, 3), (150, 9, 200, 64), causal=True), replace(DYNAMIC, own_walk=True)),
+    (
+        case("own_walk_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True),
+        replace(THREE, own_walk=True),
+    ),
+    (case("balanced", heads=3, seqlen_q=400, seqlen_k=450, causal=True), BALANCED),
+    (case("balanced_groups", heads=5, batch=2, seqlen_q=300, causal=True), replace(BALANCED, together=3)),
+    (case("balanced_three", batch=2, seqlen_q=400, causal=True), replace(BALANCED, consumers=3, pingpong=True)),
+    (packed("balanced_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), BALANCED),
+    (case("balanced_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), BALANCED),
+    (packed("dynamic_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), DYNAMIC),
+    (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), DYNAMIC),
+    (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
+    (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]

@@ -13,10 +13,10 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
-from gluon_interpreter import Deadlock, KernelBug, Race  # noqa: E402
-from sm90_interpreted import interpret, load_kernel, run  # noqa: E402
+from gluon_interpreter import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
+from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 
-from diyfa.backends.cuda import fwd_sm90  # noqa: E402
+from diyfa.backends.cuda import sm90_tickets  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -74,6 +74,22 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert kernel.launches == 1
 
 
+DEALT = case("dealt", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, causal=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}], ids=str)
+def test_tiles_drawn_by_programs_side_by_side(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile once, whoever is faster, and the counter is left as the next launch needs it."""
+    monkeypatch.setattr(sm90_tickets, "_counters", {})
+    dynamic = config(64, consumers=2 + seed % 2, block_n=64, persistent=True, deal="dynamic", **form)
+    kernel = interpret(monkeypatch, dynamic, seed, interleave=True)
+    assert not run(DEALT) and not run(DEALT)
+    assert kernel.launches == 2
+    (counter,) = sm90_tickets._counters.values()
+    assert counter.tolist() == [0, 0]
+
+
 # Short walks, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
 WALK = case("walk", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
 
@@ -94,10 +110,10 @@ def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
-    """The kernel's module with what `pattern` finds in its source replaced."""
-    source, found = re.subn(pattern, replacement, Path(fwd_sm90.__file__).read_text())
-    assert found, f"the kernel has no {pattern}"
-    return load_kernel(source, tmp_path)
+    """The kernel's module with what `pattern` finds in the kernel's sources replaced."""
+    changed = {name: re.subn(pattern, replacement, source_of(name)) for name in KERNEL_MODULES}
+    assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
+    return load_kernel({name: source for name, (source, _) in changed.items()}, tmp_path)
 
 
 MUTANTS = {
@@ -108,14 +124,14 @@ MUTANTS = {
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = _finish_values\(o, PIECES_V\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "scores are read while their product runs": (
-        r"s = warpgroup_mma_wait\(PIECES_V",
-        "s = warpgroup_mma_wait(PIECES_V + 1",
+        r"s = warpgroup_mma_wait\(run_count\(PIECES_V, JOINED\)",
+        "s = warpgroup_mma_wait(run_count(PIECES_V, JOINED) + 1",
         Race,
         {},
     ),
@@ -132,13 +148,18 @@ MUTANTS = {
         {"own_o": False},
     ),
     "out is overwritten while it leaves": (
-        r" +tma\.store_wait\(0\)\n( +for j in gl\.static_range\(PIECES_V\):\n +out = )",
+        r" +tma\.store_wait\(0\)\n( +for run in gl\.static_range\(.*\n +by_row = )",
         r"\1",
         Race,
         {},
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
-    "the end does not wait for out": (r"(\n +turn \+= 1\n)    tma\.store_wait\(0\)\n", r"\1", KernelBug, {}),
+    "the end does not wait for out": (
+        r"(next_place\(place, 0, DEAL\)\n)    tma\.store_wait\(0\)\n",
+        r"\1",
+        KernelBug,
+        {},
+    ),
     "nobody has the first turn": (
         r"if PINGPONG and CONSUMER == CONSUMERS - 1:",
         "if False:",
@@ -165,3 +186,45 @@ def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch:
             interpret(patch, config(64, persistent=True, **form), seed, kernels=module)
             with pytest.raises(error):
                 run(WALK)
+
+
+# The same for what hands out tiles, with programs side by side, whose tickets come in any order.
+DYNAMIC_MUTANTS = {
+    "the first to leave clears the counter": (r"== gl\.num_programs\(0\) - 1:", "== 0:", Race),
+    "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
+    "all lanes take the first one's ticket for theirs": (
+        r"drawn = gl\.inline_asm[^)]*\)",
+        "drawn = ticket",
+        InvalidOperand,
+    ),
+    "an announcement replaces one that nobody has read": (r" +mbarrier\.wait\(read\.index.*\n", "", KernelBug),
+    "an announcement is read before it is there": (r" +mbarrier\.wait\(announced\.index.*\n", "", KernelBug),
+    "an announcement is released before it is read": (
+        r"( +place = gl\.max\(word.*\n)( +mbarrier\.arrive\(read.*\n)",
+        r"\2\1",
+        Race,
+    ),
+    "one consumer's reading counts for all": (
+        r"mbarrier\.init\(read\.index\(0\), count=CONSUMERS\)",
+        "mbarrier.init(read.index(0), count=1)",
+        KernelBug,
+    ),
+    "consumers do not listen": (
+        r"place = await_announcement\(.*\)",
+        "place = next_place(place, 0, 'static')",
+        KernelBug,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC_MUTANTS)
+def test_a_bug_in_dealing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, replacement, error = DYNAMIC_MUTANTS[name]
+    module = mutant(tmp_path, pattern, replacement)
+    monkeypatch.setattr(sm90_tickets, "_counters", {})
+    for seed in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            interpret(patch, config(64, block_n=64, persistent=True, deal="dynamic"), seed, True, kernels=module)
+            with pytest.raises(error):
+                run(DEALT)
+            sm90_tickets._counters.clear()

@@ -14,9 +14,8 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 from gluon_interpreter import KernelBug  # noqa: E402
-from sm90_interpreted import interpret, load_kernel, run  # noqa: E402
+from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 
-from diyfa.backends.cuda import fwd_sm90  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -35,7 +34,17 @@ SYNCHRONISING = (
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
-FORMS = (PLAIN, replace(PLAIN, own_o=False), replace(PLAIN, pingpong=True))
+# With more slots than blocks the ring does not order announcements of tiles too.
+DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
+# With shorter blocks than tiles, the first consumer has some to pass over.
+OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
+FORMS = (
+    (PLAIN, WALK),
+    (replace(PLAIN, own_o=False), WALK),
+    (replace(PLAIN, pingpong=True), WALK),
+    (DYNAMIC, WALK),
+    (OWN_WALK, replace(WALK, causal=True)),
+)
 
 
 def statements(tree: ast.AST) -> list[ast.Expr]:
@@ -44,28 +53,33 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     return sorted((c for c in calls if ast.unparse(c.value.func) in SYNCHRONISING), key=lambda c: c.lineno)
 
 
-TREE = ast.parse(Path(fwd_sm90.__file__).read_text())
-LINES = [f"{i}: {ast.unparse(statement)}" for i, statement in enumerate(statements(TREE))]
+TREES = {name: ast.parse(source_of(name)) for name in KERNEL_MODULES}
+LINES = [
+    f"{name} {i}: {ast.unparse(statement)}"
+    for name, tree in TREES.items()
+    for i, statement in enumerate(statements(tree))
+]
 
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = load_kernel(ast.unparse(TREE), tmp_path)
-    for form in FORMS:
+    kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
-            assert not run(WALK)
+            assert not run(case)
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = copy.deepcopy(TREE)
-    statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
-    kernels = load_kernel(ast.unparse(tree), tmp_path)
-    for form in FORMS:
+    name, number = line.split(":")[0].split()
+    tree = copy.deepcopy(TREES[name])
+    statements(tree)[int(number)].value = ast.Constant(None)
+    kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
             try:
-                run(WALK)
+                run(case)
             except KernelBug:
                 return
     pytest.fail(f"nothing reports that {line} is missing")

@@ -194,14 +194,16 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
-            yield _hopper_spec(problem)
+            yield _hopper_spec(problem, sm90.config_of(problem))
+    for d, causal, config in sm90.WAITING:
+        yield _hopper_spec(_problem(arch, "bfloat16", d, causal).replace(seqlen_q=4096, seqlen_k=4096), config)
 
 
-def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
+def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda import fwd_sm90  # needs the Gluon that `_hopper_specs` asked for
     from diyfa.backends.cuda.sm90_boxes import smem_layout
 
-    config, d, dv = sm90.config_of(problem), problem.head_dim, problem.head_dim_v
+    d, dv = problem.head_dim, problem.head_dim_v
     element = _TRITON_DTYPE[problem.dtype]
     constants = fwd_sm90.constants(problem, config, False)
     blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
@@ -210,7 +212,7 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
     for name, rows in blocks.items():
         ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
         rank = 5 if ragged else 4
-        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)))
+        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)), config.piece)
         block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
         signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
     signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
@@ -218,13 +220,19 @@ def _hopper_spec(problem: AttentionProblem) -> CompileSpec:
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+    if config.deal == "dynamic":
+        signature["tickets_ptr"] = "*i32"
+    else:
+        constants["tickets_ptr"] = None
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     return CompileSpec(
         "attention_fwd/sm90",
         f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
-        f"{' pingpong' if config.pingpong else ''}",
+        f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
+        f"{' own walk' if config.own_walk else ''}{' pairs' if config.pairs else ''}"
+        f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,
         constants,

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -38,64 +37,91 @@ from diyfa.backends.cuda.sm90 import (
     schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.sm90_deal import (
+    announce,
+    await_announcement,
+    draw_ticket,
+    end_place,
+    first_place,
+    leave,
+    next_place,
+    tile_number,
+)
+from diyfa.backends.cuda.sm90_products import (
+    ROWS,
+    accumulator_layout,
+    buffer_of,
+    finish_values,
+    held,
+    no_values,
+    rescaled,
+    run_count,
+    run_length,
+    run_start,
+    start_scores,
+    start_values,
+    tile_at,
+)
 from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
-from diyfa.backends.cuda.sm90_tiles import end_of, start_load, start_store, tile_at, tile_count, tile_of
+from diyfa.backends.cuda.sm90_tickets import ticket_counter
+from diyfa.backends.cuda.sm90_tiles import (
+    end_of,
+    group_count,
+    start_load,
+    start_store,
+    tile_count,
+    tile_of,
+)
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warpgroup instruction
-
-
-@gluon.jit
-def _buffer_of(slot, ONE_RING: gl.constexpr):
-    """Which buffer a slot is: K and V have their own, or share them all."""
-    if ONE_RING:
-        buffer = slot
-    else:
-        buffer = slot // 2
-    return buffer
 
 
 @gluon.jit
 def _load_blocks(
     h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor, tickets_ptr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free; returns the next item."""
+    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free -> (next item, next ticket)."""
+    ticket = 0
     for c in gl.static_range(CONSUMERS):
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
         start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED)
     for i in range(end_block - first_block):
         start_n = (end_block - 1 - i) * BLOCK_N
+        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
+        # a whole tile ahead: with 8 tiles for each they would not end together.
+        if i == end_block - first_block - 1:
+            ticket = draw_ticket(tickets_ptr, DEAL)
         slot = item % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
         start_load(
-            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
             PIECES, RAGGED,
         )  # fmt: skip
         slot = (item + 1) % SLOTS
         mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
         start_load(
-            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, _buffer_of(slot, ONE_RING), kv_full.index(slot),
+            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
             PIECES_V, RAGGED,
         )  # fmt: skip
         item += 2
-    return item
+    return item, ticket
 
 
 @gluon.jit
 def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    q_tensor, k_tensor, v_tensor, group, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
+    q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
     """One warp: copy what the consumers of each tile read."""
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
@@ -103,30 +129,35 @@ def _producer(
     item = 0
     turn = 0
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    place = first_place(DEAL)
+    end = end_place(tiles, group, DEAL)
+    drawn = 0
+    while place < end:
+        index, dealt = tile_number(place, tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
             BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 1,
         )  # fmt: skip
-        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
-        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
-        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
-        if LENGTHS == PACKED:
-            if exists:
-                item = _load_blocks(
-                    h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                    BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
-                )  # fmt: skip
-                turn += 1
-        else:
-            item = _load_blocks(
-                h, h // group, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+        if exists & dealt:
+            end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
+            end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
+            end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
+            item, ticket = _load_blocks(
+                h, h // group_size, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED,
+                tickets_ptr, BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
             )  # fmt: skip
             turn += 1
+        else:
+            ticket = draw_ticket(tickets_ptr, DEAL)
+        place = next_place(place, ticket, DEAL)
+        if DEAL == "dynamic":
+            announce(place, drawn, word, announced, read)
+            drawn += 1
+    if DEAL == "dynamic":
+        leave(tickets_ptr)
 
 
 @gluon.jit
@@ -160,62 +191,18 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(
-    q_buffers, k_buffers, k_index, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
-    """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    for j in gl.static_range(PIECES):
-        q = tile_at(q_buffers, CONSUMER * PIECES + j)
-        k = tile_at(k_buffers, k_index * PIECES + j)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def _start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr):
-    """Start adding p v to each piece of o."""
-    started = ()
-    for j in gl.static_range(PIECES_V):
-        started += (warpgroup_mma(p, tile_at(v_buffers, v_index * PIECES_V + j), o[j], is_async=True),)
-    return started
-
-
-@gluon.jit
-def _finish_values(o, PIECES_V: gl.constexpr):
-    """Wait for what `_start_values` started."""
-    if PIECES_V == 1:
-        done = (warpgroup_mma_wait(0, deps=[o[0]]),)
-    else:
-        done = warpgroup_mma_wait(0, deps=o)
-    return done
-
-
-@gluon.jit
-def _rescaled(o, alpha, OUT: gl.constexpr, PIECES_V: gl.constexpr):
-    """Each row of o times its alpha."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    result = ()
-    for j in gl.static_range(PIECES_V):
-        result += (o[j] * factor,)
-    return result
-
-
-@gluon.jit
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
-    p,  # [64, BLOCK_N], weights of the block before, ready as an operand
+    p,  # weights of the block before, `held`
     m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
-    OUT: gl.constexpr = p.type.layout.parent
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
@@ -223,26 +210,50 @@ def _attend_blocks(
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
         if PINGPONG:
             _wait_turn(CONSUMER)
-        s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+        s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
-        o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
+        o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
-        s = warpgroup_mma_wait(PIECES_V, deps=[s])  # the values may still run
+        s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha, moved = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
             MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
-        o = _finish_values(o, PIECES_V)
+        o = finish_values(o, PIECES_V, JOINED)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
-        p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+        p = held(weights, o, v_buffers.dtype, PAIRS)
         if LAZY:
             if moved:
-                o = _rescaled(o, alpha, OUT, PIECES_V)
+                o = rescaled(o, alpha, PIECES_V, JOINED)
         else:
-            o = _rescaled(o, alpha, OUT, PIECES_V)
+            o = rescaled(o, alpha, PIECES_V, JOINED)
     return o, p, m_i, l_i, item
+
+
+@gluon.jit
+def _pass_over(
+    key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
+
+    Row 0 is aligned with key0. At least one block is left. A slot must be full before it is released: until then
+    others may still owe their release of what it held before.
+    """
+    end = key0 + ROWS if CAUSAL else key0 + ROWS + window_right
+    own_end = gl.maximum(gl.cdiv(gl.minimum(end, n_keys), BLOCK_N), first_block + 1)
+    for _ in range(own_end, end_block):
+        if PINGPONG:  # as many turns as the others have
+            _wait_turn(CONSUMER)
+            _hand_over(CONSUMER, CONSUMERS)
+        for j in gl.static_range(2):
+            mbarrier.wait(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1)
+            mbarrier.arrive(kv_empty.index((item + j) % SLOTS), count=1)
+        item += 2
+    return item
 
 
 @gluon.jit
@@ -251,22 +262,25 @@ def _attend_tile(
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
     DTYPE: gl.constexpr = o_tensor.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
     MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
 
+    if OWN_WALK:
+        before = item
+        item = _pass_over(
+            row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, CAUSAL,
+        )  # fmt: skip
+        end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     position = rows + (n_keys - n_queries)  # the key that each row is aligned with
     # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, then blocks
@@ -290,7 +304,7 @@ def _attend_tile(
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
     mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-    s = _start_scores(q_buffers, k_buffers, _buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+    s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -299,54 +313,54 @@ def _attend_tile(
         s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
         MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, 0,
     )  # fmt: skip
-    p = gl.convert_layout(weights.to(DTYPE), P)
-    o = ()
-    for _ in gl.static_range(PIECES_V):
-        o += (gl.zeros([ROWS, WIDTH], gl.float32, OUT),)
+    o = no_values(WIDTH, PIECES_V, JOINED)
+    p = held(weights, o, DTYPE, PAIRS)
     if MASKED:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     if OWN_O:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
-    o = _start_values(p, v_buffers, _buffer_of(v_slot, ONE_RING), o, PIECES_V)
+    o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     if LENGTHS == SEQ_LENS:
         seen = seen & (rows < n_queries)
     total = gl.where(seen, l_i, 1.0)
     lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
-    factor = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROWS)
+    factor = gl.where(seen, 1.0 / total, 0.0)
     if LENGTHS == PACKED:
         gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
-    o = _finish_values(o, PIECES_V)
+    o = finish_values(o, PIECES_V, JOINED)
     mbarrier.arrive(kv_empty.index(v_slot), count=1)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
-    for j in gl.static_range(PIECES_V):
-        out = gl.where((factor > 0.0)[:, None], o[j] * factor[:, None], 0.0)
-        tile_at(o_buffers, CONSUMER * O_PIECES + j).store(out.to(DTYPE))
+    for run in gl.static_range(run_count(PIECES_V, JOINED)):
+        by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        out = gl.where(by_row > 0.0, o[run] * by_row, 0.0)
+        first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
+        tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out.to(DTYPE))
     fence_async_shared()
     for j in gl.static_range(PIECES_V):
         o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
@@ -363,10 +377,12 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    OWN_WALK: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+    DEAL: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     o_tensor, lse_ptr, o_buffers, scale, softcap,
@@ -382,38 +398,37 @@ def _consumer(
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    place = first_place(DEAL)
+    end = end_place(tiles, group, DEAL)
+    drawn = 0
+    while place < end:
+        index, dealt = tile_number(place, tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
             BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 4,
         )  # fmt: skip
-        row0 += CONSUMER * ROWS
-        if LENGTHS == PACKED:
-            if exists:
-                item = _attend_tile(
-                    b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-                    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-                    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                    CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
-                )  # fmt: skip
-                turn += 1
-        else:
+        if exists & dealt:
             item = _attend_tile(
-                b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+                b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS,
+                ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
+        if DEAL == "dynamic":
+            place = await_announcement(drawn, word, announced, read)
+            drawn += 1
+        else:
+            place = next_place(place, 0, DEAL)
     tma.store_wait(0)
 
 
 SIZES = (
     "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
-    "window_left", "window_right", "group",
+    "window_left", "window_right", "group_size",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
@@ -424,15 +439,18 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
+    tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    group,  # query heads that share one key head
+    group_size,  # query heads that share one key head
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
+    OWN_WALK: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    DEAL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
@@ -458,28 +476,40 @@ def _fwd_sm90_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_empty.index(slot), count=CONSUMERS)
+    if DEAL == "dynamic":  # where the producer announces the next tile
+        word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+        read = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+        mbarrier.init(announced.index(0), count=1)
+        mbarrier.init(read.index(0), count=CONSUMERS)
+        tickets = (tickets_ptr,)
+    else:  # nothing will be read there, and a tuple of values has no None
+        word = q_full
+        announced = q_full
+        read = q_full
+        tickets = (heads,)
     fence_async_shared()
 
-    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty)
+    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read)
     if LENGTHS == EQUAL:
-        sizes = (heads, heads)  # nothing will be read there, and a tuple of values has no None
+        sizes = (heads, heads)
     else:
         sizes = (lengths_q_ptr, lengths_k_ptr)
     sizes += (heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k)
     sizes += (window_left, window_right)
     consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
-    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group)
+    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -487,14 +517,14 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             POLYNOMIAL, LAZY, DEAL) + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -502,17 +532,17 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             POLYNOMIAL, LAZY, DEAL) + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, PIECES, PIECES_V, ONE_RING,
+                             POLYNOMIAL, LAZY, DEAL) + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
-                             POLYNOMIAL, LAZY) + consume),
+                             POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -528,9 +558,12 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
-        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v)[1],
-        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim)[1],
-        "ONE_RING": has_one_ring(problem),
+        "OWN_WALK": config.own_walk and problem.window_right >= 0,
+        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
+        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
+        "JOINED": config.joined,
+        "PAIRS": config.pairs,
+        "ONE_RING": has_one_ring(problem, config.piece),
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
@@ -541,6 +574,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "NEGATE": negate,
         "POLYNOMIAL": config.polynomial,
         "LAZY": config.lazy,
+        "DEAL": config.deal,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
     }
@@ -560,7 +594,7 @@ def attention_forward(
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         layout = problem.layout
         d, dv = problem.head_dim, problem.head_dim_v
-        width, width_v = pieces_of(d, dv)[0], pieces_of(dv, d)[0]
+        width, width_v = pieces_of(d, dv, config.piece)[0], pieces_of(dv, d, config.piece)[0]
         box = ragged_box if problem.seq_lens or problem.varlen else dense_box
         boxes = (
             box(q, layout, CONSUMER_ROWS, width),
@@ -568,7 +602,7 @@ def attention_forward(
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 3,
+            *(None,) * 4,  # lengths, lse, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -593,4 +627,5 @@ def attention_forward(
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
-        _launches.get(key, make)(q, k, v, out, *lengths, lse)
+        tickets = ticket_counter(q) if config.deal == "dynamic" else None
+        _launches.get(key, make)(q, k, v, out, *lengths, lse, tickets)

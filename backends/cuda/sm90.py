@@ -36,11 +36,16 @@ class Sm90Config:
     own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
     consumer_registers: int
     producer_registers: int
-    persistent: bool = False  # one program for each multiprocessor, which takes tiles in turn
+    persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
     pingpong: bool = False  # the consumers issue their products in turns
     polynomial: int = 0  # exponentials on the FMA units: none, every fourth (1), every second (2)
     lazy: int = 0  # rescale out only when a row's maximum has risen by more than this power of two; 0: always
     together: int = 0  # query heads that take turns; 0: see `heads_together`
+    own_walk: bool = False  # a consumer passes over blocks of which a mask on the right leaves its own rows nothing
+    piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
+    joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
+    pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
+    deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
 
@@ -79,6 +84,17 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24),
     256: C(1, 64, 4, False, 248, 88),
 }
+# Forms by (head_dim, mask on the right) that wait for a GPU, compiled with the table; `benchmarks/hopper_sweep.py` has
+# more. `joined` pieces of 32 columns: 96 without products with zeros.
+NATIVE_96 = C(2, 128, 6, True, 240, 24, piece=32, joined=True)
+WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
+    (64, True, C(3, 128, 6, True, 160, 32, True, True, own_walk=True, pairs=True, deal="dynamic")),
+    (64, True, C(3, 128, 6, True, 160, 32, True, deal="balanced")),
+    (96, True, NATIVE_96),
+    (128, True, C(2, 128, 4, True, 240, 24, True, pairs=True, deal="dynamic")),
+    (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
+    (256, True, C(2, 64, 4, False, 240, 24, True, deal="dynamic")),
+)
 # Rows of the table that the portable kernel was faster than.
 SLOWER = frozenset({(64, True)})
 
@@ -89,8 +105,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     rows = CONFIGS[tile_class(problem)]
     config = next(config for most, config in rows if keys_seen(problem) <= most)
     if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
-        config = SMALL[tile_class(problem)[0]]
-    if not has_one_ring(problem):
+        config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+    if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
@@ -114,22 +130,34 @@ def schedule_of(config: Sm90Config) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8}
 
 
-def pieces_of(head_dim: int, other: int) -> tuple[int, int]:
-    """(columns, how many): the buffers that make up a tile of `head_dim` columns; `other` is that of V, or of K."""
+def pieces_of(head_dim: int, other: int, piece: int = 0) -> tuple[int, int]:
+    """(columns, how many): the buffers that make up a tile of `head_dim` columns; `other` is that of V, or of K.
+
+    `piece`: how many columns, where a config says so.
+    """
+    if piece:
+        return piece, cdiv(head_dim, piece)
     if 128 < max(head_dim, other) <= 192:  # a power of two would waste a quarter
         return 64, cdiv(head_dim, 64)
     return max(64, padded_head_dim(head_dim)), 1
 
 
-def has_one_ring(problem: AttentionProblem) -> bool:
+def has_one_ring(problem: AttentionProblem, piece: int = 0) -> bool:
     """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
-    return pieces_of(problem.head_dim, problem.head_dim_v) == pieces_of(problem.head_dim_v, problem.head_dim)
+    d, dv = problem.head_dim, problem.head_dim_v
+    return pieces_of(d, dv, piece) == pieces_of(dv, d, piece)
 
 
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
     """The rows of the table that a problem looks in: columns of its widest tile, whether later tiles see more keys."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    return next((c for c in (64, 128, 192) if widest <= c), 256), problem.window_right >= 0
+    masked = problem.window_right >= 0
+    wide = widest(problem)
+    return min(columns for columns, mask in CONFIGS if mask == masked and wide <= columns), masked
+
+
+def widest(problem: AttentionProblem) -> int:
+    """Columns of the wider one of K and V."""
+    return max(problem.head_dim, problem.head_dim_v)
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
@@ -168,7 +196,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-    if not MIN_HEAD_DIM <= max(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
+    if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:  # inputs may be padded, out is not
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"

@@ -31,6 +31,16 @@ def tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M: gl.constexpr, 
 
 
 @gluon.jit
+def group_count(tiles, heads_at_once, seqlen_q, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
+    """How many tiles the heads have that take turns; packed sequences are one group."""
+    if LENGTHS == PACKED:
+        count = tiles
+    else:
+        count = heads_at_once * gl.cdiv(seqlen_q, BLOCK_M)
+    return count
+
+
+@gluon.jit
 def _clamped(pointer, most):
     """A position read from the device, where it could not be checked before the launch, inside the memory there is."""
     return gl.minimum(gl.maximum(gl.load(pointer), 0), most)
@@ -85,6 +95,7 @@ def tile_of(
         n_queries = gl.maximum(_clamped(lengths_q_ptr + b + 1, total_q) - first_q, 0)
         n_keys = gl.maximum(_clamped(lengths_k_ptr + b + 1, total_k) - first_k, 0)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
+        exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
         tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
         first = index // (heads_at_once * tiles_m) * heads_at_once
@@ -97,7 +108,7 @@ def tile_of(
         if LENGTHS == SEQ_LENS:
             n_keys = _clamped(lengths_k_ptr + b, seqlen_k)
             n_queries = gl.minimum(n_keys, seqlen_q)
-    exists = (tile_m >= 0) & (tile_m < tiles_m)
+        exists = True
     if HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
@@ -115,15 +126,6 @@ def tile_of(
     if HAS_LEFT:
         first_block = gl.minimum(gl.maximum(key0 - window_left, 0) // BLOCK_N, end_block - 1)
     return exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys
-
-
-@gluon.jit
-def tile_at(buffers, index):
-    """One buffer as a matrix, whatever dimensions of one its descriptor has."""
-    RANK: gl.constexpr = len(buffers.shape)
-    N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
-    COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-    return buffers.index(index).reshape([N_ROWS, COLUMNS])
 
 
 @gluon.jit

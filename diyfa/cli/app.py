@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import diyfa
+from diyfa.cli.output import writable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,7 +52,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and text.")] = 0,
     prompt: Annotated[str, typer.Option(help="What the trained model continues.")] = "def ",
     length: Annotated[int, typer.Option(min=0, help="Bytes of text to generate.")] = 300,
-    plot: Annotated[Path | None, typer.Option(help="Write both loss curves to this PNG (diyfa\\[plot]).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=writable, help="Write both loss curves to this PNG (diyfa\\[plot]).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a small GPT with diyfa's attention beside PyTorch's, compare the losses, write text with it."""
@@ -84,7 +87,9 @@ def bench(
     warmup: Annotated[int | None, typer.Option(min=0)] = None,
     rep: Annotated[int | None, typer.Option(min=1)] = None,
     backend: BackendName = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=writable, help="Also write the JSON document to this file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time diyfa beside PyTorch's own implementations on this device."""
@@ -129,7 +134,9 @@ def tune(
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],
-    output: Annotated[Path | None, typer.Option(help="Write one HTML page with curves (diyfa\\[report]).")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=writable, help="Write one HTML page with curves (diyfa\\[report]).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show benchmark files of any number of devices as tables, and as one HTML page."""

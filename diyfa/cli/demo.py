@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from itertools import pairwise
@@ -43,10 +44,8 @@ def _loss_table(result: Comparison, steps: int) -> Table:
 
 
 def _plot(result: Comparison, path: Path) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter("matplotlib is needed: pip install 'diyfa[plot]'", param_hint="--plot") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -62,7 +61,7 @@ def _plot(result: Comparison, path: Path) -> None:
     bottom.semilogy(steps, [max(d, 1e-9) for d in differences], linewidth=0.8)
     bottom.set_ylabel("relative difference")
     bottom.set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 
@@ -70,6 +69,8 @@ def run(
     backend: str | None, steps: int | None, seed: int, prompt: str, length: int, plot: Path | None, json: bool
 ) -> int:
     """Train, compare, generate, print; returns 0 when the two loss curves agree within the preset's bounds, else 1."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("matplotlib is needed: pip install 'diyfa[plot]'", param_hint="--plot")
     device, name = device_for(backend)
     preset = PRESETS.get(device.type, PRESETS["cpu"])
     steps = steps or preset.steps

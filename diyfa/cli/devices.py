@@ -22,7 +22,10 @@ def device_for(backend: str | None) -> tuple[torch.device, str]:
         return device, device.type
     if backend not in backend_names():
         raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
-    wanted = torch.device(load_backend(backend).device_type)
-    if wanted.type not in ("cpu", device.type):
-        raise typer.BadParameter(f"{backend!r} needs a device of type {wanted.type}; here is {device.type}")
-    return wanted, backend
+    try:
+        wanted = load_backend(backend).device_type
+    except ModuleNotFoundError as missing:
+        raise typer.BadParameter(str(missing)) from None
+    if wanted not in ("cpu", device.type):
+        raise typer.BadParameter(f"{backend!r} needs a device of type {wanted}; here is {device.type}")
+    return torch.device(wanted), backend

@@ -9,6 +9,7 @@ modules it makes hold no code; they pass every name on to a module of diyfa.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,8 @@ MODULES: dict[str, str | None] = {
     f"{ROOT}.ops.triton": None,
     f"{ROOT}.ops.triton.rotary": "diyfa.layers.rotary",
 }
+# What flash_attn's modules pass on from packages it depends on, because programs take it from there.
+PASSED_ON: dict[str, dict[str, str]] = {f"{ROOT}.bert_padding": {"rearrange": "einops", "repeat": "einops"}}
 # Names that programs import beside others but diyfa does not have yet: None, which callers such as transformers test.
 ABSENT = frozenset({"flash_attn_with_kvcache"})
 
@@ -50,17 +53,23 @@ class _AliasLoader(Loader):
         target = None if self.target is None else importlib.import_module(self.target)
         name = module.__name__
 
+        names = [] if target is None else list(target.__all__)
+
         def lookup(attribute: str) -> Any:
             if target is not None and not attribute.startswith("__"):
-                if hasattr(target, attribute):
-                    return getattr(target, attribute)
+                value = getattr(target, attribute, None)
+                # What diyfa's module has imported for itself stays there: its `ops` is not flash_attn.ops.
+                if attribute in names or getattr(value, "__module__", None) == target.__name__:
+                    return value
                 if attribute in ABSENT:
                     return None
+            package = PASSED_ON.get(name, {}).get(attribute)
+            if package is not None and importlib.util.find_spec(package) is not None:
+                return getattr(importlib.import_module(package), attribute)
             raise AttributeError(f"module {name!r} (diyfa in place of flash_attn) has no attribute {attribute!r}")
 
         module.__doc__ = f"{name}, served by {self.target or 'diyfa'}."
         module.__dict__["__getattr__"] = lookup
-        names = [] if target is None else [n for n in dir(target) if not n.startswith("_")]
         module.__dict__["__all__"] = names
         module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *names})
         if name == ROOT:
@@ -162,9 +171,12 @@ def alias_flash_attn(version: str = "2.8.3") -> AliasHandle:
         A handle whose `remove()` takes everything back.
 
     Raises:
+        TypeError: the version is no str.
         RuntimeError: another flash_attn is imported already, or the alias exists with another version.
         ValueError: the version is not one or more numbers with dots, and optionally a suffix.
     """
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str such as '2.8.3', got {version!r}")
     if not re.fullmatch(r"\d+(\.\d+)*([.+-]?\w+)*", version):
         raise ValueError(f"version must look like 2.8.3, got {version!r}")
     for finder in sys.meta_path:

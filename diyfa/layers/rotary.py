@@ -12,6 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diyfa.validation import check_length, check_tensors
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
+
 Offsets = int | Tensor
 
 
@@ -32,7 +45,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
 
 
-def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    check_tensors(cos=cos, sin=sin)
+    if cos.device != x.device or sin.device != x.device:
+        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}, but what they turn on {x.device}")
+    head_dim = x.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape:
         raise ValueError(
             f"cos and sin must both have shape (seqlen, rotary_dim / 2), got {tuple(cos.shape)} and {tuple(sin.shape)}"
@@ -57,6 +74,8 @@ def _rows(
     seqlen = x.shape[1] if cu_seqlens is None else max_seqlen
     if seqlen is None:
         raise ValueError("cu_seqlens needs max_seqlen")
+    if cu_seqlens is not None:
+        seqlen = check_length("max_seqlen", seqlen)
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.shape != (batch,) or seqlen_offsets.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -65,8 +84,8 @@ def _rows(
             )
         shifts, first = seqlen_offsets, 0
     else:
-        shifts, first = None, seqlen_offsets
-    if first < 0 or first + seqlen > length:
+        shifts, first = None, check_length("seqlen_offsets", seqlen_offsets)
+    if first + seqlen > length:
         raise ValueError(f"cos and sin have {length} rows; positions {first} to {first + seqlen - 1} were asked for")
     wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tables]
     if cu_seqlens is None and shifts is None:
@@ -100,11 +119,12 @@ def apply_rotary(
     conjugate: bool = False,
 ) -> Tensor:
     """`apply_rotary_emb` in the order of arguments of `flash_attn.ops.triton.rotary`; `conjugate` turns backwards."""
+    check_tensors(x=x)
     rank = 4 if cu_seqlens is None else 3
     if x.dim() != rank:
         expected = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
         raise ValueError(f"x must have shape {expected}, got {tuple(x.shape)}")
-    _check_tables(cos, sin, x.shape[-1])
+    _check_tables(cos, sin, x)
     cos, sin = _rows((cos, sin), x, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[-1]
     turned = _turn(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
@@ -136,7 +156,8 @@ def apply_rotary_emb(
         max_seqlen: the longest length, needed with cu_seqlens.
 
     Raises:
-        ValueError: shapes do not fit, or cos and sin have fewer rows than there are positions.
+        TypeError: an argument is no tensor, or a position no integer.
+        ValueError: shapes or devices do not fit, or cos and sin have fewer rows than there are positions.
     """
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
@@ -176,6 +197,7 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: shapes do not fit.
     """
+    check_tensors(qkv=qkv)
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
             raise ValueError(f"qkv must have shape (batch, seqlen, 3, heads, head_dim), got {tuple(qkv.shape)}")
@@ -192,7 +214,7 @@ def apply_rotary_emb_qkv_(
         parts = (qk[:, :, :num_heads_q], qk[:, :, num_heads_q:])
     else:
         raise ValueError(f"qkv must be 4-D or 5-D, got shape {tuple(qkv.shape)}")
-    _check_tables(cos, sin, qkv.shape[-1])
+    _check_tables(cos, sin, qkv)
     if cos_k is None and sin_k is None:
         cos, sin = _rows((cos, sin), qkv, seqlen_offsets)
         if qkv.dim() == 5:
@@ -201,7 +223,7 @@ def apply_rotary_emb_qkv_(
         qk.copy_(_turn(qk, cos, sin, interleaved))
         return qkv
     tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    _check_tables(*tables[2:], qkv.shape[-1])
+    _check_tables(tables[2], tables[3], qkv)
     for part, (c, s) in zip(parts, (tables[:2], tables[2:]), strict=True):
         apply_rotary(part, c, s, seqlen_offsets, interleaved=interleaved, inplace=True)
     return qkv
@@ -211,6 +233,7 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
     """Turn k of kv (batch, seqlen, 2, heads, head_dim) in place and return kv."""
+    check_tensors(kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
     apply_rotary(kv[:, :, 0], cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarrier
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 from . import barriers, inline_asm
+from .atomics import add_scalar
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .numerics import narrow, poison, stored, widen
@@ -134,7 +136,7 @@ class Builder(InterpreterBuilder):
         self, asm: str, constraints: str, values: list[TensorHandle], types: list[Any], is_pure: bool, pack: int
     ) -> Any:
         results = inline_asm.run(asm, values, types[0].scalar)
-        return _Results([results])
+        return _Results(results if isinstance(results, list) else [results])
 
     # ---- global memory
 
@@ -144,12 +146,19 @@ class Builder(InterpreterBuilder):
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
         # Where nothing is loaded and nothing given instead, the value is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data
+        self.program.memory.atomics.plain(ptrs.data[mask_data], "load")
         return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader), dtype)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> None:
         writer = self.program.writer_of(current())
         mask_data = np.broadcast_to(mask.data, ptrs.data.shape)
+        self.program.memory.atomics.plain(ptrs.data[mask_data], "store")
         self.program.memory.store(ptrs.data, mask_data, value.data, writer)
+
+    def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, semantics: Any, scope: Any) -> TensorHandle:
+        if op != ir.ATOMIC_OP.ADD or scope != ir.MEM_SYNC_SCOPE.GPU or not mask.data.all():
+            raise NotImplementedError(f"atomic operation at {location()}: {op}, {scope}, perhaps masked")
+        return add_scalar(ptr, value, semantics)
 
     # ---- shared memory
 
@@ -165,13 +174,13 @@ class Builder(InterpreterBuilder):
         self.program.scheduler.pause()
         task = current()
         view.access(f"load at {location()}", task.clock, task, task.step(), write=False)
-        return TensorHandle(view.array.copy(), view.dtype)
+        return TensorHandle(view.values().copy(), view.dtype)
 
     def create_local_store(self, view: SharedView, value: TensorHandle) -> None:
         self.program.scheduler.pause()
         task = current()
         view.access(f"store at {location()}", task.clock, task, task.step(), write=True)
-        view.array[...] = value.data
+        view.store(value.data)
 
     def create_local_dealloc(self, view: SharedView) -> None:
         pass
@@ -195,7 +204,9 @@ class Builder(InterpreterBuilder):
         return view.reshape(shape, layout)
 
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
-        raise NotImplementedError(f"reinterpreted shared memory at {location()}")
+        if ty.element_ty != view.dtype or not isinstance(ty.layout, gl.NVMMASharedLayout):
+            raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
+        return view.joined([int(n) for n in ty.shape], ty.layout)
 
     def create_fence_async_shared(self, cluster: bool) -> None:
         current().clock.fence()

@@ -26,6 +26,7 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self.writers = 0  # how many have been numbered
+        self.atomics: Any = None  # `Atomics`, which need this
         self._storages: list[_Storage] = []
         self._by_pointer: dict[int, _Storage] = {}
 
@@ -84,6 +85,16 @@ class GlobalMemory:
             raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]
+
+    def add(self, address: int, value: Any, dtype: np.dtype[Any], writer: int) -> Any:
+        """Add to one item and return what was there. A plain write of somebody else in the same launch is a race."""
+        storage, index = self._locate(np.array([address], np.uint64), dtype.itemsize, "atomic addition")
+        if storage.writers[index[0] * dtype.itemsize] not in (0, writer):
+            raise Race(f"atomic addition at {location()}: somebody else writes {storage.name} there without atomics")
+        items = self._items(storage, dtype)
+        old = items[index[0]]
+        items[index[0]] = old + value
+        return old
 
     def reduce(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, function: np.ufunc) -> None:
         """Combine items with what is there, one at a time: nobody's result is lost."""

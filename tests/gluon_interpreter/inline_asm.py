@@ -1,4 +1,4 @@
-"""The inline assembly that kernels use: named barriers, and approximate functions by name."""
+"""The inline assembly that kernels use: named barriers, tickets, pairs of 16 bits, approximate functions by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
-from .errors import BarrierMisuse, location
+from .atomics import OfFirstLane, add_scalar
+from .errors import BarrierMisuse, InvalidOperand, location
+from .numerics import narrow
 from .scheduler import current
 
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
@@ -42,13 +45,50 @@ def _named_barrier(action: str, number: int, count: int) -> None:
     (barrier.sync if action == "sync" else barrier.arrive)(count)
 
 
-def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle:
-    """The result of one inline assembly on the handles `values`."""
+# A ticket: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
+_DRAW = re.compile(
+    r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); mov\.u32 \2, %laneid; setp\.eq\.u32 \1, \2, 0; mov\.b32 \$0, 0; "
+    r"@\1 atom\.global\.relaxed\.gpu\.add\.u32 \$0, \[\$1\], 1; \}"
+)
+_SHARE = re.compile(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;")
+
+
+def _draw(pointer: TensorHandle) -> TensorHandle:
+    task = current()
+    if task.num_warps != 1:
+        raise InvalidOperand(f"{task.name} draws a ticket at {location()} in each of its {task.num_warps} warps")
+    return OfFirstLane(add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELAXED))
+
+
+_PAIR = re.compile(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$1, \$2;")
+_HALVES = re.compile(r"mov\.b32 \{\$0, \$1\}, \$2;")
+
+
+def _pair(dtype: tl.dtype, high: np.ndarray, low: np.ndarray) -> TensorHandle:
+    high, low = (narrow(x, dtype).view(np.uint16).astype(np.uint32) for x in (high, low))
+    return TensorHandle((high << 16 | low).view(np.int32), tl.int32)
+
+
+def _halves(pairs: np.ndarray) -> list[TensorHandle]:
+    bits = np.ascontiguousarray(pairs).view(np.uint32)
+    return [TensorHandle(x.astype(np.uint16).view(np.int16), tl.int16) for x in (bits & 0xFFFF, bits >> 16)]
+
+
+def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[TensorHandle]:
+    """The result of one inline assembly on the handles `values`, or its results."""
     barriers = _BARRIER.findall(asm)
     if barriers:
         for action, number, count in barriers:
             _named_barrier(action, int(number), int(count))
         return TensorHandle(np.zeros(1, np.int32), tl.int32)
+    if _DRAW.fullmatch(asm):
+        return _draw(values[0])
+    if _SHARE.fullmatch(asm):
+        return values[0].value if isinstance(values[0], OfFirstLane) else values[0]
+    if found := _PAIR.fullmatch(asm):
+        return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
+    if _HALVES.fullmatch(asm):
+        return _halves(values[0].data)
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
         with np.errstate(all="ignore"):

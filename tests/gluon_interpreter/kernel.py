@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HostDescriptor
 from triton.runtime.interpreter import TensorHandle
 
+from .atomics import Atomics
 from .clock import Clock
 from .errors import KernelBug
 from .global_memory import GlobalMemory
@@ -87,6 +88,7 @@ class InterpretedKernel:
         if missing:
             raise TypeError(f"{self._function.__name__} got wrong arguments: {sorted(missing)}")
         memory = GlobalMemory()
+        memory.atomics = Atomics(memory)
         values = {
             name: value if name in self._function.constexprs else _argument(name, value, memory)
             for name, value in given.items()

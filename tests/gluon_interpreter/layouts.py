@@ -63,6 +63,14 @@ class Inference:
             self._known[key] = builder.get_gluon_layout_from_tensor(handle)
         return self._known[key]
 
+    def is_trivial(self, dtype: Any, shape: list[int], source: Any, target: Any) -> bool:
+        """Whether each thread already has in the same order what `target` gives it."""
+        builder = self._builder
+        tensor = builder.create_splat(
+            gl.distributed_type(dtype, list(shape), source).to_ir(builder), builder.get_null_value(dtype.to_ir(builder))
+        )
+        return builder.is_convert_layout_trivial(gl.distributed_type(dtype, list(shape), target).to_ir(builder), tensor)
+
     def of_view(self, operation: str, dtype: Any, shape: list[int], layout: Any, argument: list[int]) -> Any:
         """Layout of `create_<operation>(memory, argument)`: memdesc_reshape, memdesc_trans."""
         key = f"{operation} {dtype} {shape} {layout} {argument}"

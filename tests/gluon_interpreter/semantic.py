@@ -46,6 +46,13 @@ class Semantic(GluonSemantic):
         self._inferred("trans", input, [int(d) for d in dims])
         return super().permute(input, dims)
 
+    def convert_layout(self, value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        if assert_trivial:
+            shape = [int(size) for size in value.type.shape]
+            if not inference(current().num_warps).is_trivial(value.dtype, shape, value.type.layout, layout):
+                raise InvalidOperand(f"at {location()} {value.type.layout} is not the same as {layout}")
+        return super().convert_layout(value, layout)
+
     def join(self, a: Any, b: Any) -> Any:
         self._inferred("join", a)
         return super().join(a, b)

@@ -106,7 +106,44 @@ class SharedView:
             raise InvalidOperand(f"{self.array.shape} of strided shared memory has no view {shape}, at {location()}")
         return SharedView(self.allocation, array, layout)
 
+    def values(self) -> np.ndarray:
+        """What is there, in the shape that the kernel sees."""
+        return self.array
+
+    def store(self, values: np.ndarray) -> None:
+        self.array[...] = values
+
+    def joined(self, shape: list[int], layout: Any) -> SharedView:
+        """This matrix and those behind it, in the same swizzled form, as one with as many times its columns."""
+        rows, columns = self.array.shape[-2:]
+        count, rest = divmod(shape[-1], columns)
+        start, size = self.offset() // self.array.itemsize, math.prod(shape)
+        rules = {
+            "whole tiles": rest == 0 and list(shape[:-1]) == [rows] and self.array.size == rows * columns,
+            "memory of the same allocation": start + size <= self.allocation.array.size,
+            "the same element": layout.element_bitwidth == 8 * self.array.itemsize,
+            "the same swizzle": layout.swizzle_byte_width == self.layout.swizzle_byte_width,
+            "rows of one swizzle": columns * self.array.itemsize == layout.swizzle_byte_width,
+            "rows that are not transposed": not layout.transposed and not self.layout.transposed,
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise InvalidOperand(f"{self.array.shape} seen as {shape} at {location()} needs {'; '.join(broken)}")
+        tiles = self.allocation.array.reshape(-1)[start : start + size].reshape(count, rows, columns)
+        return JoinedView(self.allocation, tiles.transpose(1, 0, 2), layout)
+
     def access(
         self, what: str, clock: Clock, agent: Hashable, step: int, *, write: bool, asynchronous: bool = False
     ) -> None:
         self.allocation.access(Access(self.array, write, asynchronous, agent, step, what), clock)
+
+
+class JoinedView(SharedView):
+    """Tiles that lie one behind another, as one matrix: its array is [rows, tiles, columns of a tile]."""
+
+    __slots__ = ()
+
+    def values(self) -> np.ndarray:
+        return self.array.reshape(self.array.shape[0], -1)
+
+    def store(self, values: np.ndarray) -> None:
+        self.array[...] = values.reshape(self.array.shape)

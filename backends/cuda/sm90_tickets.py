@@ -1,0 +1,44 @@
+"""Whose ticket counter a launch of the Hopper kernel uses: two int32 that are zero between launches.
+
+One for each (device, stream): launches on one stream follow each other, and each leaves zeros behind, so none has to
+be cleared and none shares its counter with a launch that runs beside it. A launch that raises on the host has drawn
+nothing; one that fails on the device takes the context with it.
+
+A CUDA graph replays on any stream, beside any launch: while one is captured each launch gets a counter of its own from
+the graph's memory, which the graph zeroes whenever it is replayed.
+
+A thread of its own allocates what is kept: it must not come from a memory pool that the caller's thread or stream
+allocates from at that time, such as the one that torch.compile's CUDA graphs rewind after their warm-up.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _is_capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=x.device)
+
+
+def ticket_counter(x: torch.Tensor) -> torch.Tensor:
+    """The counter (int32, [next ticket, programs that left]) of a launch on the current stream of `x`'s device."""
+    if _is_capturing(x):
+        return _zeros(x)
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    key = (x.get_device(), 0 if stream is None else stream.cuda_stream)
+    found = _counters.get(key)
+    if found is None:
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(_zeros, x).result()
+        if stream is not None:  # zeroed on the stream that a fresh thread has
+            stream.wait_stream(torch.cuda.default_stream(x.device))
+        _counters[key] = found
+    return found
