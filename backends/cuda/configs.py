@@ -8,6 +8,7 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
@@ -48,6 +49,50 @@ def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
     return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
+
+
+# Whether kernels keep NaN and infinities apart by rows (exact.py) or by tiles.
+_exact_nonfinite = True
+# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
+# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
+# One at a time, without matrix instructions, where blocks of 16 do so too: where products are multiply-adds on
+# registers, and with wide heads.
+EXACT_BLOCK = 16
+EXACT_BLOCK_MAX_HEAD_DIM = 128
+
+
+def exact_nonfinite() -> bool:
+    """Whether kernels keep NaN and infinities apart by rows, as the contract says."""
+    return _exact_nonfinite
+
+
+@contextmanager
+def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
+    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
+    global _exact_nonfinite
+    before, _exact_nonfinite = _exact_nonfinite, enabled
+    try:
+        yield
+    finally:
+        _exact_nonfinite = before
+
+
+def exact_block(problem: AttentionProblem) -> int:
+    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
+
+    Without a mask and without dropout every pair depends on each other.
+    """
+    masked = problem.window_left >= 0 or problem.window_right >= 0
+    if not exact_nonfinite() or not (masked or problem.dropout):
+        return 0
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    one_by_one = width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in ("float32", "turing")
+    return 1 if one_by_one else EXACT_BLOCK
+
+
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
+    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -145,7 +190,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(32, 32, 8, 1)),
+        (64, C(32, 32, 8, 1, spill_budget=64)),
         (128, C(16, 32, 8, 1, spill_budget=128)),
         (128, C(16, 16, 4, 1)),
         (256, C(16, 32, 8, 1)),
@@ -169,8 +214,8 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
         (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
         (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
-        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
-        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 256)),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541", 192)),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 512)),
         (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
     ),
     "large": (
