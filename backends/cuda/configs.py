@@ -129,7 +129,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
     ),
     "large": (
         (64, C(128, 64, 4, 3)),
-        (64, C(64, 64, 4, 3)),
+        (64, C(64, 64, 4, 3, spill_budget=32)),
         (128, C(128, 64, 8, 3)),
         (128, C(128, 32, 8, 3)),
         (128, C(64, 32, 4, 3, spill_budget=32)),
@@ -178,7 +178,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (64, C(32, 64, 4, 3, spill_budget=896)),
         (64, C(32, 32, 4, 2)),
         (128, C(32, 64, 8, 2, spill_budget=576)),
-        (128, C(32, 32, 4, 2, spill_budget=128)),
+        (128, C(32, 32, 4, 2, spill_budget=160)),
         (256, C(32, 32, 8, 1)),
     ),
     "small": (
@@ -263,12 +263,12 @@ _WIDE: dict[str, tuple[Row, ...]] = {
     "dkdv": (
         (512, C(32, 32, 8, 1, spill_budget=1024)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=640)),
+        (1024, C(16, 16, 8, 1, spill_budget=1024)),
     ),
     "dq": (
         (512, C(32, 32, 8, 1, spill_budget=128)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=128)),
+        (1024, C(16, 16, 8, 1, spill_budget=384)),
     ),
 }
 # The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
