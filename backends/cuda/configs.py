@@ -55,8 +55,8 @@ def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
 _exact_nonfinite = True
 # Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
 # (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
-# One at a time, without matrix instructions, where blocks of 16 do so too: where products are multiply-adds on
-# registers, and with wide heads.
+# One at a time, without matrix instructions, where blocks of 16 would: for float32, whose products are multiply-adds on
+# registers, and for wide heads.
 EXACT_BLOCK = 16
 EXACT_BLOCK_MAX_HEAD_DIM = 128
 
@@ -80,14 +80,15 @@ def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
 def exact_block(problem: AttentionProblem) -> int:
     """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
 
-    Without a mask and without dropout every pair depends on each other.
+    Without a mask and without dropout every pair depends on each other. On Turing the loops of dK/dV fill the
+    registers, and any form beside them makes them spill; so there it stays at tiles.
     """
     masked = problem.window_left >= 0 or problem.window_right >= 0
-    if not exact_nonfinite() or not (masked or problem.dropout):
+    which = gpu_class(problem)
+    if not exact_nonfinite() or not (masked or problem.dropout) or which == "turing":
         return 0
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    one_by_one = width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in ("float32", "turing")
-    return 1 if one_by_one else EXACT_BLOCK
+    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or which == "float32" else EXACT_BLOCK
 
 
 def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
@@ -139,7 +140,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(128, 64, 4, 2, spill_budget=128)),
         (64, C(64, 64, 4, 2)),
         (128, C(64, 64, 8, 2)),
-        (128, C(64, 32, 4, 2)),
+        (128, C(64, 32, 4, 2, spill_budget=64)),
         (256, C(64, 32, 8, 1)),
         (256, C(32, 32, 8, 1, spill_budget=96)),
         (256, C(32, 16, 4, 1)),
@@ -192,7 +193,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "float32": (
         (64, C(32, 32, 8, 1, spill_budget=64)),
         (128, C(16, 32, 8, 1, spill_budget=128)),
-        (128, C(16, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
     ),
     "turing": (
