@@ -103,7 +103,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64},
     "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 6144},
-    "dq": {"wgmma": 128, "large": 384},
+    "dq": {"wgmma": 128, "large": 384, "small": 32},
     "dbias": {"turing": 1280},
 }
 

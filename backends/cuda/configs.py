@@ -178,7 +178,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "large": (
         (64, C(32, 64, 4, 3, spill_budget=896)),
         (64, C(32, 32, 4, 2)),
-        (128, C(32, 64, 8, 2, spill_budget=576)),
+        (128, C(32, 64, 8, 2, spill_budget=640)),
         (128, C(32, 32, 4, 2, spill_budget=160)),
         (256, C(32, 32, 8, 1)),
     ),
