@@ -37,8 +37,8 @@ def any_of(flags):
     """Whether one of `flags` [ROWS] is set, a scalar.
 
     Where the flags of an accumulator in tensor memory (sm_100) come straight from `holds_nonfinite`, Triton 3.6 follows
-    the accumulator's uses down to this scalar, asks for its layout and aborts. It does not follow the result of an `if`,
-    so kernels that look at an accumulator do it inside of one: a program that visited nothing has nothing to look at.
+    the accumulator's uses down to this scalar, asks for its layout and aborts. It does not follow the result of an
+    `if`, so kernels that look at an accumulator do it inside of one: a program that visited nothing has nothing to see.
     """
     return tl.max(flags.to(tl.int32), 0) != 0
 
