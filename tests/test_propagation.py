@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from targets import Target
+from targets import TARGETS, Target
 
 import diyfa
+from diyfa.testing import (
+    AttentionCase,
+    Inputs,
+    Results,
+    assert_within_budget,
+    attention_function,
+    make_inputs,
+    run_case,
+)
 
 SEQLEN, AT = 70, 37  # the poisoned position lies inside a tile that the diagonal crosses
 
@@ -37,7 +46,7 @@ def expected_rows(*, before: bool = False, at: bool = False, after: bool = False
 
 # Triton kernels multiply whole tiles, and 0 * NaN is NaN: inside the tile that holds it, a non-finite row of v, or of
 # any operand of the backward products, also reaches rows that do not see it. Strict: to be removed when one is exact.
-TILE_GRANULAR = frozenset({"cuda", "npu"})
+TILE_GRANULAR = frozenset({"npu"})
 
 
 def expect_leak(request: pytest.FixtureRequest, target: Target) -> None:
@@ -90,3 +99,115 @@ def test_every_cpu_schedule(variant: str) -> None:
     reached = torch.zeros(SEQLEN, dtype=torch.bool)
     reached[AT - 3 : AT + 11] = True
     assert torch.equal(out[0, 0].isnan().any(-1), reached)
+
+
+# Where a mask, the end of a sequence or dropout cuts tiles, alone and together: each with the tensors to poison, for
+# which the interesting products are. Small blocks of the exact form end inside of the tiles, sequences inside of both.
+CUT = (
+    (AttentionCase("causal", seqlen_q=50, causal=True, all_variants=True), "q k v dout"),
+    (AttentionCase("window", heads=1, seqlen_q=70, window=(9, 4), all_variants=True), "v dout"),
+    (AttentionCase("window_left", heads=1, seqlen_q=70, window=(20, -1)), "v dout"),
+    (AttentionCase("more_keys", heads=1, seqlen_q=40, seqlen_k=60, causal=True, head_dim_v=16), "v q"),
+    # Rows that see nothing, or the sink alone.
+    (AttentionCase("more_queries", heads=1, seqlen_q=60, seqlen_k=30, causal=True, all_variants=True), "v dout"),
+    (AttentionCase("sinks", heads=1, seqlen_q=40, seqlen_k=30, sinks=True, causal=True), "k v"),
+    (AttentionCase("groups", heads=4, heads_kv=2, seqlen_q=40, causal=True, layout="bshd"), "v dout"),
+    (AttentionCase("lengths", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), causal=True, all_variants=True), "v q"),
+    (AttentionCase("lengths_window", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), window=(12, 2)), "k dout"),
+    (AttentionCase("packed", heads=1, layout="thd", lens_q=(37, 0, 9), lens_k=(37, 5, 20), slack=3, causal=True), "v"),
+    (AttentionCase("packed_groups", heads=2, heads_kv=1, layout="thd", lens_q=(37, 29), window=(11, 0)), "v dout"),
+    (AttentionCase("dropout", heads=1, seqlen_q=40, dropout_p=0.3), "k v dout"),
+    (AttentionCase("dropout_causal", heads=1, seqlen_q=40, dropout_p=0.3, causal=True), "v dout"),
+    (AttentionCase("bias", heads=1, batch=2, seqlen_q=40, bias="bhqk", causal=True), "v dout attn_bias"),
+    (AttentionCase("bias_keys", heads=1, seqlen_q=40, bias="k", window=(9, 9)), "v attn_bias"),
+    (AttentionCase("bias_queries", heads=1, seqlen_q=40, bias="q1", causal=True), "v attn_bias"),
+    (AttentionCase("softcap_alibi", heads=1, seqlen_q=40, softcap=20.0, alibi="h", causal=True), "q k"),
+    (
+        AttentionCase(
+            "everything", batch=2, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50, seq_lens=(46, 29), window=(20, 3),
+            softcap=20.0, alibi="h", bias="hqk", sinks=True, dropout_p=0.2,
+        ),
+        "k v dout",
+    ),
+    (AttentionCase("float32", heads=1, seqlen_q=40, causal=True, dtype="float32", all_variants=True), "v dout"),
+    (AttentionCase("bfloat16", heads=1, seqlen_q=40, causal=True, dtype="bfloat16"), "v dout"),
+    (AttentionCase("wide", heads=1, seqlen_q=40, head_dim=136, causal=True), "v dout"),
+)  # fmt: skip
+
+
+def poison(inputs: Inputs, case: AttentionCase, name: str, value: float, at: int) -> Inputs:
+    """`inputs` with `value` in one element of row `at` of the first sample and head of one of its tensors."""
+    x = inputs.options["attn_bias"] if name == "attn_bias" else getattr(inputs, name)
+    with torch.no_grad():
+        if name == "attn_bias":
+            x.view(-1)[at] = value
+        else:
+            row = x[at, 0] if case.layout == "thd" else x[0, at, 0] if case.layout == "bshd" else x[0, 0, at]
+            row[..., 3] = value
+    return inputs
+
+
+def assert_reaches_what_depends(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
+    """Exactly what is not finite on the CPU backend is not, and the rest is as right as without the poison."""
+    at = 23
+    got, want = (
+        run_case(
+            attention_function(case, backend=backend, variant=how),
+            poison(make_inputs(case, device), case, name, value, at),
+        )
+        for backend, device, how in ((target.backend, target.device, variant), ("cpu", "cpu", "auto"))
+    )
+    clean = run_case(
+        attention_function(case, backend=target.backend, variant=variant), make_inputs(case, target.device)
+    )
+    rest = []
+    for field, x, y, z in zip(Results._fields, got, want, clean, strict=True):
+        if x is None:
+            rest.append(None)
+            continue
+        # lse is +inf where a row sees nothing, poison or not
+        reached = ~x.isfinite() & z.isfinite()
+        assert torch.equal(reached, ~y.isfinite() & z.isfinite()), f"{field}: {reached.sum()} elements are not finite"
+        if field == "out":
+            assert torch.equal(x.isnan(), y.isnan()), field
+        rest.append(torch.where(reached, z, x))
+    assert_within_budget(Results(*rest), case, target.oracle_device)
+
+
+EXACT = sorted(TARGETS.keys() - TILE_GRANULAR - {"cpu"})  # compared with the CPU backend
+
+
+def _cut() -> list[tuple[str, str, AttentionCase, str]]:
+    rows = []
+    for backend in EXACT:
+        for case, poisoned in CUT:
+            rows += [(backend, "auto", case, name) for name in poisoned.split()]
+            if case.all_variants:
+                rows.append((backend, "v1", case, "v"))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("backend", "variant", "case", "name"), _cut(), ids=lambda x: x.name if isinstance(x, AttentionCase) else x
+)
+def test_exactly_what_depends(backend: str, variant: str, case: AttentionCase, name: str) -> None:
+    assert_reaches_what_depends(TARGETS[backend], case, variant, name, float("nan"))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["v", "dout"])
+@pytest.mark.parametrize("case", ["dropout_causal", "wide"])
+@pytest.mark.parametrize("backend", EXACT)
+def test_infinities(backend: str, case: str, name: str, value: float) -> None:
+    found = next(x for x, _ in CUT if x.name == case)
+    assert_reaches_what_depends(TARGETS[backend], found, "auto", name, value)
+
+
+@pytest.mark.parametrize("backend", [name for name in EXACT if name == "cuda"])
+def test_what_is_timed_against_it_leaks(backend: str) -> None:
+    """Switched off, as `benchmarks/nonfinite_cost.py` does, a weight of 0 times NaN is NaN again."""
+    from diyfa.backends.cuda.configs import use_exact_nonfinite
+
+    with use_exact_nonfinite(False):
+        out, *_ = attend(TARGETS[backend], "v", float("nan"))
+    assert bool((rows(out) & ~expected_rows(at=True, after=True)).any())

@@ -85,6 +85,8 @@ def _backward(
                 _add_to_bias_gradient(call, dbias, ds, m0, m1, n0, n1)
             if tanh is not None:
                 ds.mul_(1 - tanh * tanh)
+                if rows_seen is not None:  # the tanh of a pair that is not seen may be NaN
+                    ds.masked_fill_(~rows_seen, 0.0)
             if kept is not None:  # the weights that v was multiplied with
                 p.masked_fill_(~kept, 0.0).mul_(call.keep_scale)
             dv_tile += masked_product(p.mT, dout_tile, _transposed(both(rows_seen, kept)))

@@ -13,7 +13,14 @@ from dataclasses import replace
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
 from diyfa.backends.cuda.aot import CompileSpec
-from diyfa.backends.cuda.configs import PER_SCORE_FEATURES, AttentionConfig, candidates, default_config, gpu_class
+from diyfa.backends.cuda.configs import (
+    PER_SCORE_FEATURES,
+    AttentionConfig,
+    candidates,
+    default_config,
+    gpu_class,
+    reads_rows,
+)
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS
 from diyfa.problem import VARLEN, AttentionProblem
 
@@ -96,7 +103,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64},
     "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 6144},
-    "dq": {"large": 384},
+    "dq": {"wgmma": 128, "large": 384, "small": 32},
     "dbias": {"turing": 1280},
 }
 
@@ -115,7 +122,7 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
         name = parameter.name
         if name in constants:
             constexprs[name] = constants[name]
-        elif (name.endswith("_rows_ptr") and constants["FORM"] == constants["EDGE_FORM"]) or (
+        elif (name.endswith("_rows_ptr") and not reads_rows(problem, config)) or (
             name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
         ):
             constexprs[name] = None

@@ -33,7 +33,7 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.scores import first_row, sequence_of
 from diyfa.backends.cuda.tensor_maps import Box
@@ -112,6 +112,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
+        "EXACT": exact_block(problem),
     }
 
 
@@ -194,16 +195,15 @@ class _Backward:
                 *feature_scalars(problem, tensors, self.scale),
                 tensors.sm_scale,
             )
-            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (10 + len(results)))
+            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (12 + len(results)))
             return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
         # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.
         fixed = self.aligned and not problem.bias and all(x.data_ptr() % 16 == 0 for x in results)
         launch = _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
-        edges: tuple[torch.Tensor | None, ...] = (None, None)
-        if has_edge_form(problem, config):
-            edges = (q, self.dout) if kind == "dkdv" else (k, v)
-        launch(q, k, v, self.dout, *edges, self.lse, self.delta, *feature_pointers(tensors), *results)
+        inputs = (q, k, v, self.dout)
+        rows = inputs if reads_rows(problem, config) else (None,) * len(inputs)
+        launch(*inputs, *rows, self.lse, self.delta, *feature_pointers(tensors), *results)
 
     def dkdv(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> None:
         problem = self.problem

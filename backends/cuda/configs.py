@@ -8,6 +8,7 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
@@ -48,6 +49,51 @@ def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
     return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
+
+
+# Whether kernels keep NaN and infinities apart by rows (exact.py) or by tiles.
+_exact_nonfinite = True
+# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
+# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
+# One at a time, without matrix instructions, where blocks of 16 would: for float32, whose products are multiply-adds on
+# registers, and for wide heads.
+EXACT_BLOCK = 16
+EXACT_BLOCK_MAX_HEAD_DIM = 128
+
+
+def exact_nonfinite() -> bool:
+    """Whether kernels keep NaN and infinities apart by rows, as the contract says."""
+    return _exact_nonfinite
+
+
+@contextmanager
+def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
+    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
+    global _exact_nonfinite
+    before, _exact_nonfinite = _exact_nonfinite, enabled
+    try:
+        yield
+    finally:
+        _exact_nonfinite = before
+
+
+def exact_block(problem: AttentionProblem) -> int:
+    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
+
+    Without a mask and without dropout every pair depends on each other. On Turing the loops of dK/dV fill the
+    registers, and any form beside them makes them spill; so there it stays at tiles.
+    """
+    masked = problem.window_left >= 0 or problem.window_right >= 0
+    which = gpu_class(problem)
+    if not exact_nonfinite() or not (masked or problem.dropout) or which == "turing":
+        return 0
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or which == "float32" else EXACT_BLOCK
+
+
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
+    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -94,7 +140,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(128, 64, 4, 2, spill_budget=128)),
         (64, C(64, 64, 4, 2)),
         (128, C(64, 64, 8, 2)),
-        (128, C(64, 32, 4, 2)),
+        (128, C(64, 32, 4, 2, spill_budget=64)),
         (256, C(64, 32, 8, 1)),
         (256, C(32, 32, 8, 1, spill_budget=96)),
         (256, C(32, 16, 4, 1)),
@@ -132,8 +178,8 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "large": (
         (64, C(32, 64, 4, 3, spill_budget=896)),
         (64, C(32, 32, 4, 2)),
-        (128, C(32, 64, 8, 2, spill_budget=576)),
-        (128, C(32, 32, 4, 2, spill_budget=128)),
+        (128, C(32, 64, 8, 2, spill_budget=640)),
+        (128, C(32, 32, 4, 2, spill_budget=160)),
         (256, C(32, 32, 8, 1)),
     ),
     "small": (
@@ -145,9 +191,9 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(32, 32, 8, 1)),
+        (64, C(32, 32, 8, 1, spill_budget=64)),
         (128, C(16, 32, 8, 1, spill_budget=128)),
-        (128, C(16, 16, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
     ),
     "turing": (
@@ -169,8 +215,8 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
         (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
         (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
-        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
-        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 256)),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541", 64)),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 416)),
         (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
     ),
     "large": (
@@ -218,12 +264,12 @@ _WIDE: dict[str, tuple[Row, ...]] = {
     "dkdv": (
         (512, C(32, 32, 8, 1, spill_budget=1024)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=640)),
+        (1024, C(16, 16, 8, 1, spill_budget=1024)),
     ),
     "dq": (
         (512, C(32, 32, 8, 1, spill_budget=128)),
         (512, C(16, 16, 8, 1, spill_budget=64)),
-        (1024, C(16, 16, 8, 1, spill_budget=128)),
+        (1024, C(16, 16, 8, 1, spill_budget=384)),
     ),
 }
 # The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
