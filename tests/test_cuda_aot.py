@@ -156,3 +156,21 @@ def test_command_line_fails_when_nothing_matches(tmp_path):
     done = run_python("-m", "diyfa.backends.cuda.aot", "sm_80", "--only", "no such kernel", cache=tmp_path)
     assert done.returncode == 1
     assert "0 kernels compiled" in done.stdout
+
+
+HOPPER_KERNELS = """
+import json, sys
+from diyfa.backends.cuda import sm90
+from diyfa.backends.cuda.attention_specs import compile_specs
+kernels = {arch: {spec.kernel for spec in compile_specs(arch)} for arch in sys.argv[1:]}
+assert all("attention_fwd/v2" in found for found in kernels.values())
+print(json.dumps([sm90.environment_refusal(), [a for a in kernels if "attention_fwd/sm90" in kernels[a]]]))
+"""
+
+
+def test_the_hopper_kernel_is_compiled_for_hopper_only(tmp_path):
+    """For any other architecture LLVM ends the process at its instructions."""
+    done = run_python("-c", HOPPER_KERNELS, *ARCHS, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    refusal, archs = json.loads(done.stdout)
+    assert archs == ([] if refusal else ["sm_90"])

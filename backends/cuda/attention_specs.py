@@ -176,7 +176,7 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
-    if sm90.environment_refusal():
+    if arch != sm90.ARCH or sm90.environment_refusal():
         return
     # Every compiled form in one dtype; the other dtype, keys that end inside a block, sequences of other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}

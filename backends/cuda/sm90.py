@@ -14,6 +14,7 @@ from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap"})
+ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
 TRITON = (3, 6)  # Gluon changes names and meanings from release to release
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
@@ -190,8 +191,8 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
 
 def refuses(problem: AttentionProblem) -> str | None:
     """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
-    if problem.arch != "sm_90":
-        return f"sm90 is made of instructions that only sm_90 has, this is {problem.arch}"
+    if problem.arch != ARCH:
+        return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
     if problem.dtype not in DTYPES:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
