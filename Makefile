@@ -41,7 +41,7 @@ endif
 # Threads that spin at barriers make small CPU operators many times slower as soon as something else runs.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# Architectures compiled side by side.
+# Architectures compiled, and processes that tests run in, side by side.
 JOBS ?= 2
 CUDA_TARGETS ?= sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 
@@ -111,7 +111,7 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/diyfa demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
@@ -141,7 +141,7 @@ test-npu: $(VENV_NPU)/.ready
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
 test-triton39: $(CACHE)/triton39/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
