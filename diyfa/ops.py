@@ -9,7 +9,7 @@ a third of `custom_op` for each call, and the autograd is a `torch.autograd.Func
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.plain import Plan, is_plain
+from diyfa.plain import Plan, is_plain, is_plain_gradient, is_unseen
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -252,21 +252,59 @@ def plan_of(
     backend: str,
     variant: str,
 ) -> Plan | None:
-    """How checked inputs are run without optional tensors and gradients; None if there is nothing to launch."""
-    scalars = Scalars(0, 0, *window, float(softcap), False, layout, deterministic, False, False)
-    tensors = AttentionTensors(q, k, v, sm_scale)
+    """How checked inputs without optional tensors are run; None if there is nothing to launch."""
+    backend = backend or registry.forced_backend()
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    features = (
+        *(None,) * _TENSOR_FEATURES, 0, 0, sm_scale, *window, float(softcap), 0.0, layout, deterministic, needs_grad,
+        False, backend, variant,
+    )  # fmt: skip
+    tensors, scalars, _, _ = _bind(q, k, v, features)
     if _computes_nothing(tensors, scalars):
         return None
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    return Plan(problem, kernel.launch, sm_scale)
+    return Plan(problem, kernel, features, sm_scale)
 
 
-def run_plan(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    """Launch a plain call equal to the one that `plan` was made of."""
-    problem = plan.problem
+def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    if plan.repeat is not None:
+        pair = plan.repeat(q, k, v)
+        if pair is not None:
+            return pair
+    problem, kernel = plan.problem, plan.kernel
+    tensors = AttentionTensors(q, k, v, plan.sm_scale)
     out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
-    plan.launch(problem, AttentionTensors(q, k, v, plan.sm_scale), out, lse)
+    kernel.launch(problem, tensors, out, lse)
+    if kernel.repeat is not None:
+        plan.repeat = kernel.repeat(problem, tensors, out, lse)
     return out, lse
+
+
+_BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
+
+
+def _run_backward(
+    plan: Plan, saved: tuple[torch.Tensor, ...], addresses: tuple[int, ...], dout: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of a plain call whose saved tensors, (q, k, v, out, lse), are those of its forward."""
+    key = (dout.stride(), registry.forced_backend())
+    repeat = plan.backward_repeats.get(key)
+    if repeat is not None:
+        grads = repeat(saved, addresses, dout)
+        if grads is not None:
+            return grads
+    q, k, v, out, lse = saved
+    dq, dk, dv = _gradients(dout, None, *saved, "", *plan.features)[:3]
+    assert dq is not None and dk is not None and dv is not None, "gradients that share no tensor"
+    tensors, scalars, backend, variant = _bind(q, k, v, plan.features)
+    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
+    if kernel.repeat is not None and dout.stride(-1) == 1:  # else it was copied first
+        repeat = kernel.repeat(problem, tensors, out, lse, dout, AttentionGradients(dq, dk, dv))
+        if repeat is not None:
+            if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
+                plan.backward_repeats.clear()
+            plan.backward_repeats[key] = repeat
+    return dq, dk, dv
 
 
 def _empty_gradients(
@@ -407,19 +445,77 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        dout, dlse = grads
         q, k, v, out, lse, *optional = ctx.saved_tensors
         attn_bias, sinks = optional[4:6]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        backward = _gradients if is_plain(*_given(dout, dlse, q, k, v, *optional)) else _bwd
-        dq, dk, dv, dbias, dsinks = backward(
-            dout, dlse, *_UNPACK[ctx.packing](q, k, v), out, lse, ctx.packing, *optional, *ctx.scalars
-        )
+        dq, dk, dv, dbias, dsinks = _differentiate(grads, (q, k, v), out, lse, ctx.packing, optional, ctx.scalars)
         owners = (dq, None if k is None else dk, None if v is None else dv)
         dbias = None if attn_bias is None or not ctx.needs_input_grad[8] else dbias
         dsinks = None if sinks is None else dsinks
         return (None, *owners, *(None,) * 4, dbias, dsinks, None, *(None,) * len(ctx.scalars))
+
+
+def _differentiate(
+    grads: tuple[torch.Tensor | None, ...],
+    owners: tuple[Any, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    packing: str,
+    optional: Sequence[torch.Tensor | None],
+    scalars: tuple[Any, ...],
+) -> Sequence[torch.Tensor | None]:
+    """`_gradients` of one call; `owners` are what packs q, k, v, `optional` the tensors among the features."""
+    dout, dlse = grads
+    if dout is None:
+        dout = torch.zeros_like(out)
+    backward = _gradients if is_plain(*_given(dout, dlse, *owners, *optional)) else _bwd
+    return backward(dout, dlse, *_UNPACK[packing](*owners), out, lse, packing, *optional, *scalars)
+
+
+@once_differentiable
+def _backward_of_planned(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    features = ctx.plan.features
+    optional, scalars = features[:_TENSOR_FEATURES], features[_TENSOR_FEATURES:]
+    dq, dk, dv, _, _ = _differentiate(grads, (q, k, v), out, lse, "", optional, scalars)
+    return dq, dk, dv, None, None
+
+
+class _PlannedAttention(torch.autograd.Function):
+    """`_Attention` of plain calls by their plan: what is not looked at needs few arguments and few saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, return_lse: bool) -> Any:
+        out, lse = _run_forward(plan, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        ctx.addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
+        # Saved tensors may have been elsewhere meanwhile (torch.autograd.graph.saved_tensors_hooks).
+        if dlse is None and is_plain_gradient(dout) and not torch.is_grad_enabled() and is_unseen():
+            saved = ctx.saved_tensors
+            q, k, v, out, lse = saved
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+            if addresses == ctx.addresses:
+                return *_run_backward(ctx.plan, saved, addresses, dout), None, None
+        return _backward_of_planned(ctx, dout, dlse)
+
+
+# What `Function.apply` comes to for tensors that no transform of torch.func has seen.
+_apply_planned = super(torch.autograd.Function, _PlannedAttention).apply
+
+
+def run_plan(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
+    """Run a plain call equal to the one that `plan` was made of -> out, or (out, lse)."""
+    if plan.problem.needs_grad:
+        return _apply_planned(q, k, v, plan, return_lse)
+    pair = _run_forward(plan, q, k, v)
+    return pair if return_lse else pair[0]
 
 
 def _differentiates_forward() -> bool:

@@ -34,8 +34,9 @@ def _sm90_forward(*arguments: object) -> None:
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, sm90
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, relaunch, sm90
 
+    known = relaunch.IS_KNOWN
     return (
         Kernel(
             name="v2",
@@ -44,6 +45,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd.attention_forward,
             unsupported=lambda problem: _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
+            repeat=fwd.repeat if known else None,
         ),
         Kernel(
             name="v1",
@@ -69,6 +71,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=bwd.attention_backward,
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
+            repeat=bwd.repeat if known else None,
         ),
         *matmul.KERNELS,
     )
