@@ -472,10 +472,11 @@ def _differentiate(
 
 
 @once_differentiable
-def _backward_of_planned(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    features = ctx.plan.features
-    optional, scalars = features[:_TENSOR_FEATURES], features[_TENSOR_FEATURES:]
+def _backward_of_planned(
+    context: tuple[Plan, tuple[torch.Tensor, ...]], *grads: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    plan, (q, k, v, out, lse) = context
+    optional, scalars = plan.features[:_TENSOR_FEATURES], plan.features[_TENSOR_FEATURES:]
     dq, dk, dv, _, _ = _differentiate(grads, (q, k, v), out, lse, "", optional, scalars)
     return dq, dk, dv, None, None
 
@@ -496,14 +497,13 @@ class _PlannedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
-        # Saved tensors may have been elsewhere meanwhile (torch.autograd.graph.saved_tensors_hooks).
+        plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
         if dlse is None and is_plain_gradient(dout) and not torch.is_grad_enabled() and is_unseen():
-            saved = ctx.saved_tensors
             q, k, v, out, lse = saved
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-            if addresses == ctx.addresses:
-                return *_run_backward(ctx.plan, saved, addresses, dout), None, None
-        return _backward_of_planned(ctx, dout, dlse)
+            if addresses == ctx.addresses:  # not packed and unpacked elsewhere meanwhile
+                return *_run_backward(plan, saved, addresses, dout), None, None
+        return _backward_of_planned((plan, saved), dout, dlse)
 
 
 # What `Function.apply` comes to for tensors that no transform of torch.func has seen.
