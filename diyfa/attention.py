@@ -143,10 +143,9 @@ def _attend(
         backend=backend or "",
         variant=variant,
     )
-    if key is not None and not dropout_p and q4 is q and k4 is k and v4 is v and not q.is_meta:  # neither 3-D nor cast
+    if key is not None and not dropout_p and q4 is q and k4 is k and v4 is v:  # neither 3-D nor cast
         plan = ops.plan_of(q, k, v, layout, scale, bounds, softcap, deterministic, backend or "", variant)
-        if plan is not None:
-            plain.remember(key, plan)
+        plain.remember(key, plan)
     if q.dim() == 3:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     return (out, lse) if return_lse else out

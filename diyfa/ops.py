@@ -260,7 +260,7 @@ def plan_of(
         False, backend, variant,
     )  # fmt: skip
     tensors, scalars, _, _ = _bind(q, k, v, features)
-    if _computes_nothing(tensors, scalars):
+    if q.is_meta or _computes_nothing(tensors, scalars):
         return None
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
     return Plan(problem, kernel, features, sm_scale)

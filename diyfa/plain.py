@@ -106,8 +106,10 @@ def find(key: Hashable) -> Plan | None:
         return None
 
 
-def remember(key: Hashable, plan: Plan) -> None:
+def remember(key: Hashable, plan: Plan | None) -> None:
     """Keep what a call came to, for equal ones."""
+    if plan is None:
+        return
     if len(plans) >= LIMIT:
         plans.clear()
     try:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa import ops, plain
+from diyfa import flash_attn_interface, ops, plain
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -341,3 +341,41 @@ def test_meta_tensors_are_never_planned(launches):
     for _ in range(3):
         assert diyfa.flash_attention(q, k, v).is_meta
     assert not launches and not plain.plans
+
+
+def flash_attn(function, *tensors, **kwargs):
+    with diyfa.use_backend("cpu"):
+        return function(*tensors, **kwargs)
+
+
+def test_functions_of_flash_attn_repeat_too(launches):
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
+    options = {"causal": True, "window_size": (5, 2), "softmax_scale": 0.3}
+    outs = [flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options) for _ in range(3)]
+    assert len(launches) == 2 and torch.equal(outs[0], outs[2])
+    out, lse, mask = flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options, return_attn_probs=True)
+    assert len(launches) == 3 and torch.equal(out, outs[0]) and lse.shape == (2, 3, 17) and mask.numel() == 0
+    with pytest.raises(ValueError, match="softcap"):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options, softcap=-1.0)
+    with pytest.raises(TypeError, match="window_size"):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, window_size=(5.5, 2))
+    for dropout_p in (0.5, 0.5):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, dropout_p, causal=True)
+    flash_attn(flash_attn_interface.flash_attn_func, q, k, v, alibi_slopes=torch.zeros(3))
+    assert len(launches) == 3
+
+
+def test_packed_gradients_stay_packed(launches):
+    qkv = torch.randn(2, 17, 3, 2, 16)
+    function = flash_attn_interface.flash_attn_qkvpacked_func
+    outs = [flash_attn(function, qkv, causal=True) for _ in range(3)]
+    assert len(launches) == 2 and torch.equal(outs[0], outs[2])
+    qkv.requires_grad_()
+    with diyfa.use_backend("cpu"):
+        separate = [flash_attn_interface.flash_attn_func(*qkv.unbind(2), causal=True) for _ in range(3)]
+    assert len(launches) == 4 and torch.equal(separate[2], outs[0])
+    packed = [flash_attn(function, qkv, causal=True) for _ in range(3)]
+    assert len(launches) == 4
+    with diyfa.use_backend("cpu"):
+        grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (*separate[1:], *packed)]
+    assert all(torch.equal(grads[0], grad) for grad in grads)

@@ -130,6 +130,7 @@ def test_a_repeated_launch_goes_to_the_compiled_kernel(launcher, encoded, monkey
     run(q, x, k)
     assert len(first) == 1 and len(launcher.calls) == 2
     call = launcher.calls[-1]
+    assert any(y is x for y in call)  # what is read by its address comes as a tensor, which Triton looks at
     assert call[:9] == (5, 1, 1, 77, 88, False, True, None, None) and call[-2:] == (9, 16)
     assert len(encoded) == (0 if boxes[0] is None else 2 if known else 4)
 

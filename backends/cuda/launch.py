@@ -61,6 +61,7 @@ class Launch:
         fixed: bool,
     ) -> None:
         self._fn, self._grid, self._boxes, self._scalars = fn, grid, boxes, scalars
+        self._has_boxes = any(boxes)
         self._constants, self._schedule = constants, schedule
         self._fixed = fixed and not _INTERPRETING
         self._compiled: Any = None
@@ -79,8 +80,12 @@ class Launch:
                 self.again = relaunch_of(compiled, self._grid, self._boxes, self._tail)
             return
         stream = driver.active.get_current_stream(tensors[0].get_device())
-        if self.again is not None:
-            self.again(stream, [None if x is None else x.data_ptr() for x in tensors])
+        if (
+            self.again is not None
+        ):  # with tensors where it takes them: Triton then asks whether the device can read them
+            if self._has_boxes:
+                tensors = tuple(x if box is None else x.data_ptr() for x, box in zip(tensors, self._boxes, strict=True))
+            self.again(stream, tensors)
             return
         # The last three before the arguments: metadata for hooks, the hooks at entry and exit.
         hooks = (compiled.packed_metadata, None, None, None)

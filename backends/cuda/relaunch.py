@@ -19,8 +19,9 @@ TRITON = (3, 6)
 # In other versions the arguments of the function in C, and who knows it, differ.
 IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
 
-# (stream, addresses of all tensors, None for one that is not there) -> launched on the current device
-Relaunch = Callable[[int, Sequence[int | None]], None]
+# (stream, addresses of all tensors, None for one that is not there) -> launched on the current device. What is not read
+# through TMA may also be a tensor.
+Relaunch = Callable[[int, Sequence[Any]], None]
 
 
 def _function_and_maps(launcher: Any, boxes: Sequence[Box | None]) -> tuple[Any, list[TensorMaps | None]] | None:
@@ -62,10 +63,10 @@ def relaunch_of(compiled: Any, grid: int, boxes: Sequence[Box | None], tail: tup
         None, None, None,
     )  # fmt: skip
 
-    def by_addresses(stream: int, addresses: Sequence[int | None]) -> None:
+    def by_addresses(stream: int, addresses: Sequence[Any]) -> None:
         function(grid, 1, 1, stream, *options, *addresses, *tail)
 
-    def with_maps(stream: int, addresses: Sequence[int | None]) -> None:
+    def with_maps(stream: int, addresses: Sequence[Any]) -> None:
         arguments: list[Any] = []
         for address, maps in zip(addresses, all_maps, strict=True):
             if maps is None or address is None:
