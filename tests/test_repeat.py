@@ -5,6 +5,7 @@ There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the fun
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
 from diyfa import ops, plain
-from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, tune
+from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, sm90, tune
 from diyfa.backends.cuda.launch import Launches
+from diyfa.backends.cuda.sm90_tickets import ticket_counter
 
 if not relaunch.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
 import triton.backends.nvidia.driver as nvidia
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+from diyfa.backends.cuda import fwd_sm90
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 
@@ -38,7 +43,7 @@ def fake_kernel(kernel, recorder):
     """`kernel` compiled to a launcher of Triton's around `recorder`."""
 
     def run(*args, **kwargs):
-        described = [isinstance(x, TensorDescriptor) for x in args]
+        described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in args]
         signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
         launcher = object.__new__(nvidia.CudaLauncher)
@@ -66,7 +71,10 @@ def recorder(monkeypatch):
     monkeypatch.setattr(bwd, "_bwd_preprocess_kernel", fake_kernel(bwd._bwd_preprocess_kernel, recorder))
     kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
-    for module in (fwd, bwd):
+    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", fake_kernel(fwd_sm90._fwd_sm90_kernel, recorder))
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    for module in (fwd, bwd, fwd_sm90):
         monkeypatch.setattr(module, "_launches", Launches())
     monkeypatch.setattr(fwd, "_settled", {})
     monkeypatch.setattr(plain, "plans", {})
@@ -119,6 +127,7 @@ CASES = {
     "gqa": ({"kv_heads": 2}, {}),
     "descriptors": (LARGE, {}),
     "descriptors_and_rows": (LARGE, {"causal": True}),
+    "descriptors_of_gluon": (LARGE, {"variant": "sm90"}),
 }
 
 
@@ -139,6 +148,24 @@ def test_a_repeated_call_launches_what_the_ordinary_one_does(recorder, ways, cas
     assert any("map" in x for x in calls[0] if isinstance(x, tuple)) is case.startswith("descriptors")
     assert calls[0] == calls[1] == calls[2] == calls[3]
     assert attend(q, k, v, **options).shape == q.shape and not ways
+
+
+def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypatch):
+    table = sm90.config_of
+    monkeypatch.setattr(fwd_sm90, "config_of", lambda problem: dataclasses.replace(table(problem), deal="dynamic"))
+    q, k, v = qkv(**LARGE)
+    calls = []
+    for _ in range(4):
+        recorder.calls.clear()
+        ways.clear()
+        out, lse = attend(q, k, v, variant="sm90", return_lse=True)
+        counter = ticket_counter(q)
+        calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
+    assert not ways and "counter" in calls[0] and calls[0] == calls[1] == calls[2] == calls[3]
+    monkeypatch.setattr(fwd_sm90, "config_of", table)  # as sweeps do
+    recorder.calls.clear()
+    attend(q, k, v, variant="sm90")
+    assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

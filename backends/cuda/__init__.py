@@ -33,6 +33,12 @@ def _sm90_forward(*arguments: object) -> None:
     fwd_sm90.attention_forward(*arguments)
 
 
+def _sm90_repeat(*arguments: object) -> object:
+    from diyfa.backends.cuda import fwd_sm90
+
+    return fwd_sm90.repeat(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, relaunch, sm90
 
@@ -63,6 +69,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_sm90_forward,
             unsupported=sm90.unsupported,
             config=sm90.config_of,
+            repeat=_sm90_repeat if known else None,
         ),
         Kernel(
             name="split",

@@ -65,8 +65,10 @@ def repeat_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     arguments: Callable[[int, int, int, int, int], Sequence[int | None]],
+    scratch: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[..., Pair | None] | None:
-    """`Kernel.repeat` of a forward kernel; `arguments` puts the addresses of q, k, v, out, lse in its order."""
+    """`Kernel.repeat` of a forward kernel: `arguments` puts the addresses of q, k, v, out, lse in its order; from q
+    `scratch` makes the tensor that comes after them, if there is one."""
     again = launch.again
     if again is None:
         return None
@@ -81,7 +83,12 @@ def repeat_forward(
             with torch.cuda.device(index):
                 return run(q, k, v)
         out, lse = new_out(), new_lse()
-        again(stream_of(index), arguments(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()))
+        addresses = arguments(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if scratch is None:
+            again(stream_of(index), addresses)
+        else:
+            own = scratch(q)
+            again(stream_of(index), (*addresses, own.data_ptr()))
         return out, lse
 
     return run
