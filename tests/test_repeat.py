@@ -320,3 +320,37 @@ def test_allocators_make_what_they_are_asked_for():
     for allocate in (repeat.allocator_of("cpu"), repeat.allocator_of("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compiled kernels")
+@pytest.mark.parametrize("shape", [(2, 4, 96, 64), (2, 8, 2048, 128)], ids=["small", "large"])
+def test_on_the_device_a_repeated_call_gives_the_same_bits(shape):
+    """Also on another stream, and in a graph that is replayed on other values."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def step():
+        out = diyfa.flash_attention(q, k, v, causal=True)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    expected = step()
+    plans = set(plain.plans)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert any(plain.plans[key].repeat is not None for key in set(plain.plans) | plans)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        there = step()
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(torch.equal(a, b) for a, b in zip(there, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v, dout):
+            x.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
