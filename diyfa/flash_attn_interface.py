@@ -113,11 +113,11 @@ def _attend(
     if lengths is None and alibi_slopes is None and plain.is_unseen():
         key = plain.key_of(
             q, k, v, "flash_attn", softmax_scale, bool(causal), window_size, softcap, dropout_p, bool(deterministic),
-            registry.forced_backend(),
+            registry.forced_backend(), packing,
         )  # fmt: skip
         plan = plain.find(key)
-        if plan is not None and not (packing and plan.problem.needs_grad):  # packed gradients have one tensor
-            result = ops.run_plan(plan, q, k, v, return_attn_probs)
+        if plan is not None:
+            result = ops.run_plan(plan, q, k, v, return_attn_probs, owners)
             return (*result, q.new_empty(0)) if return_attn_probs else result
     window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
     rng_state = new_rng_state(q.device) if dropout_p else None
@@ -143,9 +143,10 @@ def _attend(
             deterministic=bool(deterministic),
             packing=packing,
         )
-        if key is not None and not dropout_p and not (packing and out.requires_grad):
+        if key is not None and not dropout_p:
             bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
-            plain.remember(key, ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, bool(deterministic), "", "auto"))
+            plan = ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, bool(deterministic), "", "auto", packing)
+            plain.remember(key, plan)
     if not return_attn_probs:
         return out
     if rng_state is None:

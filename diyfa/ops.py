@@ -251,6 +251,7 @@ def plan_of(
     deterministic: bool,
     backend: str,
     variant: str,
+    packing: str = "",
 ) -> Plan | None:
     """How checked inputs without optional tensors are run; None if there is nothing to launch."""
     backend = backend or registry.forced_backend()
@@ -263,7 +264,7 @@ def plan_of(
     if q.is_meta or _computes_nothing(tensors, scalars):
         return None
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    return Plan(problem, kernel, features, sm_scale)
+    return Plan(problem, kernel, features, sm_scale, packing)
 
 
 def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -285,8 +286,8 @@ _BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
 
 def _run_backward(
     plan: Plan, saved: tuple[torch.Tensor, ...], addresses: tuple[int, ...], dout: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) of a plain call whose saved tensors, (q, k, v, out, lse), are those of its forward."""
+) -> tuple[torch.Tensor | None, ...]:
+    """What owns dq, dk, dv of a plain call, three tensors or None; `saved`: its (q, k, v, out, lse), unchanged."""
     key = (dout.stride(), registry.forced_backend())
     repeat = plan.backward_repeats.get(key)
     if repeat is not None:
@@ -294,17 +295,17 @@ def _run_backward(
         if grads is not None:
             return grads
     q, k, v, out, lse = saved
-    dq, dk, dv = _gradients(dout, None, *saved, "", *plan.features)[:3]
-    assert dq is not None and dk is not None and dv is not None, "gradients that share no tensor"
+    owners = _gradients(dout, None, *saved, plan.packing, *plan.features)[:3]
     tensors, scalars, backend, variant = _bind(q, k, v, plan.features)
     problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
     if kernel.repeat is not None and dout.stride(-1) == 1:  # else it was copied first
-        repeat = kernel.repeat(problem, tensors, out, lse, dout, AttentionGradients(dq, dk, dv))
+        gradients = AttentionGradients(*_UNPACK[plan.packing](*owners))
+        repeat = kernel.repeat(problem, tensors, out, lse, dout, gradients, _given(*owners))
         if repeat is not None:
             if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
                 plan.backward_repeats.clear()
             plan.backward_repeats[key] = repeat
-    return dq, dk, dv
+    return tuple(owners)
 
 
 def _empty_gradients(
@@ -475,19 +476,23 @@ def _differentiate(
 def _backward_of_planned(
     context: tuple[Plan, tuple[torch.Tensor, ...]], *grads: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    plan, (q, k, v, out, lse) = context
+    plan, (*owners, out, lse) = context
     optional, scalars = plan.features[:_TENSOR_FEATURES], plan.features[_TENSOR_FEATURES:]
-    dq, dk, dv, _, _ = _differentiate(grads, (q, k, v), out, lse, "", optional, scalars)
-    return dq, dk, dv, None, None
+    grads = tuple(_differentiate(grads, tuple(owners), out, lse, plan.packing, optional, scalars)[:3])
+    # An operator returns a tensor without elements where there is no gradient.
+    return *(None if x is None else grad for x, grad in zip(owners, grads, strict=True)), None, None
 
 
 class _PlannedAttention(torch.autograd.Function):
     """`_Attention` of plain calls by their plan: what is not looked at needs few arguments and few saved tensors."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, return_lse: bool) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool) -> Any:
+        owners = q, k, v
+        if plan.packing:
+            q, k, v = _UNPACK[plan.packing](q, k, v)
         out, lse = _run_forward(plan, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(*owners, out, lse)
         ctx.plan = plan
         ctx.addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if not return_lse:
@@ -499,10 +504,13 @@ class _PlannedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
         if dlse is None and is_plain_gradient(dout) and not torch.is_grad_enabled() and is_unseen():
-            q, k, v, out, lse = saved
+            q, k, v, out, lse = inputs = saved
+            if plan.packing:
+                q, k, v = _UNPACK[plan.packing](q, k, v)
+                inputs = q, k, v, out, lse
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
             if addresses == ctx.addresses:  # not packed and unpacked elsewhere meanwhile
-                return *_run_backward(plan, saved, addresses, dout), None, None
+                return *_run_backward(plan, inputs, addresses, dout), None, None
         return _backward_of_planned((plan, saved), dout, dlse)
 
 
@@ -510,10 +518,17 @@ class _PlannedAttention(torch.autograd.Function):
 _apply_planned = super(torch.autograd.Function, _PlannedAttention).apply
 
 
-def run_plan(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
-    """Run a plain call equal to the one that `plan` was made of -> out, or (out, lse)."""
+def run_plan(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: bool,
+    owners: tuple[torch.Tensor | None, ...] | None = None,
+) -> Any:
+    """Run a plain call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
     if plan.problem.needs_grad:
-        return _apply_planned(q, k, v, plan, return_lse)
+        return _apply_planned(*(owners or (q, k, v)), plan, return_lse)
     pair = _run_forward(plan, q, k, v)
     return pair if return_lse else pair[0]
 

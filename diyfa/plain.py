@@ -24,10 +24,13 @@ _float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "features", "kernel", "problem", "repeat", "sm_scale")
+    __slots__ = ("backward_repeats", "features", "kernel", "packing", "problem", "repeat", "sm_scale")
 
-    def __init__(self, problem: AttentionProblem, kernel: Kernel, features: tuple[Any, ...], sm_scale: float) -> None:
+    def __init__(
+        self, problem: AttentionProblem, kernel: Kernel, features: tuple[Any, ...], sm_scale: float, packing: str
+    ) -> None:
         self.problem, self.kernel, self.sm_scale = problem, kernel, sm_scale
+        self.packing = packing  # as for `ops.attention`
         self.features = features  # the operators' arguments after q, k and v
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides

@@ -210,8 +210,10 @@ class Kernel:
     without having launched anything where what was decided no longer holds.
 
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(q, k, v) -> (out, lse)`
-    * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients)`, for calls without dlse, returns
-      `((q, k, v, out, lse), their addresses, dout) -> (dq, dk, dv)`; it compares strides, not dtypes and shapes
+    * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
+      `owners` are the one to three tensors that dq, dk, dv lie in, returns
+      `((q, k, v, out, lse), their addresses, dout) -> new owners`, None for those that there are not; it compares
+      strides, not dtypes and shapes
     """
 
     name: str

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import ops, plain
+from diyfa import flash_attn_interface, ops, plain
 from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, sm90, tune
 from diyfa.backends.cuda.launch import Launches
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
@@ -204,6 +204,33 @@ def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways,
     dkdv, dq_call = recorder.calls[1:]
     addresses = [{x for x in call if isinstance(x, int) and x > 2**32} for call in (dkdv, dq_call)]
     assert len(addresses[0] & addresses[1]) >= 2
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_packed_gradients_are_repeated(recorder, ways, packing):
+    x = torch.zeros(2, 96, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    packed = torch.zeros(2, 96, len(packing), 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    function, leaves = {
+        "qkv": (flash_attn_interface.flash_attn_qkvpacked_func, (packed,)),
+        "kv": (flash_attn_interface.flash_attn_kvpacked_func, (x, packed)),
+    }[packing]
+    dout = torch.zeros_like(x)
+    passes = []
+    for _ in range(5):
+        recorder.calls.clear()
+        with diyfa.use_backend("cuda"):
+            out = function(*leaves, causal=True)
+        ways.clear()
+        with diyfa.use_backend("cuda"):
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert all(g.shape == y.shape and g.is_contiguous() for g, y in zip(grads, leaves, strict=True))
+        views = [*([x.detach()] if packing == "kv" else []), *packed.detach().unbind(2)]
+        slices = [*([grads[0]] if packing == "kv" else []), *grads[-1].unbind(2)]
+        tensors = {**dict(zip("qkv", views, strict=True)), **dict(zip(("dq", "dk", "dv"), slices, strict=True))}
+        passes.append([named(call, out=out, dout=dout, **tensors) for call in recorder.calls])
+    assert not ways and len(passes[0]) == 4
+    assert {"q", "k", "v", "dout", "dk", "dv"} <= {y for y in passes[0][2] if isinstance(y, str)}
+    assert passes[0] == passes[1] == passes[2] == passes[3] == passes[4]
 
 
 CHANGES = {

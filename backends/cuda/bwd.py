@@ -37,7 +37,7 @@ from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
-from diyfa.backends.cuda.repeat import allocator_of, current_device_of, holds_as_now, like
+from diyfa.backends.cuda.repeat import Allocate, allocator_of, current_device_of, holds_as_now, like
 from diyfa.backends.cuda.scores import first_row, sequence_of
 from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
@@ -140,7 +140,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, out, lse
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # what owns dq, dk, dv
 NO_ROWS = (None,) * 4
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel}
 
@@ -269,6 +269,32 @@ def _settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | N
     return tuned_config(kind, problem, lambda config: None) if is_settled(kind, problem) else None
 
 
+def _allocates(
+    gradients: AttentionGradients, owners: Sequence[torch.Tensor], allocate: Allocate
+) -> Callable[[], tuple[Gradients, int, int, int]]:
+    """Allocates gradients as they lie now -> (what owns them, addresses of dq, dk, dv)."""
+    if len(owners) == 3:
+        new_dq, new_dk, new_dv = (like(x, allocate) for x in owners)
+
+        def separate() -> tuple[Gradients, int, int, int]:
+            grads = new_dq(), new_dk(), new_dv()
+            return grads, grads[0].data_ptr(), grads[1].data_ptr(), grads[2].data_ptr()
+
+        return separate
+    makers = [like(x, allocate) for x in owners]
+    where = []  # number of the owner, bytes from its beginning
+    for x in gradients[:3]:
+        (i,) = (i for i, y in enumerate(owners) if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr())
+        where.append((i, x.data_ptr() - owners[i].data_ptr()))
+
+    def packed() -> tuple[Gradients, int, int, int]:
+        new = [make() for make in makers]
+        at_dq, at_dk, at_dv = [new[i].data_ptr() + offset for i, offset in where]
+        return (new[0], new[1] if len(new) == 2 else None, None), at_dq, at_dk, at_dv
+
+    return packed
+
+
 def repeat(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -276,6 +302,7 @@ def repeat(
     lse: torch.Tensor,
     dout: torch.Tensor,
     gradients: AttentionGradients,
+    owners: Sequence[torch.Tensor],
 ) -> Callable[..., Gradients | None] | None:
     """`Kernel.repeat`: for calls without optional tensors whose launches are settled and compiled."""
     dq, dk, dv = gradients[:3]
@@ -291,7 +318,7 @@ def repeat(
         return None
     rows_dkdv, rows_dq = reads_rows(problem, dkdv_config), reads_rows(problem, dq_config)
     allocate, index, current = allocator_of(out.device.type), out.get_device(), current_device_of(out)
-    new_dq, new_dk, new_dv, new_delta = (like(x, allocate) for x in (dq, dk, dv, backward.delta))
+    new_delta, new_gradients = like(backward.delta, allocate), _allocates(gradients, owners, allocate)
     strides = tuple(x.stride() for x in (tensors.q, tensors.k, tensors.v, out, lse, dout))
     dtype = dout.dtype
     holds, stream_of = holds_as_now(), driver.active.get_current_stream
@@ -310,15 +337,15 @@ def repeat(
         if current() != index:
             with torch.cuda.device(index):
                 return run(saved, addresses, dout)
-        delta, dk, dv, dq = new_delta(), new_dk(), new_dv(), new_dq()
+        delta, (grads, at_dq, at_dk, at_dv) = new_delta(), new_gradients()
         at_delta, stream = delta.data_ptr(), stream_of(index)
         launch_preprocess(stream, (at_out, at_dout, None, None, None, None, at_delta))
         inputs = (at_q, at_k, at_v, at_dout)
         rest = (at_lse, at_delta, None, None, None, None, None, None)
         rows = inputs if rows_dkdv else NO_ROWS
-        launch_dkdv(stream, (*inputs, *rows, *rest, dk.data_ptr(), dv.data_ptr()))
+        launch_dkdv(stream, (*inputs, *rows, *rest, at_dk, at_dv))
         rows = inputs if rows_dq else NO_ROWS
-        launch_dq(stream, (*inputs, *rows, *rest, dq.data_ptr()))
-        return dq, dk, dv
+        launch_dq(stream, (*inputs, *rows, *rest, at_dq))
+        return grads
 
     return run
