@@ -274,21 +274,21 @@ def _allocates(
 ) -> Callable[[], tuple[Gradients, int, int, int]]:
     """Allocates gradients as they lie now -> (what owns them, addresses of dq, dk, dv)."""
     if len(owners) == 3:
-        new_dq, new_dk, new_dv = (like(x, allocate) for x in owners)
+        like_dq, like_dk, like_dv = map(like, owners)
 
         def separate() -> tuple[Gradients, int, int, int]:
-            grads = new_dq(), new_dk(), new_dv()
-            return grads, grads[0].data_ptr(), grads[1].data_ptr(), grads[2].data_ptr()
+            dq, dk, dv = allocate(*like_dq), allocate(*like_dk), allocate(*like_dv)
+            return (dq, dk, dv), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
 
         return separate
-    makers = [like(x, allocate) for x in owners]
+    like_owners = [like(x) for x in owners]
     where = []  # number of the owner, bytes from its beginning
     for x in gradients[:3]:
         (i,) = (i for i, y in enumerate(owners) if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr())
         where.append((i, x.data_ptr() - owners[i].data_ptr()))
 
     def packed() -> tuple[Gradients, int, int, int]:
-        new = [make() for make in makers]
+        new = [allocate(*like_owner) for like_owner in like_owners]
         at_dq, at_dk, at_dv = [new[i].data_ptr() + offset for i, offset in where]
         return (new[0], new[1] if len(new) == 2 else None, None), at_dq, at_dk, at_dv
 
@@ -318,7 +318,7 @@ def repeat(
         return None
     rows_dkdv, rows_dq = reads_rows(problem, dkdv_config), reads_rows(problem, dq_config)
     allocate, index, current = allocator_of(out.device.type), out.get_device(), current_device_of(out)
-    new_delta, new_gradients = like(backward.delta, allocate), _allocates(gradients, owners, allocate)
+    like_delta, new_gradients = like(backward.delta), _allocates(gradients, owners, allocate)
     strides = tuple(x.stride() for x in (tensors.q, tensors.k, tensors.v, out, lse, dout))
     dtype = dout.dtype
     holds, stream_of = holds_as_now(), driver.active.get_current_stream
@@ -337,7 +337,8 @@ def repeat(
         if current() != index:
             with torch.cuda.device(index):
                 return run(saved, addresses, dout)
-        delta, (grads, at_dq, at_dk, at_dv) = new_delta(), new_gradients()
+        grads, at_dq, at_dk, at_dv = new_gradients()
+        delta = allocate(*like_delta)
         at_delta, stream = delta.data_ptr(), stream_of(index)
         launch_preprocess(stream, (at_out, at_dout, None, None, None, None, at_delta))
         inputs = (at_q, at_k, at_v, at_dout)

@@ -22,6 +22,8 @@ def _probe():
 
 # Asked of Triton itself, at the time the kernels are decorated: the environment may change later, they do not.
 _INTERPRETING = not isinstance(_probe, JITFunction)
+# Before 3.4 Triton keeps its hooks elsewhere and its compiled kernels take other arguments: they are launched its way.
+_IS_DIRECT = hasattr(triton, "knobs")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -63,7 +65,7 @@ class Launch:
         self._fn, self._grid, self._boxes, self._scalars = fn, grid, boxes, scalars
         self._has_boxes = any(boxes)
         self._constants, self._schedule = constants, schedule
-        self._fixed = fixed and not _INTERPRETING
+        self._fixed = fixed and _IS_DIRECT and not _INTERPRETING
         self._compiled: Any = None
         self.again: Relaunch | None = None  # once it is compiled, with this launch's grid and scalars
         names = fn.arg_names

@@ -31,10 +31,9 @@ def allocator_of(device_type: str) -> Allocate:
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 
-def like(x: torch.Tensor, allocate: Allocate) -> Callable[[], torch.Tensor]:
-    """Allocates tensors that lie in memory as `x` does."""
-    sizes, strides, dtype = tuple(x.shape), x.stride(), x.dtype
-    return lambda: allocate(sizes, strides, dtype)
+def like(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """What an `Allocate` is called with for a tensor that lies in memory as `x` does."""
+    return tuple(x.shape), x.stride(), x.dtype
 
 
 def holds_as_now() -> Callable[[], bool]:
@@ -73,7 +72,7 @@ def repeat_forward(
     if again is None:
         return None
     allocate, index, current = allocator_of(out.device.type), out.get_device(), current_device_of(out)
-    new_out, new_lse = like(out, allocate), like(lse, allocate)
+    like_out, like_lse = like(out), like(lse)
     holds, stream_of = holds_as_now(), driver.active.get_current_stream
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair | None:
@@ -82,7 +81,7 @@ def repeat_forward(
         if current() != index:
             with torch.cuda.device(index):
                 return run(q, k, v)
-        out, lse = new_out(), new_lse()
+        out, lse = allocate(*like_out), allocate(*like_lse)
         addresses = arguments(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         if scratch is None:
             again(stream_of(index), addresses)
