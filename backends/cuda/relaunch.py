@@ -59,12 +59,13 @@ def relaunch_of(compiled: Any, grid: int, boxes: Sequence[Box | None], tail: tup
     function, all_maps = found
     # Cooperative, dependent on the launch before; no scratch memory, twice; metadata; metadata for hooks, two hooks.
     options = (
-        compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
+        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
         None, None, None,
     )  # fmt: skip
 
+    # Both keep `compiled`: with the last that knows it, Triton may unload the function.
     def by_addresses(stream: int, addresses: Sequence[Any]) -> None:
-        function(grid, 1, 1, stream, *options, *addresses, *tail)
+        function(grid, 1, 1, stream, compiled.function, *options, *addresses, *tail)
 
     def with_maps(stream: int, addresses: Sequence[Any]) -> None:
         arguments: list[Any] = []
@@ -73,6 +74,6 @@ def relaunch_of(compiled: Any, grid: int, boxes: Sequence[Box | None], tail: tup
                 arguments.append(address)
             else:
                 arguments.extend(maps.arguments(address))
-        function(grid, 1, 1, stream, *options, *arguments, *tail)
+        function(grid, 1, 1, stream, compiled.function, *options, *arguments, *tail)
 
     return with_maps if any(boxes) else by_addresses
