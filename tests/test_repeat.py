@@ -106,7 +106,7 @@ def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
 
 
 def named(call, **tensors):
-    """A recorded call with names instead of addresses; what is allocated inside has none, so it is "inner"."""
+    """A recorded call with names instead of the addresses of `tensors`."""
     names = {x.data_ptr(): name for name, x in tensors.items()}
 
     def name(x):
@@ -114,9 +114,37 @@ def named(call, **tensors):
             x = x.data_ptr()
         if isinstance(x, tuple):
             return tuple(name(y) for y in x)
-        return names.get(x, "inner" if isinstance(x, int) and x > 2**32 else x)
+        return names.get(x, x) if type(x) is int and x >= LEAST_ADDRESS else x
 
     return [name(x) for x in call[3:]]  # the grid is checked by the tests of the kernels
+
+
+LEAST_ADDRESS = 2**16
+
+
+def are_same(*passes):
+    """Whether calls differ only in the addresses of tensors that have no name, and in these alike throughout."""
+
+    def flat(calls):
+        return [y for call in calls for x in call for y in (x if isinstance(x, tuple) else (x,))]
+
+    for one in passes[1:]:
+        becomes = {}
+        for x, y in zip(flat(passes[0]), flat(one), strict=True):
+            if (
+                type(x) is int
+                and type(y) is int
+                and x >= LEAST_ADDRESS
+                and y >= LEAST_ADDRESS
+                and x % 16 == y % 16 == 0
+            ):
+                if becomes.setdefault(x, y) != y:
+                    return False
+            elif x != y or type(x) is not type(y):
+                return False
+        if len(set(becomes.values())) != len(becomes):
+            return False
+    return True
 
 
 CASES = {
@@ -146,7 +174,7 @@ def test_a_repeated_call_launches_what_the_ordinary_one_does(recorder, ways, cas
         assert lse.shape == q.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32
     assert not ways  # the last two repeated
     assert any("map" in x for x in calls[0] if isinstance(x, tuple)) is case.startswith("descriptors")
-    assert calls[0] == calls[1] == calls[2] == calls[3]
+    assert are_same(*([call] for call in calls))
     assert attend(q, k, v, **options).shape == q.shape and not ways
 
 
@@ -161,7 +189,7 @@ def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypat
         out, lse = attend(q, k, v, variant="sm90", return_lse=True)
         counter = ticket_counter(q)
         calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
-    assert not ways and "counter" in calls[0] and calls[0] == calls[1] == calls[2] == calls[3]
+    assert not ways and "counter" in calls[0] and are_same(*([call] for call in calls))
     monkeypatch.setattr(fwd_sm90, "config_of", table)  # as sweeps do
     recorder.calls.clear()
     attend(q, k, v, variant="sm90")
@@ -177,7 +205,7 @@ def test_views_are_repeated_with_their_strides(recorder, ways, layout):
     outs = [function(q, k, v, backend="cuda") for _ in range(4)]
     assert len({(tuple(x.shape), x.stride()) for x in outs}) == 1
     same = [named(call, q=q, k=k, v=v, out=out) for call, out in zip(recorder.calls, outs, strict=True)]
-    assert same[0] == same[1] == same[2] == same[3]
+    assert are_same(*([call] for call in same))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -199,11 +227,7 @@ def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways,
         )
     assert not ways
     assert [call[1] for call in passes[0]] == ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
-    assert passes[0] == passes[1] == passes[2] == passes[3] == passes[4]
-    # The statistics and their difference are the same two buffers for both gradients.
-    dkdv, dq_call = recorder.calls[1:]
-    addresses = [{x for x in call if isinstance(x, int) and x > 2**32} for call in (dkdv, dq_call)]
-    assert len(addresses[0] & addresses[1]) >= 2
+    assert are_same(*passes)
 
 
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
@@ -230,7 +254,7 @@ def test_packed_gradients_are_repeated(recorder, ways, packing):
         passes.append([named(call, out=out, dout=dout, **tensors) for call in recorder.calls])
     assert not ways and len(passes[0]) == 4
     assert {"q", "k", "v", "dout", "dk", "dv"} <= {y for y in passes[0][2] if isinstance(y, str)}
-    assert passes[0] == passes[1] == passes[2] == passes[3] == passes[4]
+    assert are_same(*passes)
 
 
 CHANGES = {
