@@ -46,6 +46,7 @@ class Sm90Config:
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
     joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
+    q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
