@@ -89,6 +89,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     everything = {"softcap": 30.0, "alibi": True, "bias": True, "sinks": True, "dropout": True, "bias_grad": True}
     for d in (64, 128):
         yield _problem(arch, half, d).replace(window_left=128, window_right=64, **everything)
+    yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
     yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
