@@ -57,10 +57,10 @@ def row_products(a, b, PRECISION: tl.constexpr):
 def exact_dot_add(weights, reaches, x, acc, PRECISION: tl.constexpr):
     """acc + weights @ x over the pairs that `reaches` names, whatever x holds elsewhere.
 
-    weights [ROWS, N] fp32, 0 where `reaches` (bool, which broadcasts to that shape) is False; x [N, COLUMNS]; acc [ROWS, COLUMNS] fp32.
-    With N = 1 that is elementwise. Else the finite part is a product, and of the rest the pairs are counted, beside
-    that with the sign of weight * x, in one accumulator: infinities of one sign make that infinity; both signs, a
-    weight of 0 or a NaN make NaN.
+    weights [ROWS, N] fp32, 0 where `reaches` (bool, which broadcasts to that shape) is False; x [N, COLUMNS]; acc
+    [ROWS, COLUMNS] fp32. With N = 1 that is elementwise. Else the finite part is a product, and of the rest the pairs
+    are counted, beside that with the sign of weight * x, in one accumulator: infinities of one sign make that infinity;
+    both signs, a weight of 0 or a NaN make NaN.
     """
     if x.shape[0] == 1:
         acc += tl.where(reaches, weights * x.to(tl.float32), 0.0)
