@@ -190,11 +190,12 @@ def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()
 
 
-def test_taken_by_name_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
-    assert registry.choose("attention_fwd", problem(), cuda).name == "v2"  # until its last form has run on a GPU
+    assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"
+    assert registry.choose("attention_fwd", problem(), cuda, "v2").name == "v2"
     assert registry.choose("attention_fwd", problem(sinks=True), cuda).name == "v2"
     with pytest.raises(ValueError, match="sm90: sm90 does not implement sinks"):
         registry.choose("attention_fwd", problem(sinks=True), cuda, "sm90")
