@@ -136,7 +136,8 @@ def _boxes(
 
 def _is_aligned(x: torch.Tensor) -> bool:
     """Address and all strides but the last are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and not any(s * size % 16 for s in x.stride()[:-1])
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, out, lse
@@ -156,13 +157,14 @@ class _Backward:
         lse: torch.Tensor,
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
+        sums_rows: bool = False,
     ) -> None:
         if problem.aligned and not _is_aligned(dout):
             problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
-        # Rows that no sequence covers stay 0: the sinks' gradient sums over all rows.
-        self.delta = torch.zeros_like(self.lse) if problem.varlen else torch.empty_like(self.lse)
+        # Rows that no sequence covers are written by no kernel and read by the sinks' gradient, which sums over all.
+        self.delta = torch.zeros_like(self.lse) if sums_rows and problem.varlen else torch.empty_like(self.lse)
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
         self.key = (*launch_key(problem, tensors), dout.stride())
         self.aligned = problem.aligned and self.lse.data_ptr() % 16 == 0  # delta is allocated here
@@ -244,7 +246,7 @@ def attention_backward(
     gradients: AttentionGradients,
 ) -> None:
     """Launch the kernels, which fill the gradients."""
-    backward = _Backward(problem, tensors, out, lse, dout, dlse)
+    backward = _Backward(problem, tensors, out, lse, dout, dlse, gradients.dsinks is not None)
     with on_device(tensors.q):
         backward.preprocess()
 
