@@ -364,12 +364,8 @@ class Search:
         others = [place.job(candidate.tile, "fused")] if place.kernel == "dkdv" else []  # which takes the rows of dkdv
         if configs.fused_unfit(place.problem()):
             others = []
-        if place.kernel == "dbias":  # sums over rows or keys at the end make other kernels
-            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias=dims) for dims in ("q", "k")]
-            # That of a scalar bias is bound by no tile (gate.py), but has to compile.
-            scalar = aot.attention_job(place.problem(), "dbias", candidate.tile, bias="1")
-            if self.candidate(scalar, candidate.tile).module is None:
-                return False
+        if place.kernel == "dbias":  # the sum over rows at the end makes another kernel
+            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias="k")]
         used = [self.candidate(job, candidate.tile) for job in others]
         return all(other.module is not None and (other.accepted or not candidate.accepted) for other in used)
 
