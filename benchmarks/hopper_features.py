@@ -86,13 +86,10 @@ def visible_pairs(case: Case, lengths: list[int]) -> int:
 
 
 def forms(case: Case) -> dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]]:
-    """Changes to the table's form that a case may gain from: tiles dealt as programs come, head dims without zeros."""
-
+    """Changes to the table's form that a case may gain from: tiles dealt as programs come, wider products."""
     found: dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]] = {}
     if (case.causal or case.shares) and case.batch * case.heads * case.seqlen >= 1 << 17:
         found["dynamic"] = lambda config: replace(config, persistent=True, deal="dynamic")
-    if 64 < case.head_dim <= 96:
-        found["native"] = lambda config: sm90.NATIVE_96
     if 128 < case.head_dim <= 192:
         found["joined"] = lambda config: replace(config, joined=True)
     return found

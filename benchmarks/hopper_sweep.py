@@ -2,17 +2,17 @@
 
     python benchmarks/hopper_sweep.py [--cases 64-causal 64-full 128-causal …] [--only pingpong] [--budget 440]
 
-Each form runs in a process of its own: several import and compile at the same time, one at a time holds the GPU, and
-one that hangs or fails costs its time-out and nothing else. bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of
-4·B·H·S²·D (half with a causal mask), medians of `triton.testing.do_bench`; `error` is that of the norm of out against
-float64. Prints a row as soon as it is there, then a table for each case, then for each length the best form with its
-share of the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON rows to --output as it goes.
+Each implementation runs in a process of its own, and one that hangs or fails costs its time-out and nothing else. All
+of a case compile, then they are measured in turns, several rounds: the first to run on a cool GPU would look faster.
+bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 4·B·H·S²·D (half with a causal mask), medians over the rounds of
+medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range of the
+rounds over their median. Prints rows, then a table for each case, then for each length the best form with its share of
+the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON lines to --output.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import subprocess
@@ -21,9 +21,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ import torch
 from diyfa.backends.cuda.sm90 import Sm90Config
 
 TOKENS, HIDDEN = 16384, 2048
-PEERS = ("cudnn", "fa3", "fa4", "portable")
+PEERS = ("cudnn", "fa3", "fa4")
+OTHERS_PEERS = ("cudnn",)  # at head dims beyond the grid
+COMPILE_LIMIT = 180  # seconds
 SEQ_LENS = (1024, 4096, 16384)
 
 # A form is named by its tile and what changes it; what the changes mean is said in `Sm90Config`.
@@ -53,89 +56,72 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dynamic": {"persistent": True, "deal": "dynamic"},
     "pingpong": {"pingpong": True},
     "own-walk": {"own_walk": True},
-    "lazy": {"lazy": 8},
-    "poly4": {"polynomial": 1},
-    "poly2": {"polynomial": 2},
     "joined": {"joined": True},
     "pairs": {"pairs": True},
-    "by-head": {"together": 1},
+    "held": {"piece": 64, "joined": True, "q_held": 2},
+    "half-held": {"piece": 64, "joined": True, "q_held": 1},
 }
 # By case, the most promising first: what is named first is measured first, of all cases in turn.
 FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, True): (
-        "3x64 dynamic pingpong own-walk pairs",
-        "3x64 dynamic own-walk pairs",
-        "3x64 dynamic pingpong own-walk",
-        "2x64 dynamic pingpong pairs",
-        "3x64s8 dynamic pingpong own-walk pairs",
         "3x64 balanced pingpong own-walk pairs",
-        "3x64 dynamic pingpong own-walk pairs poly4",
-        "3x64 dynamic pingpong own-walk pairs lazy",
-        "3x64 pingpong own-walk pairs",
-        "3x64",
-        "3x64 balanced own-walk pairs",
-        "3x64x64 dynamic pingpong own-walk pairs",
+        "3x64s8 dynamic pingpong own-walk pairs",
+        "3x64 dynamic pingpong own-walk pairs",
+        "2x64 dynamic pingpong pairs",
+        "2x64 dynamic pingpong pairs half-held",
+        "2x64 dynamic pingpong own-walk pairs half-held",
+        "2x64 dynamic pairs half-held",
         "2x64 dynamic pairs",
-        "3x64 dynamic pingpong",
-        "2x64 balanced pingpong pairs",
-        "3x64 dynamic pingpong own-walk by-head",
+        "3x64 dynamic own-walk pairs",
     ),
     (128, True): (
-        "2x64 dynamic pairs",
-        "2x64 balanced pairs",
-        "2x64 dynamic",
         "2x64 dynamic pingpong pairs",
-        "2x64",
+        "2x64 dynamic pingpong pairs held",
+        "2x64 balanced pingpong pairs held",
+        "2x64 dynamic pairs held",
+        "2x64 dynamic pingpong pairs half-held",
+        "2x64 pairs held",
         "2x64 pairs",
-        "2x64 balanced pingpong pairs",
-        "2x64 dynamic pairs lazy",
-        "2x64 persistent pingpong",
-        "2x64 dynamic pairs by-head",
-        "2x64 dynamic pingpong pairs lazy",
-        "2x64 dynamic pairs poly4",
-        "3x64x64 dynamic pingpong own-walk pairs",
+        "2x64 balanced pairs",
+        "2x64 dynamic pairs",
     ),
     (256, True): (
         "2x64 dynamic pairs",
-        "2x64r232 balanced own-walk pairs",
-        "2x64 dynamic own-walk",
+        "2x64 dynamic pairs held",
         "2x64 balanced pairs",
-        "2x64",
-        "2x64 own-walk pairs",
-        "2x64 pairs",
-        "2x64 dynamic lazy",
+        "2x64 balanced pairs held",
         "2x64 dynamic pingpong own-walk",
+        "2x64 own-walk pairs",
     ),
     (64, False): (
         "3x64 persistent pingpong pairs",
-        "3x64 pingpong pairs",
-        "3x64s8 persistent pingpong pairs",
-        "3x64 persistent pingpong",
-        "3x64 pairs",
-        "3x64",
-        "2x64 persistent pingpong pairs",
-        "3x64 persistent pingpong pairs poly4",
-        "3x64 persistent pingpong pairs lazy",
         "3x64 dynamic pingpong pairs",
-        "3x64 pingpong pairs poly4",
+        "3x64 persistent pingpong",
+        "3x64s8 persistent pingpong pairs",
+        "3x64 pingpong pairs",
+        "2x64 persistent pingpong pairs half-held",
     ),
     (128, False): (
-        "2x64 pairs",
+        "2x64 persistent pingpong pairs",
+        "2x64 persistent pingpong pairs held",
+        "2x64 persistent pairs held",
+        "2x64 pairs held",
+        "2x64 persistent held",
+        "2x64 persistent pingpong pairs half-held",
+        "2x64 dynamic pairs held",
+        "2x64 persistent",
         "2x64 persistent pairs",
         "2x64",
-        "2x64 dynamic pairs",
-        "2x64 persistent",
-        "2x64 pairs lazy",
-        "2x64 persistent pingpong pairs",
-        "2x64 pingpong pairs",
+        "2x64 pairs",
     ),
     (256, False): (
-        "2x64 pairs",
-        "2x64",
-        "2x64 persistent pairs",
-        "2x64 lazy",
         "2x64 dynamic pairs",
-        "2x64 pingpong pairs",
+        "2x64 dynamic pairs held",
+        "2x64 persistent pairs held",
+        "2x64 persistent pairs half-held",
+        "2x64 pairs held",
+        "2x64 persistent pairs",
+        "2x64",
     ),
     (96, True): ("native joined pairs", "2x64", "native joined dynamic pairs", "native"),
     (96, False): ("native joined pairs", "2x64", "native"),
@@ -166,10 +152,6 @@ def sizes(head_dim: int, seqlen: int) -> tuple[int, int, int, int]:
 
 def _peer(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
     """A call of a peer; q, k, v are (B, H, S, D), the result too."""
-    if name == "portable":
-        from diyfa import flash_attention
-
-        return lambda: flash_attention(q, k, v, causal=causal, variant="v2")
     if name == "cudnn":
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -240,65 +222,138 @@ def _error(call: Callable[[], torch.Tensor], q: torch.Tensor, k: torch.Tensor, v
     return worst
 
 
-def one(name: str, head_dim: int, causal: bool, seqlens: list[int], lock: str, limit: float, rep: int) -> None:
-    """Measure one implementation at every length and print a JSON line for each."""
+def serve(name: str, head_dim: int, causal: bool, seqlens: list[int], limit: float, rep: int) -> None:
+    """Compile one implementation at every length, say so, then measure the length of each line of stdin.
+
+    Answers are JSON lines; the first of a length has the error against float64 too.
+    """
     from triton.testing import do_bench
 
-    case = {"implementation": name, "D": head_dim, "causal": causal}
     config = candidates(head_dim, causal).get(name)
     if config is None and name not in PEERS:
         raise ValueError(f"unknown implementation {name!r}")
     calls = {}
-    for seqlen in seqlens:
-        torch.manual_seed(0)
-        inputs = [torch.randn(sizes(head_dim, seqlen), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        try:
-            call = _peer(name, *inputs, causal) if config is None else _ours(config, *inputs, causal)
-            if config is None:
-                call()  # some compile when they are called first
-        except (ImportError, RuntimeError) as error:
-            print(json.dumps(case | {"S": seqlen, "unavailable": str(error)[:300]}), flush=True)
-            return
-        calls[seqlen] = call, inputs
-    torch.cuda.synchronize()
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # one at a time holds the GPU
-        watchdog = threading.Timer(limit, os._exit, (124,))  # a kernel that waits for ever does not return
-        watchdog.daemon = True
-        watchdog.start()
-        for seqlen, (call, inputs) in calls.items():
-            b, h, s, d = sizes(head_dim, seqlen)
-            error = _error(call, *inputs, causal)
+    with _watchdog(COMPILE_LIMIT):
+        for seqlen in seqlens:
+            torch.manual_seed(0)
+            inputs = [torch.randn(sizes(head_dim, seqlen), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            try:
+                call = _peer(name, *inputs, causal) if config is None else _ours(config, *inputs, causal)
+                if config is None:
+                    call()  # some compile when they are called first
+            except (ImportError, RuntimeError) as error:
+                print(json.dumps({"unavailable": str(error)[:300]}), flush=True)
+                return
+            calls[seqlen] = call, inputs
+        torch.cuda.synchronize()
+    print(json.dumps({"ready": name}), flush=True)
+    errors: dict[int, float] = {}
+    for line in sys.stdin:
+        seqlen = int(line)
+        call, inputs = calls[seqlen]
+        with _watchdog(limit):
+            if seqlen not in errors:
+                errors[seqlen] = float(f"{_error(call, *inputs, causal):.2e}")
             ms = do_bench(call, warmup=15, rep=rep, return_mode="median")
-            tflops = 4 * b * h * s * s * d / ms / 1e9 * (0.5 if causal else 1)
-            row = case | {"S": s, "B": b, "H": h, "ms": round(ms, 4), "tflops": round(tflops, 1)}
-            print(json.dumps(row | {"error": float(f"{error:.2e}")}), flush=True)
-        watchdog.cancel()
+        print(json.dumps({"ms": ms, "error": errors[seqlen]}), flush=True)
+
+
+@contextmanager
+def _watchdog(limit: float) -> Iterator[None]:
+    """End the process after `limit` seconds: a kernel that waits for ever does not return."""
+    timer = threading.Timer(limit, os._exit, (124,))
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 # ---- the sweep
 
 
-def _run(name: str, case: tuple[int, bool], options: argparse.Namespace, lock: str, deadline: float) -> Iterator[dict]:
+def _command(name: str, case: tuple[int, bool], options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, __file__, "--serve", name, "--cases", f"{case[0]}-{'causal' if case[1] else 'full'}"]
+    command += ["--limit", str(options.limit), "--rep", str(options.rep)]
+    return [*command, "--seq-lens", *map(str, options.seq_lens)]
+
+
+class Served:
+    """One implementation in a process of its own, which compiles at once and measures when asked."""
+
+    def __init__(self, name: str, case: tuple[int, bool], options: argparse.Namespace) -> None:
+        self.name = name
+        self.reason = ""  # why it measures no more
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` does
+        self._process = subprocess.Popen(
+            _command(name, case, options), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next line of JSON, or None when there will be none; what else libraries print is passed over."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                self.reason = found.get("unavailable", "")
+                return None if self.reason else found
+        status = self._process.wait()
+        self._errors.seek(0)
+        self.reason = "hung" if status == 124 else (self._errors.read().strip() or f"status {status}")[-300:]
+        return None
+
+    def measure(self, seqlen: int) -> dict[str, Any] | None:
+        """{"ms", "error"} at a length."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: `answer` says why
+            print(seqlen, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+def measure_case(
+    names: list[str], case: tuple[int, bool], options: argparse.Namespace, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Rows of all implementations of a case: every length in turns, so that a GPU that gets hot hits all alike."""
     head_dim, causal = case
-    left = deadline - time.monotonic()
-    failed = {"implementation": name, "D": head_dim, "causal": causal}
-    if left < 5:
-        yield failed | {"unavailable": "no time left"}
-        return
-    command = [sys.executable, __file__, "--one", name, "--cases", f"{head_dim}-{'causal' if causal else 'full'}"]
-    command += ["--lock", lock, "--limit", str(options.limit), "--rep", str(options.rep)]
-    command += ["--seq-lens", *map(str, options.seq_lens)]
+    served: list[Served] = []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired:
-        yield failed | {"unavailable": "the budget ended"}
-        return
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    yield from rows
-    if done.returncode:
-        reason = f"hung for {options.limit} s" if done.returncode == 124 else (done.stderr.strip() or "?")[-300:]
-        yield failed | {"unavailable": reason}
+        waiting = list(names)
+        alive: list[Served] = []
+        while waiting and time.monotonic() < deadline:  # all compile before anyone is measured
+            some = [Served(name, case, options) for name in waiting[: options.jobs]]
+            waiting = waiting[options.jobs :]
+            served += some
+            alive += [each for each in some if each.answer() is not None]
+        figures: dict[tuple[str, int], list[float]] = {}
+        errors: dict[tuple[str, int], float] = {}
+        for turn in range(options.rounds):
+            for seqlen in options.seq_lens:
+                for each in alive if turn % 2 == 0 else alive[::-1]:
+                    if each.reason or time.monotonic() > deadline:
+                        continue
+                    found = each.measure(seqlen)
+                    if found is not None:
+                        figures.setdefault((each.name, seqlen), []).append(found["ms"])
+                        errors[each.name, seqlen] = found["error"]
+        for (name, seqlen), times in figures.items():
+            b, h, s, d = sizes(head_dim, seqlen)
+            ms = median(times)
+            work = 4 * b * h * s * s * d / 1e9 * (0.5 if causal else 1)
+            row = {"implementation": name, "D": head_dim, "causal": causal, "S": s, "B": b, "H": h}
+            row |= {"ms": round(ms, 4), "tflops": round(work / ms, 1), "error": errors[name, seqlen]}
+            yield row | {"spread": round((max(times) - min(times)) / ms, 3), "rounds": len(times)}
+        for each in served:
+            if each.reason:
+                yield {"implementation": each.name, "D": head_dim, "causal": causal, "unavailable": each.reason}
+        for name in waiting:
+            yield {"implementation": name, "D": head_dim, "causal": causal, "unavailable": "no time left"}
+    finally:
+        for each in served:
+            each.close()
 
 
 def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) -> None:
@@ -406,19 +461,10 @@ def print_summary(rows: list[dict]) -> None:
         print("\nrows for backends/cuda/sm90.py:", *source, sep="\n")
 
 
-def ordered(cases: list[tuple[int, bool]], peers: list[str], only: list[str]) -> list[tuple[str, tuple[int, bool]]]:
-    """What to measure: peers of the grid, then the forms of all cases in turn, the most promising of each first."""
-    grid = [case for case in cases if case in GRID]
-    work = [(peer, case) for peer in peers if peer != "portable" for case in grid]
-    most = max(len(FORMS[case]) for case in cases)
-    for rank in range(most):
-        for case in grid:
-            work += [(name, case) for name in FORMS[case][rank : rank + 1]]
-        if rank == 1:  # other head dims and the portable kernel after the two best of each case
-            others = [case for case in cases if case not in GRID]
-            work += [("portable", case) for case in cases if "portable" in peers]
-            work += [(name, case) for case in others for name in (*(p for p in peers if p == "cudnn"), *FORMS[case])]
-    return [(name, case) for name, case in work if name in peers or not only or any(part in name for part in only)]
+def names_of(case: tuple[int, bool], peers: list[str], only: list[str]) -> list[str]:
+    """What to measure of a case: its peers, then our forms, the most promising first."""
+    mine = [name for name in FORMS[case] if not only or any(part in name for part in only)]
+    return [peer for peer in peers if case in GRID or peer in OTHERS_PEERS] + mine
 
 
 def main() -> None:
@@ -429,36 +475,37 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="forms whose name contains one of these")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--budget", type=float, default=440, help="seconds for everything")
-    parser.add_argument("--limit", type=float, default=20, help="seconds on the GPU for one form")
+    parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
-    parser.add_argument("--jobs", type=int, default=6, help="processes that import and compile at once")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
+    parser.add_argument("--most", type=int, default=99, help="implementations of each case")
+    parser.add_argument("--jobs", type=int, default=14, help="processes that import and compile at once")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
     parser.add_argument("--summary", type=Path, default=None, help="JSON lines of an earlier run: only sum them up")
     parser.add_argument("--list", action="store_true", help="print the forms and stop")
-    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [(int(case.split("-")[0]), case.endswith("causal")) for case in options.cases]
-    if options.one is not None:
-        one(options.one, *cases[0], options.seq_lens, options.lock, options.limit, options.rep)
+    if options.serve is not None:
+        serve(options.serve, *cases[0], options.seq_lens, options.limit, options.rep)
         return
     if options.summary is not None:
         print_summary([json.loads(line) for line in options.summary.read_text().splitlines()])
         return
-    work = ordered(cases, options.peers, options.only)
+    work = {case: names_of(case, options.peers, options.only)[: options.most] for case in cases}
     if options.list:
-        print("\n".join(f"{d}-{'causal' if causal else 'full':7} {name}" for name, (d, causal) in work))
+        for (d, causal), names in work.items():
+            print("\n".join(f"{d}-{'causal' if causal else 'full':7} {name}" for name in names))
         return
     deadline = time.monotonic() + options.budget
     rows: list[dict] = []
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(lambda job: list(_run(*job, options, lock.name, deadline)), work):
-            for row in found:
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                if options.output is not None:
-                    with options.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    for case, names in work.items():
+        for row in measure_case(names, case, options, deadline):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if options.output is not None:
+                with options.output.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     for case in cases:
         print_table(rows, case, options.seq_lens)
     print_summary(rows)

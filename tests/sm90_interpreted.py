@@ -40,7 +40,6 @@ def interpret(
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(sm90, "FULL_GPU", 0)
-    monkeypatch.setattr(sm90, "SLOWER", frozenset())
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
     if config is not None:

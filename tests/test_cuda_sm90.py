@@ -80,8 +80,8 @@ def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int) -> None:
     case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
     for length, queries in ((1024, 4096), (4096, 4096), (512, 128)):
         config = sm90.config_of(case.replace(seqlen_k=length, seqlen_q=queries))
-        width, pieces = sm90.pieces_of(head_dim, head_dim_v)
-        width_v, pieces_v = sm90.pieces_of(head_dim_v, head_dim)
+        width, pieces = sm90.pieces_of(head_dim, head_dim_v, config.piece)
+        width_v, pieces_v = sm90.pieces_of(head_dim_v, head_dim, config.piece)
         columns, columns_v = width * pieces, width_v * pieces_v
         assert columns >= head_dim and columns_v >= head_dim_v
         rows = config.consumers * sm90.CONSUMER_ROWS
@@ -91,7 +91,7 @@ def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int) -> None:
         else:  # out goes where Q was
             assert (width_v, pieces_v <= pieces) == (width, True)
         assert 2 * size + 1024 <= 232448
-        assert sm90.has_one_ring(case) or config.slots % 2 == 0
+        assert sm90.has_one_ring(case, config.piece) or config.slots % 2 == 0
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 1024, "batch": 1}, {"seqlen_q": 64, "batch": 64}], ids=str)
@@ -190,11 +190,12 @@ def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()
 
 
-def test_taken_by_name_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
-    assert registry.choose("attention_fwd", problem(), cuda).name == "v2"  # until its last form has run on a GPU
+    assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"
+    assert registry.choose("attention_fwd", problem(), cuda, "v2").name == "v2"
     assert registry.choose("attention_fwd", problem(sinks=True), cuda).name == "v2"
     with pytest.raises(ValueError, match="sm90: sm90 does not implement sinks"):
         registry.choose("attention_fwd", problem(sinks=True), cuda, "sm90")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -23,15 +26,50 @@ def sweep() -> ModuleType:
     return module
 
 
-def test_every_form_is_measured_once_and_the_best_guess_of_each_case_first(sweep: ModuleType) -> None:
-    work = sweep.ordered(list(sweep.FORMS), list(sweep.PEERS), [])
-    assert len(work) == len(set(work))
-    assert {item for item in work if item[0] not in sweep.PEERS} == {
-        (name, case) for case, names in sweep.FORMS.items() for name in names
-    }
-    peers = 3 * len(sweep.GRID)
-    assert {name for name, _ in work[:peers]} == {"cudnn", "fa3", "fa4"}
-    assert work[peers : peers + len(sweep.GRID)] == [(sweep.FORMS[case][0], case) for case in sweep.GRID]
+def test_peers_are_measured_beside_every_form(sweep: ModuleType) -> None:
+    for case, names in sweep.FORMS.items():
+        work = sweep.names_of(case, list(sweep.PEERS), [])
+        assert len(work) == len(set(work))
+        peers = ["cudnn", "fa3", "fa4"] if case in sweep.GRID else ["cudnn"]
+        assert work == peers + list(names)
+    some = sweep.names_of((128, True), [], ["held"])
+    assert some and all("held" in name for name in some)
+
+
+CHILD = """
+import json, sys
+name = sys.argv[1]
+if name == "absent":
+    print(json.dumps({"unavailable": "not installed"}), flush=True)
+    sys.exit()
+if name == "broken":
+    sys.exit("no such kernel")
+print("a library's greeting")
+print(json.dumps({"ready": name}), flush=True)
+turns = {}
+for line in sys.stdin:
+    if name == "hangs":
+        sys.exit(124)
+    turns[line] = turns.get(line, 0) + 1
+    print(json.dumps({"ms": int(line) / 1024 * turns[line], "error": 0.5}), flush=True)
+"""
+
+
+def test_implementations_are_measured_in_turns(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_command", lambda name, case, options: [sys.executable, "-c", CHILD, name])
+    options = argparse.Namespace(jobs=2, rounds=3, seq_lens=[1024, 4096])
+    names = ["one", "absent", "hangs", "broken", "two"]
+    rows = list(sweep.measure_case(names, (128, True), options, time.monotonic() + 60))
+    reasons = {row["implementation"]: row["unavailable"] for row in rows if "unavailable" in row}
+    assert reasons == {"absent": "not installed", "hangs": "hung", "broken": "no such kernel"}
+    measured = {(row["implementation"], row["S"]): row for row in rows if "ms" in row}
+    assert set(measured) == {(name, seqlen) for name in ("one", "two") for seqlen in (1024, 4096)}
+    row = measured["two", 4096]
+    assert row["ms"] == 8.0 and row["rounds"] == 3 and row["spread"] == 1.0 and row["error"] == 0.5
+    assert row["tflops"] == round(4 * 4 * 16 * 4096**2 * 128 / 2 / 8.0 / 1e9, 1)
+
+    late = list(sweep.measure_case(names, (128, True), options, time.monotonic() - 1))
+    assert {row["implementation"] for row in late} == set(names) and not any("ms" in row for row in late)
 
 
 def test_forms_differ(sweep: ModuleType) -> None:

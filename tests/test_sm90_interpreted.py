@@ -142,7 +142,7 @@ MUTANTS = {
         {},
     ),
     "Q is released although out follows it there": (
-        r"if OWN_O:  # the last",
+        r"if OWN_O and Q_HELD < PIECES:  # the last",
         "if True:  #",
         KernelBug,
         {"own_o": False},

@@ -44,6 +44,7 @@ FORMS = (
     (replace(PLAIN, pingpong=True), WALK),
     (DYNAMIC, WALK),
     (OWN_WALK, replace(WALK, causal=True)),
+    (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
 )
 
 

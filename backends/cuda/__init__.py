@@ -38,6 +38,14 @@ def _kernels() -> tuple[Kernel, ...]:
 
     return (
         Kernel(
+            name="sm90",
+            op="attention_fwd",
+            summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
+            launch=_sm90_forward,
+            unsupported=sm90.unsupported,
+            config=sm90.config_of,
+        ),
+        Kernel(
             name="v2",
             op="attention_fwd",
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
@@ -52,15 +60,6 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd_v1.attention_forward,
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=fwd_v1.config,
-        ),
-        # Behind v2, so by name only: its last form has not run on a GPU as a whole (docs/hopper.md).
-        Kernel(
-            name="sm90",
-            op="attention_fwd",
-            summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            launch=_sm90_forward,
-            unsupported=sm90.unsupported,
-            config=sm90.config_of,
         ),
         Kernel(
             name="split",

@@ -89,6 +89,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     everything = {"softcap": 30.0, "alibi": True, "bias": True, "sinks": True, "dropout": True, "bias_grad": True}
     for d in (64, 128):
         yield _problem(arch, half, d).replace(window_left=128, window_right=64, **everything)
+    yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
     yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
@@ -239,6 +240,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
         f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
         f"{' own walk' if config.own_walk else ''}{' pairs' if config.pairs else ''}"
+        f"{f' {config.q_held} of Q held' if config.q_held else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,

@@ -307,7 +307,8 @@ _RAGGED: dict[str, tuple[Row, ...]] = {
         (128, C(64, 64, 4, 2, "tma", _H200 + "backward 330, 252", 1280)),
     ),
     "dq": (
-        (64, C(64, 64, 4, 2, "tma", _H200 + "backward 300, 216")),
+        (64, C(128, 64, 8, 3, "tma", _H200 + "backward 296 to 302, 211")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "backward 287 to 300, 214 to 216")),
         (128, C(128, 64, 8, 3, "tma", _H200 + "backward 322, 252")),
     ),
 }
@@ -411,6 +412,8 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
     if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
+    elif kind == "dq" and _is_ragged(problem) and problem.window_right >= 0:
+        tiles.sort(key=lambda config: config.block_m)  # few rows waste less on the diagonal and on a sequence's end
     yield from tiles
 
 

@@ -57,10 +57,10 @@ def row_products(a, b, PRECISION: tl.constexpr):
 def exact_dot_add(weights, reaches, x, acc, PRECISION: tl.constexpr):
     """acc + weights @ x over the pairs that `reaches` names, whatever x holds elsewhere.
 
-    weights [ROWS, N] fp32, 0 where `reaches` (bool, same shape) is False; x [N, COLUMNS]; acc [ROWS, COLUMNS] fp32.
-    With N = 1 that is elementwise. Else the finite part is a product, and of the rest the pairs are counted, beside
-    that with the sign of weight * x, in one accumulator: infinities of one sign make that infinity; both signs, a
-    weight of 0 or a NaN make NaN.
+    weights [ROWS, N] fp32, 0 where `reaches` (bool, which broadcasts to that shape) is False; x [N, COLUMNS]; acc
+    [ROWS, COLUMNS] fp32. With N = 1 that is elementwise. Else the finite part is a product, and of the rest the pairs
+    are counted, beside that with the sign of weight * x, in one accumulator: infinities of one sign make that infinity;
+    both signs, a weight of 0 or a NaN make NaN.
     """
     if x.shape[0] == 1:
         acc += tl.where(reaches, weights * x.to(tl.float32), 0.0)
@@ -68,7 +68,8 @@ def exact_dot_add(weights, reaches, x, acc, PRECISION: tl.constexpr):
         wide = x.to(tl.float32)
         finite = is_finite(x)
         acc = dot_add(round_to(weights, x.dtype), tl.where(finite, wide, 0.0).to(x.dtype), acc, PRECISION)
-        found = dot(tl.where(reaches, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0).to(x.dtype), PRECISION)
+        pair = tl.where(tl.broadcast_to(reaches, weights.shape), 1.0, 0.0)
+        found = dot(pair.to(x.dtype), tl.where(finite, 0.0, 1.0).to(x.dtype), PRECISION)
         weight_sign = tl.where(weights > 0.0, SIGN, tl.where(weights < 0.0, -SIGN, 0.0)).to(x.dtype)
         x_sign = tl.where(finite | (wide != wide), 0.0, tl.where(wide > 0.0, 1.0, -1.0)).to(x.dtype)
         found = dot_add(weight_sign, x_sign, found, PRECISION)  # pairs + SIGN * (those of sign + less those of sign -)

@@ -53,6 +53,7 @@ from diyfa.backends.cuda.sm90_products import (
     buffer_of,
     finish_values,
     held,
+    held_queries,
     no_values,
     rescaled,
     run_count,
@@ -194,10 +195,10 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
     p,  # weights of the block before, `held`
-    m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
+    m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -210,7 +211,7 @@ def _attend_blocks(
         mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
         if PINGPONG:
             _wait_turn(CONSUMER)
-        s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+        s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
         mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
         o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
         if PINGPONG:
@@ -262,7 +263,7 @@ def _attend_tile(
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr,
+    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -303,8 +304,11 @@ def _attend_tile(
     # The first block has no block before it whose values could be added meanwhile.
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+    q = held_queries(q_buffers, CONSUMER, BLOCK_N, PIECES, Q_HELD)
+    if OWN_O and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
-    s = start_scores(q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES)
+    s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -317,25 +321,25 @@ def _attend_tile(
     p = held(weights, o, DTYPE, PAIRS)
     if MASKED:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
+            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
-        o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
+        o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
+            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
         )  # fmt: skip
-    if OWN_O:  # the last scores are there: the next tile's queries may come
+    if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
@@ -377,7 +381,7 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    OWN_WALK: gl.constexpr,
+    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -414,7 +418,7 @@ def _consumer(
                 b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
                 ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
             )  # fmt: skip
             turn += 1
@@ -446,7 +450,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    OWN_WALK: gl.constexpr,
+    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
@@ -505,8 +509,8 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
@@ -517,11 +521,11 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
@@ -532,14 +536,14 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS,
+                             ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE,
                              POLYNOMIAL, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
@@ -559,6 +563,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
+        "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
         "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
         "JOINED": config.joined,

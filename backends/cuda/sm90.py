@@ -46,36 +46,81 @@ class Sm90Config:
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
     joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
+    q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
 
 # Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads *
-# head_dim = 2048, S = 1k, or 4k/16k; a row without one was never timed. A short walk over the keys gains from a
-# persistent grid, whose next tile is already loading while the last one is written; a long one loses 2 to 4 % to it,
-# and a long causal one a fifth, because its programs do not end together. With head_dim 64 and a
-# causal mask the portable kernel was faster up to S = 4k (302 against 299, 425 against 390).
+# head_dim = 2048, S = 1k, or 4k/16k, measured in turns with FlashAttention-3, -4 and cuDNN; a row without one was never
+# timed.
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
+_TURNS = {"persistent": True, "pingpong": True, "pairs": True}
+_HELD = {"piece": 64, "joined": True}  # pieces that fit into registers one by one
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, True, True, measured=_H200 + "414")),
-        (_ANY, C(3, 128, 6, True, 160, 32, True, False, measured=_H200 + "480/512")),
+        (2048, C(2, 128, 8, True, 240, 24, **_TURNS, **_HELD, q_held=1, measured=_H200 + "447")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_TURNS, measured=_H200 + "502/528")),
     ),
-    (64, True): ((_ANY, C(3, 128, 6, True, 160, 32, measured=_H200 + "299, 390/454")),),
-    (128, False): (
-        (2048, C(2, 128, 4, True, 240, 24, True, False, measured=_H200 + "597")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "666/673")),
+    (64, True): (
+        (2048, C(2, 128, 8, True, 240, 24, **_TURNS, **_HELD, q_held=1, deal="dynamic", measured=_H200 + "339")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_TURNS, own_walk=True, deal="balanced", measured=_H200 + "446/511")),
     ),
+    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, measured=_H200 + "401/478/485")),),
+    (96, True): (
+        (
+            _ANY,
+            C(
+                2,
+                128,
+                6,
+                True,
+                240,
+                24,
+                persistent=True,
+                piece=32,
+                joined=True,
+                pairs=True,
+                deal="dynamic",
+                measured=_H200 + "367/470/534",
+            ),
+        ),
+    ),
+    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TURNS, **_HELD, q_held=2, measured=_H200 + "589/634/649")),),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, True, True, measured=_H200 + "406")),
-        (_ANY, C(2, 128, 4, True, 240, 24, False, False, measured=_H200 + "558/623")),
+        (
+            _ANY,
+            C(2, 128, 4, True, 240, 24, **_TURNS, **_HELD, q_held=2, deal="dynamic", measured=_H200 + "444/578/643"),
+        ),
     ),
-    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24)),),
-    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24)),),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "629, 695/736")),),
-    (256, True): ((_ANY, C(2, 64, 4, False, 240, 24, False, False, measured=_H200 + "450, 634/702")),),
+    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "480/561/582")),),
+    (192, True): (
+        (_ANY, C(2, 128, 3, False, 240, 24, persistent=True, deal="balanced", measured=_H200 + "395/515/584")),
+    ),
+    (256, False): (
+        (_ANY, C(2, 64, 4, False, 240, 24, True, pairs=True, **_HELD, q_held=1, measured=_H200 + "605/694/691")),
+    ),
+    (256, True): (
+        (
+            2048,
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                persistent=True,
+                pingpong=True,
+                own_walk=True,
+                deal="dynamic",
+                measured=_H200 + "466",
+            ),
+        ),
+        (_ANY, C(2, 64, 4, False, 240, 24, own_walk=True, pairs=True, measured=_H200 + "632/687")),
+    ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
 # then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers. Never timed.
@@ -85,19 +130,12 @@ SMALL: dict[int, Sm90Config] = {
     192: C(1, 64, 3, False, 232, 24),
     256: C(1, 64, 4, False, 248, 88),
 }
-# Forms by (head_dim, mask on the right) that wait for a GPU, compiled with the table; `benchmarks/hopper_sweep.py` has
-# more. `joined` pieces of 32 columns: 96 without products with zeros.
-NATIVE_96 = C(2, 128, 6, True, 240, 24, piece=32, joined=True)
+# Forms by (head_dim, mask on the right) beside the table's that are compiled with it; `benchmarks/hopper_sweep.py` has
+# more.
 WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
-    (64, True, C(3, 128, 6, True, 160, 32, True, True, own_walk=True, pairs=True, deal="dynamic")),
-    (64, True, C(3, 128, 6, True, 160, 32, True, deal="balanced")),
-    (96, True, NATIVE_96),
-    (128, True, C(2, 128, 4, True, 240, 24, True, pairs=True, deal="dynamic")),
     (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
-    (256, True, C(2, 64, 4, False, 240, 24, True, deal="dynamic")),
+    (256, True, C(2, 64, 4, False, 240, 24, True, pairs=True, deal="dynamic")),
 )
-# Rows of the table that the portable kernel was faster than.
-SLOWER = frozenset({(64, True)})
 
 
 @lru_cache(maxsize=4096)
@@ -113,6 +151,10 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         config = replace(config, consumer_registers=232, producer_registers=40)
+        if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
+            config = replace(
+                config, persistent=False, pingpong=False, own_walk=False, pairs=False, deal="static", q_held=0
+            )
     return config
 
 
@@ -201,8 +243,6 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:  # inputs may be padded, out is not
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
-    if tile_class(problem) in SLOWER:
-        return f"with a mask on the right and head_dim {problem.head_dim} the portable kernel is as fast as sm90"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     if not has_tma(problem):

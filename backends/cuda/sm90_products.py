@@ -77,15 +77,35 @@ def tile_at(buffers, index, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def held_queries(
+    q_buffers, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, Q_HELD: gl.constexpr
+):  # fmt: skip
+    """The first Q_HELD pieces of a consumer's queries, each [64, columns of a piece], in registers.
+
+    A product that takes its left operand from shared memory reads 64 rows of it again for every block of keys: at
+    head_dim 256 and 64 keys as many bytes as K itself, and both together as many as shared memory delivers meanwhile.
+    """
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BLOCK_N), 2)
+    q = ()
+    for j in gl.static_range(Q_HELD):
+        q += (tile_at(q_buffers, CONSUMER * PIECES + j, 1).load(LAYOUT),)
+    return q
+
+
+@gluon.jit
 def start_scores(
-    q_buffers, k_buffers, k_index, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr
+    q,  # `held_queries`
+    q_buffers, k_buffers, k_index,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, Q_HELD: gl.constexpr,
 ):  # fmt: skip
     """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     for j in gl.static_range(PIECES):
-        q = tile_at(q_buffers, CONSUMER * PIECES + j, 1)
-        k = tile_at(k_buffers, k_index * PIECES + j, 1)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j > 0, is_async=True)
+        k = tile_at(k_buffers, k_index * PIECES + j, 1).permute((1, 0))
+        if j < Q_HELD:
+            s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
+        else:
+            s = warpgroup_mma(tile_at(q_buffers, CONSUMER * PIECES + j, 1), k, s, use_acc=j > 0, is_async=True)
     return s
 
 
