@@ -319,7 +319,6 @@ def attention_job(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BIAS": bias if problem.bias else "",
-        "DBIAS": bias,
         "INTERPRET": False,
     }
     absent = {
@@ -412,6 +411,29 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
         f"{problem.dtype} D={problem.head_dim_v}{' seq_lens' if problem.seq_lens else ''}{' dlse' if has_dlse else ''}",
         function,
         _signature(function, _TRITON_DTYPES[problem.dtype]),
+        constants,
+    )
+
+
+def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32") -> Job:
+    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
+    from diyfa.backends.npu import bwd
+
+    function = bwd._bwd_dbias_rows_kernel
+    constants: dict[str, Any] = {
+        "BLOCK_M": configs.PREPROCESS_ROWS,
+        "DBIAS": dims,
+        "SINKS": sinks,
+        "HAS_DLSE": has_dlse,
+        "INTERPRET": False,
+    }
+    constants |= {} if sinks else {"sinks_ptr": None}
+    constants |= {} if has_dlse else {"dlse_ptr": None}
+    return Job(
+        "attention_bwd/v2/dbias_rows",
+        f"{bias_dtype} attn_bias[{dims}]{' sinks' if sinks else ''}{' dlse' if has_dlse else ''}",
+        function,
+        _signature(function, _TRITON_DTYPES[bias_dtype]),
         constants,
     )
 
@@ -564,7 +586,7 @@ def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
-    for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if dims else ())):
+    for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
 
@@ -634,8 +656,8 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
         if dtype != "bfloat16" or full:
             own = mode_case("dbias", "featured")
-            for d in head_dims:
-                yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **own}, ("dbias",))
+            for d, case in itertools.product(head_dims, (own, {**mode_case("dbias", "crowded"), "bias": "k"})):
+                yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
     for dtype in configs.DTYPE_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
@@ -665,6 +687,10 @@ def helper_jobs(target: str) -> Iterator[Job]:
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield dsinks_job()
+    for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
+        yield dbias_rows_job(dims, sinks, has_dlse)
+    for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
+        yield dbias_rows_job(dims, True, True, dtype)
 
 
 def matmul_jobs(target: str) -> Iterator[Job]:

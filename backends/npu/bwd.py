@@ -3,7 +3,7 @@
 1. bwd_delta.py: delta = rowsum(dout * out) - dlse;
 2. bwd_dkdv.py: dk and dv;
 3. bwd_dq.py: dq;
-4. bwd_dbias.py: the gradient of attn_bias, when it wants one;
+4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
 5. bwd_dsinks.py: the gradient of the sinks, when there are any.
 
 The variant "fused" has no third step: dq comes from the same scores as dk and dv, so the second one adds to it as it
@@ -22,6 +22,7 @@ import triton
 
 from diyfa.backends.npu.bias import Bias, as_read, as_written
 from diyfa.backends.npu.bwd_dbias import _bwd_dbias_kernel
+from diyfa.backends.npu.bwd_dbias_rows import _bwd_dbias_rows_kernel
 from diyfa.backends.npu.bwd_delta import _bwd_preprocess_kernel
 from diyfa.backends.npu.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.bwd_dq import _bwd_dq_kernel
@@ -60,33 +61,48 @@ def _launch_dbias(
     lse: torch.Tensor,
     dout: torch.Tensor,
     delta: torch.Tensor,
+    dlse: torch.Tensor | None,
     bias: Bias,
     dbias: torch.Tensor,
     stride: dict[str, tuple[int, ...]],
-    feature_strides: tuple[int, ...],
+    slope_stride: int,
     sizes: tuple[float, ...],
     shared: dict[str, object],
 ) -> None:
     """Fill the gradient of the bias."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    tile = attention_tile(problem, "dbias")
     written = as_written(dbias)
-    assert written.tensor is not None
+    assert written.tensor is not None and tensors.attn_bias is not None
     shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
     own_batch, own_heads = shape[:2]
     tasks = own_batch * own_heads
-    tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
-    tasks *= triton.cdiv(problem.seqlen_k, tile.block_n) if "k" in written.dims else 1
-    flags = _flags(problem, "dbias")
-    del flags["VARLEN"], flags["MASKED"]  # packed sequences have no bias, and the last tile of keys is always masked
-    _bwd_dbias_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-        q, k, v, dout, lse, delta, tensors.seq_lens, tensors.alibi_slopes, bias.tensor, tensors.rng_state,
-        written.tensor,
-        *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *written.strides, *feature_strides,
-        *sizes, own_batch, own_heads,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, DBIAS=written.dims, **shared, **flags,
-        **launch_options(tile, problem.arch),
-    )  # fmt: skip
+    if "k" not in written.dims:
+        tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
+        _bwd_dbias_rows_kernel[(vector_programs(problem.arch, q.device, tasks),)](
+            tensors.sinks, lse, delta, dlse,
+            written.tensor,
+            *written.strides[:2],
+            problem.batch, problem.heads_q, problem.seqlen_q, own_batch, own_heads,
+            BLOCK_M=PREPROCESS_ROWS, DBIAS=written.dims, SINKS=problem.sinks, HAS_DLSE=dlse is not None,
+            INTERPRET=INTERPRETED,
+        )  # fmt: skip
+    else:
+        if bias.dims != written.dims:  # an expanded bias has a gradient for each of the values that it repeats
+            bias = as_read(tensors.attn_bias.contiguous())
+        tile = attention_tile(problem, "dbias")
+        tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
+        tasks *= triton.cdiv(problem.seqlen_k, tile.block_n)
+        flags = _flags(problem, "dbias")
+        # Packed sequences have no bias, and the last tile of keys is always masked.
+        del flags["VARLEN"], flags["MASKED"]
+        _bwd_dbias_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+            q, k, v, dout, lse, delta, tensors.seq_lens, tensors.alibi_slopes, bias.tensor, tensors.rng_state,
+            written.tensor,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *written.strides, slope_stride, *bias.strides,
+            *sizes, own_batch, own_heads,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **flags,
+            **launch_options(tile, problem.arch),
+        )  # fmt: skip
     if written.tensor is not dbias:
         dbias.copy_(written.tensor)
 
@@ -127,7 +143,8 @@ def attention_bwd(
     v, stride["v"] = addressed(tensors.v, problem.layout)
     dout, stride["dout"] = addressed(dout, problem.layout)
     bias = as_read(tensors.attn_bias)
-    feature_strides = (0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides)
+    slope_stride = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
+    feature_strides = (slope_stride, *bias.strides)
     shared: dict[str, object] = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -178,7 +195,7 @@ def attention_bwd(
             dq.copy_(summed)
         if dbias is not None:
             tensors = tensors._replace(q=q, k=k, v=v)
-            _launch_dbias(problem, tensors, lse, dout, delta, bias, dbias, stride, feature_strides, sizes, shared)
+            _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, slope_stride, sizes, shared)
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, *row_sizes, BLOCK_M=PREPROCESS_ROWS

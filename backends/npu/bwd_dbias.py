@@ -1,4 +1,6 @@
-"""The gradient of attn_bias for Ascend: one tile of the bias, a loop over what it is broadcast over."""
+"""The gradient of an attn_bias that differs from key to key, for Ascend: one tile of the bias, a loop over what it is
+broadcast over. Where it is the same for all keys, bwd_dbias_rows.py needs no tiles.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from diyfa.backends.npu.primitives import (
     masked,
     narrow,
     row_base_of,
-    row_bias,
     score_tile,
     sequence,
     store_row,
@@ -42,36 +43,32 @@ def _bwd_dbias_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALWAYS_MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DBIAS: tl.constexpr,
+    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dbias = the sum of p · (dp - delta) over what the bias is broadcast over, in one order: no atomics.
 
-    A program owns a tile of the bias (DBIAS says which dimensions it has, `own_batch` and `own_heads` how many samples
-    and heads) and walks over the tiles of scores that it was added to.
+    A program owns a tile of the bias (BIAS says which dimensions it has, "qk" or "k", `own_batch` and `own_heads` how
+    many samples and heads) and walks over the tiles of scores that it was added to.
     """
     PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
-    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
     group = heads_q // heads_kv
-    own_rows = row_blocks if DBIAS == "qk" or DBIAS == "q" else 1
-    own_keys = key_blocks if DBIAS == "qk" or DBIAS == "k" else 1
+    own_rows = row_blocks if BIAS == "qk" else 1
     # How many tiles of scores share a tile of the bias, by dimension: one where the bias has that dimension.
     shared_batch = batch // own_batch
     shared_heads = heads_q // own_heads
     shared_rows = row_blocks // own_rows
-    shared_keys = key_blocks // own_keys
-    for turn in range(turns_before(own_batch * own_heads * own_rows * own_keys)):
+    for turn in range(turns_before(own_batch * own_heads * own_rows * key_blocks)):
         task = task_in(turn)
-        own_n = task % own_keys
-        own_m = task // own_keys % own_rows
-        own_h = task // own_keys // own_rows % own_heads
-        own_b = task // own_keys // own_rows // own_heads
-        steps = shared_batch * shared_heads * shared_rows * shared_keys
-        if DBIAS == "qk" and not SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
+        own_n = task % key_blocks
+        own_m = task // key_blocks % own_rows
+        own_h = task // key_blocks // own_rows % own_heads
+        own_b = task // key_blocks // own_rows // own_heads
+        steps = shared_batch * shared_heads * shared_rows
+        if BIAS == "qk" and not SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
             lo, hi = key_range(
                 own_m * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, False,
@@ -80,10 +77,10 @@ def _bwd_dbias_kernel(
                 steps = 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in range(steps):
-            n0 = (own_n + step % shared_keys) * BLOCK_N
-            row0 = (own_m + step // shared_keys % shared_rows) * BLOCK_M
-            h = own_h + step // shared_keys // shared_rows % shared_heads
-            b = own_b + step // shared_keys // shared_rows // shared_heads
+            n0 = own_n * BLOCK_N
+            row0 = (own_m + step % shared_rows) * BLOCK_M
+            h = own_h + step // shared_rows % shared_heads
+            b = own_b + step // shared_rows // shared_heads
             hk = h // group
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, False
@@ -103,8 +100,6 @@ def _bwd_dbias_kernel(
             lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
             if SOFTCAP:  # the scores are less by as much
                 lse = lse - softcap
-            if ROW_BIAS:  # a weight is exp(s + bias - lse)
-                lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
             )
@@ -115,11 +110,10 @@ def _bwd_dbias_kernel(
                 dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
                 BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
             )  # fmt: skip
-            if KEY_BIAS:
-                s = add_bias(
-                    s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
-                    BLOCK_M, BLOCK_N, BIAS, False,
-                )  # fmt: skip
+            s = add_bias(
+                s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
+                BLOCK_M, BLOCK_N, BIAS, False,
+            )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
@@ -145,15 +139,11 @@ def _bwd_dbias_kernel(
             acc = acc * keep_scale
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
-        if DBIAS == "qk":
+        if BIAS == "qk":
             block = tl.make_block_ptr(
                 out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (own_m * BLOCK_M, own_n * BLOCK_N),
                 (BLOCK_M, BLOCK_N), (1, 0),
             )  # fmt: skip
             store_tile(block, narrow(acc, dtype, INTERPRET), True)
-        elif DBIAS == "k":
-            store_row(out_base, narrow(tl.sum(acc, 0), dtype, INTERPRET), own_n * BLOCK_N, seqlen_k, BLOCK_N)
-        elif DBIAS == "q":
-            store_row(out_base, narrow(tl.sum(acc, 1), dtype, INTERPRET), own_m * BLOCK_M, seqlen_q, BLOCK_M)
         else:
-            tl.store(out_base, narrow(tl.sum(tl.sum(acc, 1), 0), dtype, INTERPRET))
+            store_row(out_base, narrow(tl.sum(acc, 0), dtype, INTERPRET), own_n * BLOCK_N, seqlen_k, BLOCK_N)

@@ -33,13 +33,6 @@ _A5 = frozenset({NPUArch.A5})
 EXCEPTIONS: tuple[GateException, ...] = (
     GateException(
         _A2_A3,
-        r"^attention_bwd/v2/dbias .*attn_bias\[1\]",
-        False,
-        4,
-        "the gradient of a scalar bias ends in the sum of a whole tile, which keeps the vector work on one core",
-    ),
-    GateException(
-        _A2_A3,
         r"^attention_bwd/(v2/dkdv|fused) float32 .* 16x16$",
         True,
         2,

@@ -47,6 +47,7 @@ MARGIN = 0.005  # how much better the prediction must be for a row to change: le
 # quarter more.
 VECTOR_PART = 0.75
 SHORTLIST = 3  # shapes that are tried with other options
+PRODUCT_MEMORIES = ("cc", "cbuf")  # what the compiler calls L0C and L1
 RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
 OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
 RESCUE = ({"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"workspace_buffers": 2}, {"cube_loop": 2})
@@ -307,7 +308,8 @@ class Search:
         accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
         goal = max(accepted, default=0.0) * (1.0 + MARGIN)
         vector = place.least_vector_cycles(tried)
-        best = {tile: place.best_share(tile, vector) for tile in waiting if not accepted or self.deep(place, tile)}
+        deep = [tile for tile in waiting if not accepted or self.deep(place, tile)]
+        best = {tile: place.best_share(tile, vector) for tile in deep if not overflows(tile, tried)}
         return sorted((tile for tile, share in best.items() if share > goal), key=lambda t: best[t], reverse=True)
 
     def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
@@ -364,12 +366,8 @@ class Search:
         others = [place.job(candidate.tile, "fused")] if place.kernel == "dkdv" else []  # which takes the rows of dkdv
         if configs.fused_unfit(place.problem()):
             others = []
-        if place.kernel == "dbias":  # sums over rows or keys at the end make other kernels
-            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias=dims) for dims in ("q", "k")]
-            # That of a scalar bias is bound by no tile (gate.py), but has to compile.
-            scalar = aot.attention_job(place.problem(), "dbias", candidate.tile, bias="1")
-            if self.candidate(scalar, candidate.tile).module is None:
-                return False
+        if place.kernel == "dbias":  # the sum over rows at the end makes another kernel
+            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias="k")]
         used = [self.candidate(job, candidate.tile) for job in others]
         return all(other.module is not None and (other.accepted or not candidate.accepted) for other in used)
 
@@ -413,6 +411,21 @@ class Search:
             compilers=aot.versions(),
             date=datetime.now(timezone.utc).date().isoformat(),
         )
+
+
+def overflows(tile: configs.AttentionTile, tried: Iterable[Candidate]) -> bool:
+    """Whether `tile` needs more of L0C or L1 than there is, by what was found of another shape with its options.
+
+    What those hold grows with rows and with keys, and at most with their product. (Not so the unified buffer: there a
+    tile that is not shared by both vector cores needs twice as much.)
+    """
+    for other in tried:
+        if _launched(other.tile)[2:] != _launched(tile)[2:] or other.trouble not in PRODUCT_MEMORIES:
+            continue
+        rows, keys = tile.block_m / other.tile.block_m, tile.block_n / other.tile.block_n
+        if min(rows, keys) >= 1.0 or (max(rows, keys) <= 1.0 and other.excess * rows * keys > 1.0):
+            return True
+    return False
 
 
 def _launched(tile: configs.AttentionTile) -> tuple[int | None, ...]:

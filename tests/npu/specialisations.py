@@ -79,6 +79,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "featured": {"window_left": 7, "window_right": 3, "softcap": 5.0, "alibi": True, "sinks": True, "dropout": True},
     "biased": {"bias": (0, 0, 0, 0)},
     "biased by key": {"bias": (1, 1, 1, 0)},
+    "biased by row": {"bias": (0, 1, 0, 1)},
 }
 
 

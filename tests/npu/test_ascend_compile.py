@@ -88,6 +88,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",
         "attention_bwd/v2/dbias",
+        "attention_bwd/v2/dbias_rows",
         "attention_bwd/v2/dsinks",
         "matmul/persistent",
     }
@@ -142,7 +143,7 @@ def test_every_exception_is_needed(target: str) -> None:
 
 def test_the_exceptions_may_only_shrink() -> None:
     """More than these are a step back: change the kernel or its tile instead, and lower the number when one goes."""
-    assert len(gate.EXCEPTIONS) <= 4
+    assert len(gate.EXCEPTIONS) <= 3
     assert all(len(e.reason) > 20 for e in gate.EXCEPTIONS)
 
 
@@ -170,7 +171,7 @@ def test_memory_peaks_are_inside_the_chip(target: str) -> None:
     spec = npu_spec(target)
     assert spec is not None
     for report in reports(target):
-        if report["kernel"].split("/")[-1] not in ("preprocess", "dsinks", "finish"):
+        if report["kernel"].split("/")[-1] not in ("preprocess", "dsinks", "dbias_rows", "finish"):
             assert report["memory"].get("l0c", 0) > 0, _describe(report)
         for memory, used in report["memory"].items():
             assert 0 < used <= getattr(spec, memory), f"{memory} {used}: {_describe(report)}"

@@ -55,6 +55,8 @@ CHOSEN = [
     CASES["everything_dropout"],
     # Several tiles of the "featured" and "crowded" rows.
     Case("featured_d64", heads=1, seqlen_q=300, seqlen_k=700, head_dim=64, window=(500, 60), softcap=20.0, sinks=True),
+    # The gradient of a bias without products.
+    Case("bias_rows_sinks", heads=2, seqlen_q=70, seqlen_k=60, head_dim=16, bias="11q1", sinks=True, causal=True),
     Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]

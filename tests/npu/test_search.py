@@ -163,15 +163,14 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     assert found.block_m == 128
 
 
-@pytest.mark.parametrize("dims", ["k", "1"])
-def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.MonkeyPatch, dims: str) -> None:
-    """The gradient of a bias for each key ends in a sum, and that of a scalar too."""
+def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a bias that is the same for all rows ends in a sum."""
     at = place("dbias", "crowded")
     key = configs.attention_key(at.problem(), "dbias")
     monkeypatch.setitem(configs.ATTENTION_TILES, key, configs.AttentionTile(16, 128))  # what the table has is not tried
 
     def refuse(job: aot.Job) -> bool:
-        return job.constants["DBIAS"] == dims and job.constants["BLOCK_M"] > 32
+        return job.constants["BIAS"] == "k" and job.constants["BLOCK_M"] > 32
 
     assert search.Search(A2, Compiler(128 * 128), 1).row(at).block_m > 32
     assert search.Search(A2, Compiler(128 * 128, refuse), 1).row(at).block_m <= 32
@@ -233,6 +232,20 @@ def test_what_could_not_win_is_not_compiled() -> None:
     found = [searched.candidate(job, replace(tile, block_m=job.constants["BLOCK_M"], block_n=job.constants["BLOCK_N"]))
              for job in everything]  # fmt: skip
     assert max(at.share(c, A2) for c in found if c.module) <= best
+
+
+def test_what_must_overflow_is_not_compiled() -> None:
+    """Memory grows with rows and keys, and at most with their product; that of the vector cores is another matter."""
+
+    def tried(error: str) -> list[search.Candidate]:
+        return [search.Candidate(configs.AttentionTile(128, 256), None, error, [])]
+
+    found = tried("cc overflow: needs 640 KiB of 256")  # two and a half times what there is
+    for rows, keys, expected in ((128, 512, True), (256, 256, True), (64, 256, True), (128, 128, True),
+                                 (64, 128, False), (256, 128, False), (64, 512, False)):  # fmt: skip
+        assert search.overflows(configs.AttentionTile(rows, keys), found) == expected, (rows, keys)
+    assert not search.overflows(configs.AttentionTile(128, 512, vector_loop=2), found)
+    assert not search.overflows(configs.AttentionTile(128, 512), tried("ub overflow: needs 640 KiB of 192"))
 
 
 def test_a_budget_is_kept_and_what_it_left_out_is_counted(named: None) -> None:
@@ -352,5 +365,5 @@ def test_a_selection_is_every_combination() -> None:
     with pytest.raises(ValueError, match="dbias has no mode even or causal: expected one of biased, featured, crowded"):
         list(selected_jobs(A2, {"kernel": ("dbias",)}))
     [dbias] = selected_jobs(A2, {"kernel": ("dbias",), "mode": ("featured",)})
-    assert dbias.constants["DBIAS"] == "qk"  # nobody asks for it without a bias
+    assert dbias.constants["BIAS"] == "qk"  # nobody asks for it without a bias
     assert dbias.constants["DROPOUT"]

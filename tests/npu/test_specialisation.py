@@ -29,7 +29,8 @@ def test_one_kernel_serves_all_sizes() -> None:
     assert set(counts) >= {"bhsd full", "bshd causal", "thd featured", "bhsd biased"}
     for call, kernels in counts.items():
         assert {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"} <= set(kernels), call
-        assert ("_bwd_dbias_kernel" in kernels) == ("biased" in call), call
+        assert ("_bwd_dbias_kernel" in kernels) == (call.endswith(("biased", "by key"))), call
+        assert ("_bwd_dbias_rows_kernel" in kernels) == call.endswith("by row"), call
         for kernel, count in kernels.items():
             even_too = (
                 call.endswith("full") and not call.startswith("thd") and kernel in ("_fwd_kernel", "_bwd_dq_kernel")

@@ -151,7 +151,9 @@ class Dense:
     dtype: torch.dtype = F16
     bias: tuple[int, ...] = ()
     bias_dtype: torch.dtype | None = None
-    bias_view: str = ""  # "expanded", "transposed", "overlapping": row i begins one value after row i - 1
+    bias_view: str = (
+        ""  # "expanded", "expanded over rows", "transposed", "overlapping": row i begins one value after row i - 1
+    )
     seq_lens: tuple[int, ...] = ()
     alibi: bool = False
     sinks: bool = False
@@ -169,6 +171,12 @@ DENSE = [
     Dense("bias-1d", dtype=F32, bias=(70,)),
     Dense("bias-scalar", dtype=F32, bias=(1, 1), heads=4),
     Dense("bias-heads", dtype=F32, bias=(2, 1, 1)),
+    Dense("bias-rows-sinks", batch=3, heads=4, bias=(3, 1, 40, 1), sinks=True, seq_lens=(70, 21, 5),
+          options={"causal": True, "dropout_p": 0.2}),
+    Dense("bias-scalar-sinks", dtype=BF16, bias=(2, 1, 1), bias_dtype=F32, sinks=True, seqlen_q=150,
+          options={"window": (9, 3), "softcap": 6.0}),
+    Dense("bias-rows-fp32", dtype=F32, seqlen_q=150, bias=(1, 2, 150, 1), options={"causal": True}),
+    Dense("bias-keys-expanded", bias=(2, 1, 1, 70), bias_view="expanded over rows", sinks=True),
     Dense("bias-long", dtype=F32, batch=1, heads=1, heads_kv=1, seqlen_q=200, seqlen_k=190, bias=(1, 190),
           options={"window": (50, 20)}),
     Dense("bias-lens-alibi-up", bias=(2, 40, 70), seq_lens=(70, 21), alibi=True),
@@ -196,7 +204,7 @@ def dense_inputs(case: Dense) -> tuple[dict[str, Any], tuple[str, ...], torch.Te
             x[i, :, min(length, sq) :] = NAN
     if case.bias:
         bias = torch.randn(case.bias).to(case.bias_dtype or case.dtype)
-        if case.bias_view == "expanded":
+        if case.bias_view.startswith("expanded"):
             bias = bias.expand(b, h, sq, sk)
         if case.bias_view == "transposed":
             bias = bias.mT.contiguous().mT
@@ -221,6 +229,8 @@ def run_dense(case: Dense, npu: torch.device, variant: str = "auto") -> dict[str
     on_npu = place(inputs, npu)
     if case.bias_view == "expanded":
         on_npu["attn_bias"] = inputs["attn_bias"][:1, :, :, :1].to(npu).expand(inputs["attn_bias"].shape)
+    if case.bias_view == "expanded over rows":
+        on_npu["attn_bias"] = inputs["attn_bias"][:, :1, :1].to(npu).expand(inputs["attn_bias"].shape)
     if case.bias_view == "overlapping":
         on_npu["attn_bias"] = inputs["attn_bias"]._base.to(npu).as_strided(inputs["attn_bias"].shape, (1, 1))
     if case.bias_view == "transposed":
