@@ -71,8 +71,8 @@ def run_features() -> None:
     torch.cuda.synchronize()
 
 
-# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel, large enough for it and for the rows of its table, the last
-# one for its small tile; `seq_lens` are the samples' lengths.
+# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel, large enough for it and for the rows of its table, the
+# last one for its small tile; `seq_lens` are the lengths of the samples.
 HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"causal": True}, (2, 32, 8, 333, 517, 128, 128)),
     ({}, (2, 32, 32, 333, 517, 128, 128)),
