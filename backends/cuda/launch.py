@@ -82,9 +82,8 @@ class Launch:
                 self.again = relaunch_of(compiled, self._grid, self._boxes, self._tail)
             return
         stream = driver.active.get_current_stream(tensors[0].get_device())
-        if (
-            self.again is not None
-        ):  # with tensors where it takes them: Triton then asks whether the device can read them
+        if self.again is not None:
+            # Tensors, not addresses, where the kernel takes them: Triton then asks whether the device can read them.
             if self._has_boxes:
                 tensors = tuple(x if box is None else x.data_ptr() for x, box in zip(tensors, self._boxes, strict=True))
             self.again(stream, tensors)
