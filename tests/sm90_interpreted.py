@@ -12,7 +12,7 @@ import torch
 from gluon_interpreter import InterpretedKernel
 
 from diyfa import ops, plain, registry
-from diyfa.backends.cuda import configs, fwd_sm90, sm90
+from diyfa.backends.cuda import configs, fwd_sm90, sm90, sm90_tickets
 from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
 
@@ -37,6 +37,7 @@ def interpret(
     monkeypatch.setattr(plain, "plans", {})
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
     monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
     monkeypatch.setattr(sm90, "FULL_GPU", 0)

@@ -31,11 +31,20 @@ LSE_TOLERANCE = 2e-3
 
 def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     """Changes to the table's row that other rows and the sweep use."""
-    changes: list[dict[str, Any]] = [{}, {"persistent": True}, {"lazy": 8}, {"own_walk": True}, {"pairs": True}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"persistent": True},
+        {"lazy": 8},
+        {"own_walk": True},
+        {"pairs": True},
+        {"overlap": True},
+    ]
     changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
         changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
+    if 64 < head_dim <= 128:
+        changes += [{"piece": 64, "joined": True, "q_held": held} for held in (1, 2)]
     if 64 < head_dim <= 96:
         changes += [{"piece": 32}, {"piece": 32, "joined": True}] * 2
     if 128 < head_dim <= 192:

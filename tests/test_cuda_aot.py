@@ -174,3 +174,43 @@ def test_the_hopper_kernel_is_compiled_for_hopper_only(tmp_path):
     assert done.returncode == 0, done.stderr
     refusal, archs = json.loads(done.stdout)
     assert archs == ([] if refusal else ["sm_90"])
+
+
+HOPPER_OVERLAP = """
+import json, re, subprocess, tempfile
+import triton
+from triton import knobs
+from diyfa.backends.cuda import aot, sm90
+from diyfa.backends.cuda.attention_specs import _hopper_spec, _problem
+
+def exponentials(overlap):
+    "Of each loop of a consumer: how many lie between the wait for the scores and that for the values."
+    problem = _problem("sm_90", "bfloat16", 64, False).replace(seqlen_q=4096, seqlen_k=4096)
+    config = sm90.Sm90Config(2, 128, 8, True, 240, 24, True, True, pairs=True, overlap=overlap)
+    spec = _hopper_spec(problem, config)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    compiled = triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        sass = subprocess.check_output([knobs.nvidia.cuobjdump.path, "-sass", file.name], text=True)
+    loops = re.findall(r"DEPBAR.LE gsb0, 0x1(.*?)DEPBAR.LE gsb0, 0x0", sass, re.S)
+    return [loop.count("MUFU.EX2") for loop in loops]
+
+if sm90.environment_refusal():
+    print("null")
+else:
+    print(json.dumps([exponentials(False), exponentials(True)]))
+"""
+
+
+def test_the_softmax_runs_beside_the_values(tmp_path):
+    """64 exponentials of a thread and 2 factors: ptxas leaves them before the wait only where it is held back."""
+    done = run_python("-c", HOPPER_OVERLAP, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if found is None:
+        pytest.skip("the Hopper kernel is written in the Gluon of another Triton")
+    plain, held_back = found
+    assert len(held_back) == 2, "one loop of each consumer"
+    assert min(held_back) >= 66 > max(plain)

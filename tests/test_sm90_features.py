@@ -87,6 +87,7 @@ CASES = [
     (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS_OWN)),
     (case("pairs_joined", head_dim=96, causal=True), replace(TWO, piece=32, joined=True, pairs=True, lazy=8)),
     (case("pairs_polynomial", dtype="float16", seqlen_k=450), replace(TWO, polynomial=2, pairs=True)),
+    (case("overlap", seqlen_k=400, causal=True), replace(TWO, overlap=True, pairs=True)),
     (case("held", heads=3, seqlen_q=300, causal=True), replace(DYNAMIC, piece=64, joined=True, q_held=2)),
     (case("held_128", seqlen_k=500, head_dim=128), replace(TWO, piece=64, joined=True, q_held=2, pairs=True)),
     (case("held_half", heads=3, seqlen_q=300, head_dim=128), replace(BALANCED, piece=64, joined=True, q_held=1)),

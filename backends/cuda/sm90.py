@@ -47,6 +47,7 @@ class Sm90Config:
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
     joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
+    overlap: bool = False  # in the machine code, too, the softmax stands before the wait for the values: `hold_back`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
@@ -65,30 +66,31 @@ _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
 _HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
-    (64, False): ((_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, measured=_H200 + "437/503/532")),),
+    (64, False): ((_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, measured=_H200 + "415/495/531")),),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "346")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, measured=_H200 + "450/513")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "331")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, measured=_H200 + "449/509")),
     ),
     (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, measured=_H200 + "401/478/485")),),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "367/470/534")),),
     (128, False): (
         (
             _ANY,
-            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "595/642/648"),
+            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "616/618/638"),
         ),
     ),
     (128, True): (
         (
             _ANY,
-            C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "470/591/625"),
+            C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "455/571/628"),
         ),
     ),
     (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "480/561/582")),),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, measured=_H200 + "395/515/584")),),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, measured=_H200 + "625/737/715")),),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, measured=_H200 + "591/672/689")),),
     (256, True): (
-        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, measured=_H200 + "484/637/681")),
+        (2048, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, measured=_H200 + "440")),
+        (_ANY, C(2, 64, 4, False, 240, 24, own_walk=True, pairs=True, measured=_H200 + "613/688")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -102,8 +104,12 @@ SMALL: dict[int, Sm90Config] = {
 # Forms by (head_dim, mask on the right) beside the table's that are compiled with it; `benchmarks/hopper_sweep.py` has
 # more.
 WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
+    (64, False, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, overlap=True)),
+    (64, True, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, overlap=True)),
+    (128, False, C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, overlap=True)),
+    (128, True, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, overlap=True)),
     (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
-    (256, True, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True)),
+    (256, True, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True, overlap=True)),
 )
 
 
@@ -118,6 +124,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
+    if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
+        config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         config = replace(config, consumer_registers=232, producer_registers=40)
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes

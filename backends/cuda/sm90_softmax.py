@@ -49,6 +49,21 @@ def _exp2_shared(x, POLYNOMIAL: gl.constexpr):
 
 
 @gluon.jit
+def hold_back(l_i):
+    """What follows in the machine code comes behind what computes l_i [64], the running sums.
+
+    ptxas moves a wait for a product to the front of the arithmetic that was written before it, and the arithmetic runs
+    when the product is over. It does not move it across a branch. This one depends on the sums and is never taken,
+    because they are not negative.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.lt.f32 p, $2, 0f00000000; setp.lt.f32 q, $3, 0f00000000; or.pred p, p, q; "
+        "@!p bra on; nanosleep.u32 1; on: mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,r,r", [l_i], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def softmax_step(
     s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
