@@ -111,15 +111,14 @@ def _attend(
 ) -> Result:
     key = None
     no_tensors = seq_lens is None and alibi_slopes is None and attn_bias is None and sinks is None and rng_state is None
-    if no_tensors and plain.is_plain(q, k, v):
+    if no_tensors and plain.is_unseen():
         key = plain.key_of(
             q, k, v, layout, bool(causal), sm_scale, window, softcap, dropout_p, deterministic, variant,
             backend or registry.forced_backend(),
         )  # fmt: skip
         plan = plain.find(key)
         if plan is not None:
-            pair = ops.run_plan(plan, q, k, v)
-            return pair if return_lse else pair[0]
+            return ops.run_plan(plan, q, k, v, return_lse)
     (q4, k4, v4), scale, bounds = _prepare(
         q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
         rng_state,
@@ -146,8 +145,7 @@ def _attend(
     )
     if key is not None and not dropout_p and q4 is q and k4 is k and v4 is v:  # neither 3-D nor cast
         plan = ops.plan_of(q, k, v, layout, scale, bounds, softcap, deterministic, backend or "", variant)
-        if plan is not None:
-            plain.remember(key, plan)
+        plain.remember(key, plan)
     if q.dim() == 3:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     return (out, lse) if return_lse else out

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa import ops, registry, validation
+from diyfa import ops, plain, registry, validation
 from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, normalised_window
 from diyfa.attn_probs import signed_probabilities
 from diyfa.problem import VARLEN
@@ -109,6 +109,16 @@ def _attend(
 ) -> FlashAttnResult:
     """One call. `owners` are the tensors as the user packed them, `qkv` the views in them."""
     q, k, v = qkv
+    key = None
+    if lengths is None and alibi_slopes is None and plain.is_unseen():
+        key = plain.key_of(
+            q, k, v, "flash_attn", softmax_scale, bool(causal), window_size, softcap, dropout_p, bool(deterministic),
+            registry.forced_backend(), packing,
+        )  # fmt: skip
+        plan = plain.find(key)
+        if plan is not None:
+            result = ops.run_plan(plan, q, k, v, return_attn_probs, owners)
+            return (*result, q.new_empty(0)) if return_attn_probs else result
     window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
     rng_state = new_rng_state(q.device) if dropout_p else None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -133,6 +143,10 @@ def _attend(
             deterministic=bool(deterministic),
             packing=packing,
         )
+        if key is not None and not dropout_p:
+            bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
+            plan = ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, bool(deterministic), "", "auto", packing)
+            plain.remember(key, plan)
     if not return_attn_probs:
         return out
     if rng_state is None:

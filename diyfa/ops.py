@@ -9,7 +9,7 @@ a third of `custom_op` for each call, and the autograd is a `torch.autograd.Func
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.plain import Plan, is_plain
+from diyfa.plain import Plan, is_plain, is_plain_gradient, is_unseen
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -251,22 +251,61 @@ def plan_of(
     deterministic: bool,
     backend: str,
     variant: str,
+    packing: str = "",
 ) -> Plan | None:
-    """How checked inputs are run without optional tensors and gradients; None if there is nothing to launch."""
-    scalars = Scalars(0, 0, *window, float(softcap), False, layout, deterministic, False, False)
-    tensors = AttentionTensors(q, k, v, sm_scale)
-    if _computes_nothing(tensors, scalars):
+    """How checked inputs without optional tensors are run; None if there is nothing to launch."""
+    backend = backend or registry.forced_backend()
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    features = (
+        *(None,) * _TENSOR_FEATURES, 0, 0, sm_scale, *window, float(softcap), 0.0, layout, deterministic, needs_grad,
+        False, backend, variant,
+    )  # fmt: skip
+    tensors, scalars, _, _ = _bind(q, k, v, features)
+    if q.is_meta or _computes_nothing(tensors, scalars):
         return None
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    return Plan(problem, kernel.launch, sm_scale)
+    return Plan(problem, kernel, features, sm_scale, packing)
 
 
-def run_plan(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-    """Launch a plain call equal to the one that `plan` was made of."""
-    problem = plan.problem
+def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    if plan.repeat is not None:
+        pair = plan.repeat(q, k, v)
+        if pair is not None:
+            return pair
+    problem, kernel = plan.problem, plan.kernel
+    tensors = AttentionTensors(q, k, v, plan.sm_scale)
     out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
-    plan.launch(problem, AttentionTensors(q, k, v, plan.sm_scale), out, lse)
+    kernel.launch(problem, tensors, out, lse)
+    if kernel.repeat is not None:
+        plan.repeat = kernel.repeat(problem, tensors, out, lse)
     return out, lse
+
+
+_BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
+
+
+def _run_backward(
+    plan: Plan, saved: tuple[torch.Tensor, ...], addresses: tuple[int, ...], dout: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """What owns dq, dk, dv of a plain call, three tensors or None; `saved`: its (q, k, v, out, lse), unchanged."""
+    key = (dout.stride(), registry.forced_backend())
+    repeat = plan.backward_repeats.get(key)
+    if repeat is not None:
+        grads = repeat(saved, addresses, dout)
+        if grads is not None:
+            return grads
+    q, k, v, out, lse = saved
+    owners = _gradients(dout, None, *saved, plan.packing, *plan.features)[:3]
+    tensors, scalars, backend, variant = _bind(q, k, v, plan.features)
+    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
+    if kernel.repeat is not None and dout.stride(-1) == 1:  # else it was copied first
+        gradients = AttentionGradients(*_UNPACK[plan.packing](*owners))
+        repeat = kernel.repeat(problem, tensors, out, lse, dout, gradients, _given(*owners))
+        if repeat is not None:
+            if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
+                plan.backward_repeats.clear()
+            plan.backward_repeats[key] = repeat
+    return tuple(owners)
 
 
 def _empty_gradients(
@@ -407,19 +446,91 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        dout, dlse = grads
         q, k, v, out, lse, *optional = ctx.saved_tensors
         attn_bias, sinks = optional[4:6]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        backward = _gradients if is_plain(*_given(dout, dlse, q, k, v, *optional)) else _bwd
-        dq, dk, dv, dbias, dsinks = backward(
-            dout, dlse, *_UNPACK[ctx.packing](q, k, v), out, lse, ctx.packing, *optional, *ctx.scalars
-        )
+        dq, dk, dv, dbias, dsinks = _differentiate(grads, (q, k, v), out, lse, ctx.packing, optional, ctx.scalars)
         owners = (dq, None if k is None else dk, None if v is None else dv)
         dbias = None if attn_bias is None or not ctx.needs_input_grad[8] else dbias
         dsinks = None if sinks is None else dsinks
         return (None, *owners, *(None,) * 4, dbias, dsinks, None, *(None,) * len(ctx.scalars))
+
+
+def _differentiate(
+    grads: tuple[torch.Tensor | None, ...],
+    owners: tuple[Any, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    packing: str,
+    optional: Sequence[torch.Tensor | None],
+    scalars: tuple[Any, ...],
+) -> Sequence[torch.Tensor | None]:
+    """`_gradients` of one call; `owners` are what packs q, k, v, `optional` the tensors among the features."""
+    dout, dlse = grads
+    if dout is None:
+        dout = torch.zeros_like(out)
+    backward = _gradients if is_plain(*_given(dout, dlse, *owners, *optional)) else _bwd
+    return backward(dout, dlse, *_UNPACK[packing](*owners), out, lse, packing, *optional, *scalars)
+
+
+@once_differentiable
+def _backward_of_planned(
+    context: tuple[Plan, tuple[torch.Tensor, ...]], *grads: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    plan, (*owners, out, lse) = context
+    optional, scalars = plan.features[:_TENSOR_FEATURES], plan.features[_TENSOR_FEATURES:]
+    grads = tuple(_differentiate(grads, tuple(owners), out, lse, plan.packing, optional, scalars)[:3])
+    # An operator returns a tensor without elements where there is no gradient.
+    return *(None if x is None else grad for x, grad in zip(owners, grads, strict=True)), None, None
+
+
+class _PlannedAttention(torch.autograd.Function):
+    """`_Attention` of plain calls by their plan: what is not looked at needs few arguments and few saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool) -> Any:
+        owners = q, k, v
+        if plan.packing:
+            q, k, v = _UNPACK[plan.packing](q, k, v)
+        out, lse = _run_forward(plan, q, k, v)
+        ctx.save_for_backward(*owners, out, lse)
+        ctx.plan = plan
+        ctx.addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
+        plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
+        if dlse is None and is_plain_gradient(dout) and not torch.is_grad_enabled() and is_unseen():
+            q, k, v, out, lse = inputs = saved
+            if plan.packing:
+                q, k, v = _UNPACK[plan.packing](q, k, v)
+                inputs = q, k, v, out, lse
+            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+            if addresses == ctx.addresses:  # not packed and unpacked elsewhere meanwhile
+                return *_run_backward(plan, inputs, addresses, dout), None, None
+        return _backward_of_planned((plan, saved), dout, dlse)
+
+
+# What `Function.apply` comes to for tensors that no transform of torch.func has seen.
+_apply_planned = super(torch.autograd.Function, _PlannedAttention).apply
+
+
+def run_plan(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: bool,
+    owners: tuple[torch.Tensor | None, ...] | None = None,
+) -> Any:
+    """Run a plain call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
+    if plan.problem.needs_grad:
+        return _apply_planned(*(owners or (q, k, v)), plan, return_lse)
+    pair = _run_forward(plan, q, k, v)
+    return pair if return_lse else pair[0]
 
 
 def _differentiates_forward() -> bool:

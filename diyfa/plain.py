@@ -1,36 +1,60 @@
-"""Repeated plain calls: the kernel's launch without the dispatcher and without a second check of the same arguments.
+"""Repeated plain calls: without the dispatcher, and without a second check of the same arguments.
 
-A call is plain when nothing but eager execution looks at it: no gradient is wanted, nothing is traced, transformed or
-profiled, and its tensors are no subclasses. Such a call need not go through the operators of `ops.py`, whose schema of
-two dozen arguments costs as much as the launch. Where it also has no optional tensors, everything that was checked and
-decided about it depends on shapes, strides and options only, so an equal call is launched at once.
+A call is plain when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and its
+tensors are no subclasses. Such a call need not go through the operators of `ops.py`, whose schema of two dozen
+arguments costs as much as the launch. Where it also has no optional tensors, everything that was checked and decided
+about it depends on shapes, strides and options only, so an equal call is run at once, by its `Plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from diyfa.problem import AttentionProblem
+from diyfa.problem import AttentionProblem, Kernel
+
+Repeat = Callable[..., Any]
+_c: Any = torch._C
+_float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
 
 
-class Plan(NamedTuple):
+class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    problem: AttentionProblem
-    launch: Callable[..., Any]
-    sm_scale: float
+    __slots__ = ("backward_repeats", "features", "kernel", "packing", "problem", "repeat", "sm_scale")
+
+    def __init__(
+        self, problem: AttentionProblem, kernel: Kernel, features: tuple[Any, ...], sm_scale: float, packing: str
+    ) -> None:
+        self.problem, self.kernel, self.sm_scale = problem, kernel, sm_scale
+        self.packing = packing  # as for `ops.attention`
+        self.features = features  # the operators' arguments after q, k and v
+        self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on
+        self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 
 plans: dict[Hashable, Plan] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
 
+def is_unseen() -> bool:
+    """Whether what runs now is executed at once, seen by nobody but the device."""
+    return not (
+        torch.compiler.is_compiling()
+        or _c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
+        or _c._is_torch_function_mode_enabled()
+        or _c._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp of torch.func
+        or forward_ad._current_level >= 0
+        or _c._get_tracing_state() is not None
+        or _c._autograd._profiler_enabled()  # shows the operators
+    )
+
+
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether a call with these inputs is executed at once, seen by nobody but the device."""
+    """Whether a call with these inputs, which wants no gradient, is executed at once, seen by nobody but the device."""
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()
@@ -39,36 +63,42 @@ def is_plain(*tensors: torch.Tensor) -> bool:
             return False
         if x.layout is not torch.strided or x.is_neg():  # memory that does not hold the values as they are
             return False
-    c: Any = torch._C
-    return not (
-        c._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, and users' modes
-        or c._is_torch_function_mode_enabled()
-        or c._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp of torch.func
-        or forward_ad._current_level >= 0
-        or c._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()  # shows the operators
-    )
+    return is_unseen()
 
 
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable) -> Hashable:
-    """All that checks and decisions read of a call without optional tensors."""
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        torch.is_autocast_enabled(q.device.type),
-        options,
-    )
+def is_plain_gradient(x: object) -> bool:
+    """Whether this is a tensor that may be read by its address."""
+    return type(x) is _Tensor and x.layout is _strided and not x.is_neg()
+
+
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable) -> Hashable | None:
+    """All that checks and decisions read of a call without optional tensors; None if the tensors are no plain ones."""
+    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor:
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
+        return None
+    dtype, device = q.dtype, q.device
+    try:
+        return (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            dtype,
+            k.dtype,
+            v.dtype,
+            device,
+            k.device,
+            v.device,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            dtype is _float32 and device.type != "meta" and torch.is_autocast_enabled(device.type),  # it casts no other
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            options,
+        )
+    except RuntimeError:  # a sparse tensor, or another without strides and address: the checks say so
+        return None
 
 
 def find(key: Hashable) -> Plan | None:
@@ -79,8 +109,10 @@ def find(key: Hashable) -> Plan | None:
         return None
 
 
-def remember(key: Hashable, plan: Plan) -> None:
+def remember(key: Hashable, plan: Plan | None) -> None:
     """Keep what a call came to, for equal ones."""
+    if plan is None:
+        return
     if len(plans) >= LIMIT:
         plans.clear()
     try:

@@ -203,6 +203,17 @@ class Kernel:
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout) and lse (`problem.lse_shape`)
     * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
     * matmul: `(problem, a, b) -> c`
+
+    An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
+    addresses, and has no optional tensors: `repeat`, asked after that call with its tensors and results, returns a
+    function or, where there is no such way now, None. The function allocates and returns the results, or returns None
+    without having launched anything where what was decided no longer holds.
+
+    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(q, k, v) -> (out, lse)`
+    * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
+      `owners` are the one to three tensors that dq, dk, dv lie in, returns
+      `((q, k, v, out, lse), their addresses, dout) -> new owners`, None for those that there are not; it compares
+      strides, not dtypes and shapes
     """
 
     name: str
@@ -211,6 +222,7 @@ class Kernel:
     launch: Callable[..., Any] = field(repr=False)
     unsupported: Callable[[Any], str | None] = field(repr=False)
     config: Callable[[Any], Any] = field(repr=False, default=lambda problem: None)
+    repeat: Callable[..., Callable[..., Any] | None] | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True)

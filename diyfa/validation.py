@@ -50,6 +50,11 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
     """q, k, v are 4-D, of one dtype and device, and their shapes fit; `dims` are (batch, head, seq, feature)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"Expected 3D or 4D tensors of one rank, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
+    check_sizes(q, k, v, dims)
+
+
+def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int | None, int, int, int]) -> None:
+    """As `check_qkv`, of tensors whose rank is known; packed sequences have no batch."""
     if q.dtype not in ATTENTION_DTYPES:
         raise TypeError(f"Unsupported dtype {q.dtype}: expected float16, bfloat16 or float32 (float64: backend='cpu')")
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -66,7 +71,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int
         raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v_shape[d]}")
     if k_shape[d] != q_shape[d]:
         raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
-    if k_shape[b] != q_shape[b] or v_shape[b] != q_shape[b]:
+    if b is not None and (k_shape[b] != q_shape[b] or v_shape[b] != q_shape[b]):
         raise ValueError(f"q, k and v must have the same batch, got {_shape(q)}, {_shape(k)}, {_shape(v)}")
     heads, heads_kv = q_shape[h], k_shape[h]
     if heads_kv != v_shape[h] or k_shape[s] != v_shape[s]:
@@ -177,8 +182,7 @@ def check_varlen(
         raise ValueError(
             f"Expected packed (total, heads, head_dim) tensors, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
-    # The same rules as for a batch, with the whole packed sequence as the only sample.
-    check_qkv(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), (0, 2, 1, 3))
+    check_sizes(q, k, v, (None, 1, 0, 2))
     check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sides = (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k))
     for side, cu_seqlens, longest, x in sides:

@@ -71,8 +71,47 @@ def run_features() -> None:
     torch.cuda.synchronize()
 
 
+# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel, large enough for it and for the rows of its table, the
+# last one for its small tile; `seq_lens` are the lengths of the samples.
+HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"causal": True}, (2, 32, 8, 333, 517, 128, 128)),
+    ({}, (2, 32, 32, 333, 517, 128, 128)),
+    ({"causal": True}, (2, 32, 8, 333, 517, 64, 64)),
+    ({"causal": True}, (1, 16, 16, 2085, 2085, 64, 64)),
+    ({}, (2, 48, 48, 517, 333, 64, 64)),
+    ({"causal": True}, (2, 32, 8, 333, 389, 256, 256)),
+    ({}, (2, 32, 32, 333, 389, 256, 256)),
+    ({"causal": True}, (2, 32, 32, 333, 517, 96, 96)),
+    ({"causal": True}, (2, 32, 32, 333, 517, 192, 128)),
+    ({"window": (100, 20), "softcap": 5.0}, (2, 32, 8, 333, 517, 128, 128)),
+    ({"causal": True, "seq_lens": (517, 50)}, (2, 32, 32, 333, 517, 128, 128)),
+    ({"causal": True}, (1, 4, 4, 1029, 1029, 128, 128)),
+]
+
+
+def run_hopper() -> None:
+    """The Gluon kernel, one call for each form, and packed sequences."""
+    for options, (b, h, hk, sq, sk, d, dv) in HOPPER:
+        shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv))
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes)
+        if "seq_lens" in options:
+            lens = torch.tensor(options["seq_lens"], device="cuda", dtype=torch.int32)
+            options = {**options, "seq_lens": lens}
+        assert flash_attention(q, k, v, variant="sm90", **options).isfinite().all()
+        torch.cuda.synchronize()
+        print("ran sm90", b, h, hk, sq, sk, d, dv, *options, flush=True)
+    offsets = torch.tensor([0, 333, 333, 400, 929], device="cuda", dtype=torch.int32)
+    q, k, v = (torch.randn(929, 16, 128, device="cuda", dtype=torch.float16) for _ in range(3))
+    out = flash_attention_varlen(q, k, v, offsets, offsets, 529, 529, True, variant="sm90")
+    assert out.isfinite().all()
+    torch.cuda.synchronize()
+    print("ran sm90 packed", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
+    if backend.arch(torch.device("cuda")) == "sm_90":
+        run_hopper()
     for forced in (False, True):
         with ExitStack() as stack:
             if forced:

@@ -64,7 +64,6 @@ def test_accepts(changes: dict) -> None:
         ({"sinks": True}, "does not implement sinks"),
         ({"dropout": True}, "does not implement dropout"),
         ({"aligned": False}, "multiples of 16 bytes"),
-        ({"head_dim": 64, "head_dim_v": 64, "window_right": 0}, "the portable kernel is as fast"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
         ({"seqlen_q": 63, "batch": 64}, "tiles of 64 queries, which 63 would not fill"),
     ],

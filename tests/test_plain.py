@@ -7,9 +7,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa import ops, plain
+from diyfa import flash_attn_interface, ops, plain
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -200,3 +201,181 @@ def test_empty_inputs_are_not_launched(launches):
         assert attend(empty, k, v).shape == empty.shape
         assert torch.equal(attend(q, k[:, :, :0], v[:, :, :0]), torch.zeros_like(q))
     assert not launches
+
+
+def step(q, k, v, dout, **kwargs):
+    return torch.autograd.grad(attend(q, k, v, causal=True, **kwargs), (q, k, v), dout)
+
+
+@pytest.fixture
+def trained(launches):
+    """Inputs that want gradients, a gradient, and what the ordinary way makes of them."""
+    q, k, v = qkv(requires_grad=True)
+    dout = torch.randn_like(q)
+    with Seen() as seen:
+        expected = step(q, k, v, dout)
+    assert "diyfa.attention_bwd.default" in seen.names
+    step(q, k, v, dout)  # makes the plan
+    assert not launches
+    return q, k, v, dout, expected
+
+
+def test_gradients_of_a_repeated_call_are_the_same(trained, launches):
+    q, k, v, dout, expected = trained
+    for n in (1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(step(q, k, v, dout), expected, strict=True))
+        assert len(launches) == n
+    out = attend(q, k, v, causal=True)
+    assert "PlannedAttention" in type(out.grad_fn).__name__
+    (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+    assert torch.equal(dq, expected[0]) and torch.equal(torch.autograd.grad(out, q, dout)[0], dq)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, q, dout)
+
+
+def test_what_wants_a_gradient_is_part_of_the_call(trained, launches):
+    q, k, v, dout, expected = trained
+    q = q.detach()
+    out = attend(q, k, v, causal=True)
+    assert len(launches) == 1 and out.requires_grad
+    dk, dv = torch.autograd.grad(out, (k, v), dout)
+    assert torch.equal(dk, expected[1]) and torch.equal(dv, expected[2])
+    with torch.no_grad():
+        assert not attend(q, k, v, causal=True).requires_grad
+    assert not attend(q, k.detach(), v.detach(), causal=True).requires_grad
+    with torch.inference_mode():
+        assert not attend(q, k, v, causal=True).requires_grad
+
+
+def test_gradients_through_the_log_sum_exp(trained, launches):
+    q, k, v, dout, expected = trained
+    out, lse = attend(q, k, v, causal=True, return_lse=True)
+    assert len(launches) == 1 and lse.requires_grad
+    grads = torch.autograd.grad((out * dout).sum() + lse.sin().sum(), (q, k, v), retain_graph=True)
+    with Seen():
+        ordinary = attend(q, k, v, causal=True, return_lse=True)
+    want = torch.autograd.grad((ordinary[0] * dout).sum() + ordinary[1].sin().sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+    assert torch.equal(torch.autograd.grad(out, q, dout, retain_graph=True)[0], expected[0])
+    dq, dv = torch.autograd.grad(lse.sum(), (q, v))
+    assert dq.any() and not dv.any()
+
+
+def test_a_second_derivative_is_refused_here_too(trained, launches):
+    q, k, v, dout, expected = trained
+    out = attend(q, k, v, causal=True)
+    (dq,) = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)
+    assert launches and torch.equal(dq, expected[0])
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_an_input_changed_in_place_is_noticed(trained, launches):
+    q, k, v, dout, _ = trained
+    out = attend(q, k, v, causal=True)
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+    assert launches
+
+
+def test_modes_in_the_backward_pass_see_the_operator(trained, launches):
+    q, k, v, dout, expected = trained
+    out = attend(q, k, v, causal=True)
+    with Seen() as seen:
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    assert launches and "diyfa.attention_bwd.default" in seen.names
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    out = attend(q, k, v, causal=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.autograd.grad(out, (q, k, v), dout)
+    assert "diyfa::attention_bwd" in {event.name for event in profile.events()}
+
+
+def test_saved_tensors_may_be_packed(trained, launches):
+    q, k, v, dout, expected = trained
+
+    def forward():
+        return attend(q, k, v, causal=True)
+
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, torch.clone):
+        cloned = forward()
+    assert len(packed) == 5
+    for out in (cloned, checkpoint(lambda *_: forward(), q, k, v, use_reentrant=False)):
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert launches
+
+
+def test_a_gradient_that_lies_otherwise(trained, launches):
+    q, k, v, dout, expected = trained
+    turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    negative = torch._neg_view(-dout)
+    for other in (turned, negative, dout.double().float()):
+        assert all(torch.equal(a, b) for a, b in zip(step(q, k, v, other), expected, strict=True))
+    ones = torch.ones((), dtype=q.dtype).expand(q.shape)
+    assert torch.equal(step(q, k, v, ones)[2], step(q, k, v, torch.ones_like(q))[2])
+    assert len(launches) == 5
+
+
+def test_one_tensor_three_times_by_its_plan(launches):
+    x = qkv(torch.float64, requires_grad=True)[0]
+    grads = [torch.autograd.grad(attend(x, x, x).sin().sum(), x)[0] for _ in range(3)]
+    assert launches and torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert torch.autograd.gradcheck(lambda x: attend(x, x, x), x[:1, :1, :4, :3].detach().clone().requires_grad_())
+
+
+def test_sparse_and_nested_tensors_are_refused_as_ever(launches):
+    q, k, v = qkv()
+    attend(q, k, v)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="dense"):
+            attend(q.to_sparse(), k, v)
+    assert not launches
+
+
+def test_meta_tensors_are_never_planned(launches):
+    q, k, v = (x.to("meta") for x in qkv())
+    for _ in range(3):
+        assert diyfa.flash_attention(q, k, v).is_meta
+    assert not launches and not plain.plans
+
+
+def flash_attn(function, *tensors, **kwargs):
+    with diyfa.use_backend("cpu"):
+        return function(*tensors, **kwargs)
+
+
+def test_functions_of_flash_attn_repeat_too(launches):
+    q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
+    options = {"causal": True, "window_size": (5, 2), "softmax_scale": 0.3}
+    outs = [flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options) for _ in range(3)]
+    assert len(launches) == 2 and torch.equal(outs[0], outs[2])
+    out, lse, mask = flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options, return_attn_probs=True)
+    assert len(launches) == 3 and torch.equal(out, outs[0]) and lse.shape == (2, 3, 17) and mask.numel() == 0
+    with pytest.raises(ValueError, match="softcap"):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, **options, softcap=-1.0)
+    with pytest.raises(TypeError, match="window_size"):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, window_size=(5.5, 2))
+    for dropout_p in (0.5, 0.5):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, dropout_p, causal=True)
+    flash_attn(flash_attn_interface.flash_attn_func, q, k, v, alibi_slopes=torch.zeros(3))
+    assert len(launches) == 3
+
+
+def test_packed_gradients_stay_packed(launches):
+    qkv = torch.randn(2, 17, 3, 2, 16)
+    function = flash_attn_interface.flash_attn_qkvpacked_func
+    outs = [flash_attn(function, qkv, causal=True) for _ in range(3)]
+    assert len(launches) == 2 and torch.equal(outs[0], outs[2])
+    qkv.requires_grad_()
+    with diyfa.use_backend("cpu"):
+        separate = [flash_attn_interface.flash_attn_func(*qkv.unbind(2), causal=True) for _ in range(3)]
+    assert len(launches) == 4 and torch.equal(separate[2], outs[0])
+    packed = [flash_attn(function, qkv, causal=True) for _ in range(3)]
+    assert len(launches) == 6
+    with diyfa.use_backend("cpu"):
+        grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (*separate[1:], *packed)]
+    assert all(torch.equal(grads[0], grad) for grad in grads)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import ops, registry
+from diyfa import ops, plain, registry
 
 CPU = {"backend": "cpu"}
 INF = float("inf")
@@ -50,6 +50,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
 
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(plain, "plans", {})
     monkeypatch.setattr(cpu, "kernels", [recording(kernel) for kernel in cpu.kernels])
     yield seen
     monkeypatch.undo()

@@ -33,9 +33,16 @@ def _sm90_forward(*arguments: object) -> None:
     fwd_sm90.attention_forward(*arguments)
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, sm90
+def _sm90_repeat(*arguments: object) -> object:
+    from diyfa.backends.cuda import fwd_sm90
 
+    return fwd_sm90.repeat(*arguments)
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, relaunch, sm90
+
+    known = relaunch.IS_KNOWN
     return (
         Kernel(
             name="sm90",
@@ -44,6 +51,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=_sm90_forward,
             unsupported=sm90.unsupported,
             config=sm90.config_of,
+            repeat=_sm90_repeat if known else None,
         ),
         Kernel(
             name="v2",
@@ -52,6 +60,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd.attention_forward,
             unsupported=lambda problem: _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
+            repeat=fwd.repeat if known else None,
         ),
         Kernel(
             name="v1",
@@ -68,6 +77,7 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=bwd.attention_backward,
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
+            repeat=bwd.repeat if known else None,
         ),
         *matmul.KERNELS,
     )

@@ -15,11 +15,12 @@ dP is 0, so its gradient is the sum of -exp(sink - LSE) * delta over all rows.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from diyfa.backends.cuda.attention_launch import (
     RUNTIME_SIZES,
@@ -27,6 +28,7 @@ from diyfa.backends.cuda.attention_launch import (
     feature_constants,
     feature_pointers,
     feature_scalars,
+    is_settled,
     launch_key,
     tuned_config,
 )
@@ -35,6 +37,7 @@ from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
+from diyfa.backends.cuda.repeat import Allocate, allocator_of, current_device_of, holds_as_now, like
 from diyfa.backends.cuda.scores import first_row, sequence_of
 from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
@@ -133,7 +136,14 @@ def _boxes(
 
 def _is_aligned(x: torch.Tensor) -> bool:
     """Address and all strides but the last are multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and not any(s * size % 16 for s in x.stride()[:-1])
+
+
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, out, lse
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # what owns dq, dk, dv
+NO_ROWS = (None,) * 4
+_GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel}
 
 
 class _Backward:
@@ -147,20 +157,21 @@ class _Backward:
         lse: torch.Tensor,
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
+        sums_rows: bool = False,
     ) -> None:
         if problem.aligned and not _is_aligned(dout):
             problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
-        # Rows that no sequence covers stay 0: the sinks' gradient sums over all rows.
-        self.delta = torch.zeros_like(self.lse) if problem.varlen else torch.empty_like(self.lse)
+        # Rows that no sequence covers are written by no kernel and read by the sinks' gradient, which sums over all.
+        self.delta = torch.zeros_like(self.lse) if sums_rows and problem.varlen else torch.empty_like(self.lse)
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
         self.key = (*launch_key(problem, tensors), dout.stride())
         self.aligned = problem.aligned and self.lse.data_ptr() % 16 == 0  # delta is allocated here
 
-    def preprocess(self) -> None:
-        """delta, shaped like lse, fp32."""
-        problem, layout, tensors, dlse = self.problem, self.problem.layout, self.tensors, self.dlse
+    def preprocess_launch(self) -> Launch:
+        problem, layout, dlse = self.problem, self.problem.layout, self.dlse
+        fixed = self.aligned and dlse is None and _is_aligned(self.out)
 
         def make() -> Launch:
             dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
@@ -179,13 +190,16 @@ class _Backward:
             warps = {"num_warps": PREPROCESS_WARPS}
             return Launch(_bwd_preprocess_kernel, grid, (None,) * 7, scalars, values, warps, fixed)
 
-        fixed = self.aligned and dlse is None and _is_aligned(self.out)
         key = ("preprocess", fixed, *self.key, self.out.stride(), None if dlse is None else dlse.stride())
-        _launches.get(key, make)(self.out, self.dout, dlse, *feature_pointers(tensors)[:3], self.delta)
+        return _launches.get(key, make)
 
-    def _gradient(
-        self, kind: str, fn: Any, config: AttentionConfig, blocks: int, results: tuple[torch.Tensor, ...]
-    ) -> None:
+    def preprocess(self) -> None:
+        """delta, shaped like lse, fp32."""
+        lengths = feature_pointers(self.tensors)[:3]
+        self.preprocess_launch()(self.out, self.dout, self.dlse, *lengths, self.delta)
+
+    def gradient_launch(self, kind: str, config: AttentionConfig, results: tuple[torch.Tensor, ...]) -> Launch:
+        """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`."""
         problem, tensors = self.problem, self.tensors
         q, k, v = tensors.q, tensors.k, tensors.v
 
@@ -196,24 +210,24 @@ class _Backward:
                 tensors.sm_scale,
             )
             boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (12 + len(results)))
-            return Launch(fn, blocks, boxes, scalars, constants(problem, config), schedule(config), fixed)
+            grid = problem.batch * (
+                cdiv(problem.seqlen_k, config.block_n) * problem.heads_kv
+                if kind == "dkdv"
+                else cdiv(problem.seqlen_q, config.block_m) * problem.heads_q
+            )
+            fn = _GRADIENT_KERNELS[kind]
+            return Launch(fn, grid, boxes, scalars, constants(problem, config), schedule(config), fixed)
 
         # Packed gradients are slices: their strides, and whether they begin at 16 bytes, are the caller's.
         fixed = self.aligned and not problem.bias and all(x.data_ptr() % 16 == 0 for x in results)
-        launch = _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
-        inputs = (q, k, v, self.dout)
+        return _launches.get((kind, config, fixed, *(x.stride() for x in results), *self.key), make)
+
+    def gradient(self, kind: str, config: AttentionConfig, results: tuple[torch.Tensor, ...]) -> None:
+        problem, tensors = self.problem, self.tensors
+        inputs = (tensors.q, tensors.k, tensors.v, self.dout)
         rows = inputs if reads_rows(problem, config) else (None,) * len(inputs)
+        launch = self.gradient_launch(kind, config, results)
         launch(*inputs, *rows, self.lse, self.delta, *feature_pointers(tensors), *results)
-
-    def dkdv(self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        problem = self.problem
-        blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
-        self._gradient("dkdv", _bwd_dkdv_kernel, config, blocks, (dk, dv))
-
-    def dq(self, config: AttentionConfig, dq: torch.Tensor) -> None:
-        problem = self.problem
-        blocks = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
-        self._gradient("dq", _bwd_dq_kernel, config, blocks, (dq,))
 
     def dsinks(self, dsinks: torch.Tensor) -> None:
         assert self.tensors.sinks is not None, "dsinks are asked for where there are sinks"
@@ -232,15 +246,15 @@ def attention_backward(
     gradients: AttentionGradients,
 ) -> None:
     """Launch the kernels, which fill the gradients."""
-    backward = _Backward(problem, tensors, out, lse, dout, dlse)
+    backward = _Backward(problem, tensors, out, lse, dout, dlse, gradients.dsinks is not None)
     with on_device(tensors.q):
         backward.preprocess()
 
         def run_dkdv(config: AttentionConfig) -> None:
-            backward.dkdv(config, gradients.dk, gradients.dv)
+            backward.gradient("dkdv", config, (gradients.dk, gradients.dv))
 
         def run_dq(config: AttentionConfig) -> None:
-            backward.dq(config, gradients.dq)
+            backward.gradient("dq", config, (gradients.dq,))
 
         run_dkdv(tuned_config("dkdv", backward.problem, run_dkdv))
         run_dq(tuned_config("dq", backward.problem, run_dq))
@@ -250,3 +264,91 @@ def attention_backward(
             )
         if gradients.dsinks is not None:
             backward.dsinks(gradients.dsinks)
+
+
+def _settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The tile that `tuned_config` answers without measuring; None where it has still to be measured."""
+    return tuned_config(kind, problem, lambda config: None) if is_settled(kind, problem) else None
+
+
+def _allocates(
+    gradients: AttentionGradients, owners: Sequence[torch.Tensor], allocate: Allocate
+) -> Callable[[], tuple[Gradients, int, int, int]]:
+    """Allocates gradients as they lie now -> (what owns them, addresses of dq, dk, dv)."""
+    if len(owners) == 3:
+        like_dq, like_dk, like_dv = map(like, owners)
+
+        def separate() -> tuple[Gradients, int, int, int]:
+            dq, dk, dv = allocate(*like_dq), allocate(*like_dk), allocate(*like_dv)
+            return (dq, dk, dv), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+
+        return separate
+    like_owners = [like(x) for x in owners]
+    where = []  # number of the owner, bytes from its beginning
+    for x in gradients[:3]:
+        (i,) = (i for i, y in enumerate(owners) if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr())
+        where.append((i, x.data_ptr() - owners[i].data_ptr()))
+
+    def packed() -> tuple[Gradients, int, int, int]:
+        new = [allocate(*like_owner) for like_owner in like_owners]
+        at_dq, at_dk, at_dv = [new[i].data_ptr() + offset for i, offset in where]
+        return (new[0], new[1] if len(new) == 2 else None, None), at_dq, at_dk, at_dv
+
+    return packed
+
+
+def repeat(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    gradients: AttentionGradients,
+    owners: Sequence[torch.Tensor],
+) -> Callable[..., Gradients | None] | None:
+    """`Kernel.repeat`: for calls without optional tensors whose launches are settled and compiled."""
+    dq, dk, dv = gradients[:3]
+    backward = _Backward(problem, tensors, out, lse, dout, None)
+    problem = backward.problem
+    dkdv_config, dq_config = _settled_config("dkdv", problem), _settled_config("dq", problem)
+    if dkdv_config is None or dq_config is None:
+        return None
+    launch_preprocess = backward.preprocess_launch().again
+    launch_dkdv = backward.gradient_launch("dkdv", dkdv_config, (dk, dv)).again
+    launch_dq = backward.gradient_launch("dq", dq_config, (dq,)).again
+    if launch_preprocess is None or launch_dkdv is None or launch_dq is None:
+        return None
+    rows_dkdv, rows_dq = reads_rows(problem, dkdv_config), reads_rows(problem, dq_config)
+    allocate, index, current = allocator_of(out.device.type), out.get_device(), current_device_of(out)
+    like_delta, new_gradients = like(backward.delta), _allocates(gradients, owners, allocate)
+    strides = tuple(x.stride() for x in (tensors.q, tensors.k, tensors.v, out, lse, dout))
+    dtype = dout.dtype
+    holds, stream_of = holds_as_now(), driver.active.get_current_stream
+
+    def run(saved: Saved, addresses: Sequence[int], dout: torch.Tensor) -> Gradients | None:
+        q, k, v, out, lse = saved
+        at_q, at_k, at_v, at_out, at_lse = addresses
+        at_dout = dout.data_ptr()
+        if (
+            (at_q | at_k | at_v | at_out | at_lse | at_dout) & 15
+            or dout.dtype is not dtype
+            or (q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(), dout.stride()) != strides
+            or not holds()
+        ):
+            return None
+        if current() != index:
+            with torch.cuda.device(index):
+                return run(saved, addresses, dout)
+        grads, at_dq, at_dk, at_dv = new_gradients()
+        delta = allocate(*like_delta)
+        at_delta, stream = delta.data_ptr(), stream_of(index)
+        launch_preprocess(stream, (at_out, at_dout, None, None, None, None, at_delta))
+        inputs = (at_q, at_k, at_v, at_dout)
+        rest = (at_lse, at_delta, None, None, None, None, None, None)
+        rows = inputs if rows_dkdv else NO_ROWS
+        launch_dkdv(stream, (*inputs, *rows, *rest, at_dk, at_dv))
+        rows = inputs if rows_dq else NO_ROWS
+        launch_dq(stream, (*inputs, *rows, *rest, at_dq))
+        return grads
+
+    return run

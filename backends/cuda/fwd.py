@@ -10,6 +10,8 @@ Optional features are compile-time flags: a call without them runs none of their
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
+from diyfa.backends.cuda.repeat import Pair, repeat_forward
 from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
@@ -368,3 +371,21 @@ def attention_forward(
         if len(_settled) >= Launches.LIMIT:
             _settled.clear()
         _settled[key] = choice(), _launch(problem, tensors, out, config), reads_rows(problem, config)
+
+
+def repeat(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., Pair | None] | None:
+    """`Kernel.repeat`: for calls without optional tensors whose launch is settled and compiled."""
+    settled = _settled.get(launch_key(problem, tensors))
+    if settled is None or settled[0] != choice():
+        return None
+    _, launch, takes_rows = settled
+
+    def through_rows(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, q, k, v, None, None, None, None, None, None, None, out, lse
+
+    def through_maps(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, None, None, None, None, None, None, None, None, None, None, out, lse
+
+    return repeat_forward(launch, out, lse, through_rows if takes_rows else through_maps)

@@ -14,6 +14,8 @@ comes in three pieces of 64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention_launch import softmax_scale
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
+from diyfa.backends.cuda.repeat import Pair, repeat_forward
 from diyfa.backends.cuda.sm90 import (
     CONSUMER_ROWS,
     Sm90Config,
@@ -588,12 +591,8 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
 _launches = Launches()
 
 
-def attention_forward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Launch the Hopper kernel, which fills out and lse."""
+def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: Sm90Config) -> Launch:
     q, k, v = tensors.q, tensors.k, tensors.v
-    config = config_of(problem)
 
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -630,7 +629,40 @@ def attention_forward(
         return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
     key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
+    return _launches.get(key, make)
+
+
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the Hopper kernel, which fills out and lse."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    config = config_of(problem)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
-        _launches.get(key, make)(q, k, v, out, *lengths, lse, tickets)
+        _launch(problem, tensors, out, config)(q, k, v, out, *lengths, lse, tickets)
+
+
+def repeat(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., Pair | None] | None:
+    """`Kernel.repeat`: for calls without optional tensors whose launch is compiled."""
+    decide, known = config_of, _launches
+    config = decide(problem)
+    launch = _launch(problem, tensors, out, config)
+    if config.deal == "dynamic":
+        again = repeat_forward(
+            launch, out, lse, lambda q, k, v, out, lse: (q, k, v, out, None, None, lse), ticket_counter
+        )
+    else:
+        again = repeat_forward(launch, out, lse, lambda q, k, v, out, lse: (q, k, v, out, None, None, lse, None))
+    if again is None:
+        return None
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair | None:
+        if config_of is not decide or _launches is not known:  # a sweep has put others in their place
+            return None
+        return again(q, k, v)
+
+    return run

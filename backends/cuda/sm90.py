@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -52,74 +53,42 @@ class Sm90Config:
 
 
 # Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads *
-# head_dim = 2048, S = 1k, or 4k/16k, measured in turns with FlashAttention-3, -4 and cuDNN; a row without one was never
-# timed.
+# head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with FlashAttention-3, -4 and cuDNN; a
+# row without one was never timed.
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
-_TURNS = {"persistent": True, "pingpong": True, "pairs": True}
-_HELD = {"piece": 64, "joined": True}  # pieces that fit into registers one by one
+_STATIC: dict[str, Any] = {"persistent": True}
+_DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
+_BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
+_TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
+_HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
+_THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
-    (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_TURNS, **_HELD, q_held=1, measured=_H200 + "447")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_TURNS, measured=_H200 + "502/528")),
-    ),
+    (64, False): ((_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, measured=_H200 + "437/503/532")),),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_TURNS, **_HELD, q_held=1, deal="dynamic", measured=_H200 + "339")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_TURNS, own_walk=True, deal="balanced", measured=_H200 + "446/511")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "346")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, measured=_H200 + "450/513")),
     ),
     (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, measured=_H200 + "401/478/485")),),
-    (96, True): (
+    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "367/470/534")),),
+    (128, False): (
         (
             _ANY,
-            C(
-                2,
-                128,
-                6,
-                True,
-                240,
-                24,
-                persistent=True,
-                piece=32,
-                joined=True,
-                pairs=True,
-                deal="dynamic",
-                measured=_H200 + "367/470/534",
-            ),
+            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "595/642/648"),
         ),
     ),
-    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TURNS, **_HELD, q_held=2, measured=_H200 + "589/634/649")),),
     (128, True): (
         (
             _ANY,
-            C(2, 128, 4, True, 240, 24, **_TURNS, **_HELD, q_held=2, deal="dynamic", measured=_H200 + "444/578/643"),
+            C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "470/591/625"),
         ),
     ),
     (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "480/561/582")),),
-    (192, True): (
-        (_ANY, C(2, 128, 3, False, 240, 24, persistent=True, deal="balanced", measured=_H200 + "395/515/584")),
-    ),
-    (256, False): (
-        (_ANY, C(2, 64, 4, False, 240, 24, True, pairs=True, **_HELD, q_held=1, measured=_H200 + "605/694/691")),
-    ),
+    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, measured=_H200 + "395/515/584")),),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, measured=_H200 + "625/737/715")),),
     (256, True): (
-        (
-            2048,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                persistent=True,
-                pingpong=True,
-                own_walk=True,
-                deal="dynamic",
-                measured=_H200 + "466",
-            ),
-        ),
-        (_ANY, C(2, 64, 4, False, 240, 24, own_walk=True, pairs=True, measured=_H200 + "632/687")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, measured=_H200 + "484/637/681")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -134,7 +103,7 @@ SMALL: dict[int, Sm90Config] = {
 # more.
 WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
     (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
-    (256, True, C(2, 64, 4, False, 240, 24, True, pairs=True, deal="dynamic")),
+    (256, True, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True)),
 )
 
 

@@ -1,4 +1,4 @@
-"""Launches with kept TMA descriptors hand the compiled kernel what Triton's own launcher would."""
+"""Launches past Triton's launcher hand the compiled kernel what that launcher would."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda import launch, tensor_maps
-from diyfa.backends.cuda.tensor_maps import Box, encoded_launch
+from diyfa.backends.cuda import launch, relaunch, tensor_maps
+from diyfa.backends.cuda.relaunch import relaunch_of
+from diyfa.backends.cuda.tensor_maps import Box
 
-if not triton.__version__.startswith("{}.{}.".format(*tensor_maps.TRITON)):
-    pytest.skip("descriptors are encoded at each launch with this Triton", allow_module_level=True)
+if not relaunch.IS_KNOWN:
+    pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)
 import triton.backends.nvidia.driver as nvidia
 
 SHAPE, STRIDES, BLOCK = [2, 3, 40, 64], [7680, 2560, 64, 1], [1, 1, 16, 64]
@@ -25,6 +25,14 @@ SIGNATURE = {
 }  # fmt: skip
 BOXES = (Box(SHAPE, STRIDES, BLOCK), None, Box(SHAPE, STRIDES, BLOCK))
 HEAD, HOOKS, TAIL = (5, 1, 1, 77, 88), ("packed", None, None, None), (9, 16)
+
+
+def compiled_by(launcher):
+    return SimpleNamespace(run=launcher, function=88, packed_metadata="packed")
+
+
+def addresses(*tensors):
+    return [x.data_ptr() for x in tensors]
 
 
 @pytest.fixture
@@ -58,49 +66,52 @@ def test_the_same_arguments_reach_the_kernel(launcher, encoded):
     described = (TensorDescriptor(q, SHAPE, STRIDES, BLOCK), x, TensorDescriptor(k, SHAPE, STRIDES, BLOCK))
     launcher(*HEAD, *HOOKS, *described, *TAIL)
     asked = list(encoded)
-    encoded_launch(launcher, BOXES)(HEAD, HOOKS, (q, x, k), TAIL)
-    ours, theirs = launcher.calls[1], launcher.calls[0]
-    assert len(ours) == len(theirs)
-    assert all(a is b or a == b for a, b in zip(ours, theirs, strict=True))
+    relaunch_of(compiled_by(launcher), 5, BOXES, TAIL)(77, addresses(q, x, k))
+    theirs, ours = launcher.calls
+    assert list(ours) == [x.data_ptr() if y is x else y for y in theirs]
     assert encoded[2:] == asked
 
 
 def test_an_address_is_encoded_once(launcher, encoded, monkeypatch):
-    run = encoded_launch(launcher, BOXES)
+    run = relaunch_of(compiled_by(launcher), 5, BOXES, TAIL)
     q, x, k = tensors()
     for _ in range(3):
-        run(HEAD, HOOKS, (q, x, k), TAIL)
+        run(77, addresses(q, x, k))
     assert len(encoded) == 2
-    run(HEAD, HOOKS, (k, x, q), TAIL)
+    run(77, addresses(k, x, q))
     assert len(encoded) == 4
-    monkeypatch.setattr(tensor_maps._TensorMaps, "LIMIT", 2)
+    monkeypatch.setattr(tensor_maps.TensorMaps, "LIMIT", 2)
     kept = [tensors() for _ in range(5)]
     for each in kept:
-        run(HEAD, HOOKS, each, TAIL)
+        run(77, addresses(*each))
     for each in kept:
-        run(HEAD, HOOKS, each, TAIL)
+        run(77, addresses(*each))
         assert launcher.calls[-1][13][1] == each[0].data_ptr()
 
 
 def test_other_launchers_are_used_as_they_are(launcher):
-    assert encoded_launch(launcher, (None, None)) is None
+    compiled = compiled_by(launcher)
+    assert relaunch_of(compiled, 5, (None, None), TAIL) is None  # a function in Python: not the one in C
     launcher.global_scratch_size = 16
-    assert encoded_launch(launcher, BOXES) is None
+    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
     launcher.global_scratch_size = 0
     launcher.launch = print
-    assert encoded_launch(launcher, BOXES) is None
+    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
     launcher.launch = lambda *args: None
-    assert encoded_launch(launcher, BOXES) is None
+    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known", "another"])
 @pytest.mark.parametrize("boxes", [BOXES, (None, None, None)], ids=["tma", "addresses"])
-def test_a_repeated_launch_goes_to_the_compiled_kernel(launcher, encoded, monkeypatch, boxes):
-    """The first call through Triton, each later one straight to what it compiled."""
+def test_a_repeated_launch_goes_to_the_compiled_kernel(launcher, encoded, monkeypatch, boxes, known):
+    """The first call through Triton, each later one straight to what it compiled; its launcher, where it is another."""
     monkeypatch.setattr(launch, "_INTERPRETING", False)
+    monkeypatch.setattr(relaunch, "IS_KNOWN", known)
     driver.active.get_current_stream = lambda device: 77
-    compiled = SimpleNamespace(run=launcher, function=88, packed_metadata="packed")
     if boxes[0] is None:
+        monkeypatch.setattr(relaunch, "BuiltinFunctionType", type(lambda: None))
         launcher.launch = lambda *args: launcher.calls.append(args)
+    compiled = compiled_by(launcher)
     first = []
 
     class Fn:
@@ -111,12 +122,21 @@ def test_a_repeated_launch_goes_to_the_compiled_kernel(launcher, encoded, monkey
 
     run = launch.Launch(Fn(), 5, boxes, (9,), {"B": 16}, {"num_warps": 4}, fixed=True)
     q, x, k = tensors()
+    assert run.again is None
     run(q, x, k)
     assert len(first) == 1 and first[0][0] == (5,) and first[0][2] == {"B": 16, "num_warps": 4}
-    assert not launcher.calls
+    assert not launcher.calls and (run.again is not None) is known
     run(q, x, k)
     run(q, x, k)
     assert len(first) == 1 and len(launcher.calls) == 2
     call = launcher.calls[-1]
+    assert any(y is x for y in call)  # what is read by its address comes as a tensor, which Triton looks at
     assert call[:9] == (5, 1, 1, 77, 88, False, True, None, None) and call[-2:] == (9, 16)
-    assert len(encoded) == (2 if boxes[0] else 0)
+    assert len(encoded) == (0 if boxes[0] is None else 2 if known else 4)
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_on_launches_are_noticed(monkeypatch, which):
+    assert not launch.launches_are_hooked()
+    monkeypatch.setattr(launch.triton.knobs.runtime, which, lambda metadata: None)
+    assert launch.launches_are_hooked()

@@ -1,0 +1,407 @@
+"""Repeated calls on the CUDA backend: what reaches Triton's function in C is what the ordinary way hands it.
+
+There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the function in C, so all but the kernels runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import diyfa
+from diyfa import flash_attn_interface, ops, plain
+from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, sm90, tune
+from diyfa.backends.cuda.launch import Launches
+from diyfa.backends.cuda.sm90_tickets import ticket_counter
+
+if not relaunch.IS_KNOWN:
+    pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
+import triton.backends.nvidia.driver as nvidia
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+from diyfa.backends.cuda import fwd_sm90
+
+LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
+
+
+class Recorder:
+    """Stands for the function in C: what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+def fake_kernel(kernel, recorder):
+    """`kernel` compiled to a launcher of Triton's around `recorder`."""
+
+    def run(*args, **kwargs):
+        described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in args]
+        signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
+        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+        launcher = object.__new__(nvidia.CudaLauncher)
+        launcher.num_ctas = launcher.global_scratch_align = launcher.profile_scratch_align = 1
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.launch_cooperative_grid = launcher.launch_pdl = False
+        launcher.launch = nvidia.wrap_handle_tensordesc(recorder, signature, [meta] * sum(described) or None)
+        compiled = SimpleNamespace(run=launcher, function=kernel.__name__, packed_metadata=(4, 1, 0))
+        rest = [kwargs[name] for name in kernel.arg_names[len(args) :]]
+        launcher(7, 1, 1, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *args, *rest)
+        return compiled
+
+    return type("Fn", (), {"arg_names": kernel.arg_names, "__getitem__": lambda self, grid: run})()
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    utils = SimpleNamespace(fill_tma_descriptor=lambda address, *args: ("map", address))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 77))
+    monkeypatch.setattr(launch, "_INTERPRETING", False)
+    monkeypatch.setattr(relaunch, "BuiltinFunctionType", Recorder)
+    monkeypatch.setattr(tune._tuner, "enabled", False)
+    monkeypatch.setattr(fwd, "_fwd_kernel", fake_kernel(fwd._fwd_kernel, recorder))
+    monkeypatch.setattr(bwd, "_bwd_preprocess_kernel", fake_kernel(bwd._bwd_preprocess_kernel, recorder))
+    kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
+    monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
+    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", fake_kernel(fwd_sm90._fwd_sm90_kernel, recorder))
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    for module in (fwd, bwd, fwd_sm90):
+        monkeypatch.setattr(module, "_launches", Launches())
+    monkeypatch.setattr(fwd, "_settled", {})
+    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
+    return recorder
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """How each launch of `recorder` came about: "repeat" or "kernel"."""
+    seen = []
+    make = ops.AttentionTensors
+
+    def tensors(*args):
+        seen.append("described")
+        return make(*args)
+
+    monkeypatch.setattr(ops, "AttentionTensors", tensors)
+    return seen
+
+
+def attend(*tensors, **kwargs):
+    return diyfa.flash_attention(*tensors, backend="cuda", **kwargs)
+
+
+def qkv(shape=(2, 4, 96, 64), dtype=torch.bfloat16, grad=False, kv_heads=None):
+    kv = (shape[0], kv_heads or shape[1], *shape[2:])
+    return [torch.zeros(s, dtype=dtype, requires_grad=grad) for s in (shape, kv, kv)]
+
+
+def named(call, **tensors):
+    """A recorded call with names instead of the addresses of `tensors`."""
+    names = {x.data_ptr(): name for name, x in tensors.items()}
+
+    def name(x):
+        if isinstance(x, torch.Tensor):
+            x = x.data_ptr()
+        if isinstance(x, tuple):
+            return tuple(name(y) for y in x)
+        return names.get(x, x) if type(x) is int and x >= LEAST_ADDRESS else x
+
+    return [name(x) for x in call[3:]]  # the grid is checked by the tests of the kernels
+
+
+LEAST_ADDRESS = 2**16
+
+
+def are_same(*passes):
+    """Whether calls differ only in the addresses of tensors that have no name, and in these alike throughout."""
+
+    def flat(calls):
+        return [y for call in calls for x in call for y in (x if isinstance(x, tuple) else (x,))]
+
+    for one in passes[1:]:
+        becomes = {}
+        for x, y in zip(flat(passes[0]), flat(one), strict=True):
+            if (
+                type(x) is int
+                and type(y) is int
+                and x >= LEAST_ADDRESS
+                and y >= LEAST_ADDRESS
+                and x % 16 == y % 16 == 0
+            ):
+                if becomes.setdefault(x, y) != y:
+                    return False
+            elif x != y or type(x) is not type(y):
+                return False
+        if len(set(becomes.values())) != len(becomes):
+            return False
+    return True
+
+
+CASES = {
+    "small": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "window": ({}, {"window": (10, 3), "sm_scale": -0.5}),
+    "softcap": ({}, {"softcap": 3.0}),
+    "gqa": ({"kv_heads": 2}, {}),
+    "descriptors": (LARGE, {}),
+    "descriptors_and_rows": (LARGE, {"causal": True}),
+    "descriptors_of_gluon": (LARGE, {"variant": "sm90"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_call_launches_what_the_ordinary_one_does(recorder, ways, case):
+    inputs, options = CASES[case]
+    q, k, v = qkv(**inputs)
+    calls = []
+    for _ in range(4):
+        recorder.calls.clear()
+        ways.clear()
+        out, lse = attend(q, k, v, return_lse=True, **options)
+        assert len(recorder.calls) == 1
+        calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse))
+        assert out.shape == q.shape and out.stride() == q.stride() and out.dtype == q.dtype
+        assert lse.shape == q.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32
+    assert not ways  # the last two repeated
+    assert any("map" in x for x in calls[0] if isinstance(x, tuple)) is case.startswith("descriptors")
+    assert are_same(*([call] for call in calls))
+    assert attend(q, k, v, **options).shape == q.shape and not ways
+
+
+def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypatch):
+    table = sm90.config_of
+    monkeypatch.setattr(fwd_sm90, "config_of", lambda problem: dataclasses.replace(table(problem), deal="dynamic"))
+    q, k, v = qkv(**LARGE)
+    calls = []
+    for _ in range(4):
+        recorder.calls.clear()
+        ways.clear()
+        out, lse = attend(q, k, v, variant="sm90", return_lse=True)
+        counter = ticket_counter(q)
+        calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
+    assert not ways and "counter" in calls[0] and are_same(*([call] for call in calls))
+    monkeypatch.setattr(fwd_sm90, "config_of", table)  # as sweeps do
+    recorder.calls.clear()
+    attend(q, k, v, variant="sm90")
+    assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_views_are_repeated_with_their_strides(recorder, ways, layout):
+    q, k, v = (x.transpose(1, 2) for x in torch.zeros(2, 96, 3, 4, 64).unbind(2))
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    function = diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
+    outs = [function(q, k, v, backend="cuda") for _ in range(4)]
+    assert len({(tuple(x.shape), x.stride()) for x in outs}) == 1
+    same = [named(call, q=q, k=k, v=v, out=out) for call, out in zip(recorder.calls, outs, strict=True)]
+    assert are_same(*([call] for call in same))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways, case):
+    inputs, options = CASES[case]
+    q, k, v = qkv(grad=True, **inputs)
+    dout = torch.zeros_like(q)
+    passes = []
+    for _ in range(5):
+        out = attend(q, k, v, **options)
+        recorder.calls.clear()
+        ways.clear()
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        assert len(recorder.calls) == 3
+        tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        passes.append([named(call, **tensors) for call in recorder.calls])
+        assert all(
+            g.stride() == x.stride() and g.dtype == x.dtype for g, x in zip((dq, dk, dv), (q, k, v), strict=True)
+        )
+    assert not ways
+    assert [call[1] for call in passes[0]] == ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+    assert are_same(*passes)
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_packed_gradients_are_repeated(recorder, ways, packing):
+    x = torch.zeros(2, 96, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    packed = torch.zeros(2, 96, len(packing), 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    function, leaves = {
+        "qkv": (flash_attn_interface.flash_attn_qkvpacked_func, (packed,)),
+        "kv": (flash_attn_interface.flash_attn_kvpacked_func, (x, packed)),
+    }[packing]
+    dout = torch.zeros_like(x)
+    passes = []
+    for _ in range(5):
+        recorder.calls.clear()
+        with diyfa.use_backend("cuda"):
+            out = function(*leaves, causal=True)
+        ways.clear()
+        with diyfa.use_backend("cuda"):
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert all(g.shape == y.shape and g.is_contiguous() for g, y in zip(grads, leaves, strict=True))
+        views = [*([x.detach()] if packing == "kv" else []), *packed.detach().unbind(2)]
+        slices = [*([grads[0]] if packing == "kv" else []), *grads[-1].unbind(2)]
+        tensors = {**dict(zip("qkv", views, strict=True)), **dict(zip(("dq", "dk", "dv"), slices, strict=True))}
+        passes.append([named(call, out=out, dout=dout, **tensors) for call in recorder.calls])
+    assert not ways and len(passes[0]) == 4
+    assert {"q", "k", "v", "dout", "dk", "dv"} <= {y for y in passes[0][2] if isinstance(y, str)}
+    assert are_same(*passes)
+
+
+CHANGES = {
+    "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
+    "hook": lambda patch: patch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "exactness": lambda patch: patch.setattr(configs, "_exact_nonfinite", False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_decided_is_decided_anew_after_a_change(recorder, ways, change, monkeypatch):
+    q, k, v = qkv(grad=True)
+    dout = torch.zeros_like(q)
+
+    def step():
+        ways.clear()
+        torch.autograd.grad(attend(q, k, v, causal=True), (q, k, v), dout)
+        return bool(ways)
+
+    assert [step() for _ in range(4)][-1] is False
+    with monkeypatch.context() as patch:
+        CHANGES[change](patch)
+        assert step()
+        if change != "hook":
+            assert [step() for _ in range(3)][-1] is False
+    assert step() is (change != "hook")  # a hook that is gone has changed nothing
+    assert [step() for _ in range(3)][-1] is False
+
+
+def test_a_tile_that_is_forced_is_launched(recorder, ways):
+    q, k, v = qkv()
+    for _ in range(3):
+        attend(q, k, v)
+    ways.clear()
+    tile = configs.AttentionConfig(32, 32, 4, 2, "portable")
+    with attention_launch.use_config("fwd", tile):
+        attend(q, k, v)
+        attend(q, k, v)
+    assert ways
+    forced, usual = recorder.calls[-1], recorder.calls[0]
+    assert 32 in forced[-12:] and forced[-12:] != usual[-12:]
+    for _ in range(3):
+        ways.clear()
+        attend(q, k, v)
+    assert not ways and recorder.calls[-1][-12:] == usual[-12:]
+
+
+def test_gradients_that_lie_otherwise(recorder, ways):
+    """Strides are part of what is repeated; an address that is not aligned, or a copy, is not repeated."""
+    q, k, v = qkv(grad=True)
+    turned = torch.zeros(2, 96, 4, 64, dtype=q.dtype).transpose(1, 2)
+    off = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+
+    def step(dout):
+        out = attend(q, k, v)
+        ways.clear()
+        recorder.calls.clear()
+        torch.autograd.grad(out, (q, k, v), dout)
+        return bool(ways)
+
+    straight = torch.zeros_like(q)
+    assert [step(straight) for _ in range(4)][-1] is False
+    by_straight = recorder.calls[0]
+    assert [step(turned) for _ in range(2)] == [True, False]
+    assert recorder.calls[0] != by_straight and 96 * 4 * 64 in recorder.calls[0]
+    assert not step(straight) and recorder.calls[0][9 + 4 + 7 :] == by_straight[9 + 4 + 7 :]
+    assert step(off) and step(off)
+    assert step(torch.zeros((), dtype=q.dtype).expand(q.shape)) and step(torch.zeros((), dtype=q.dtype).expand(q.shape))
+    assert not step(straight)
+
+
+def test_saved_tensors_that_were_elsewhere(recorder, ways):
+    q, k, v = qkv(grad=True)
+    dout = torch.zeros_like(q)
+    for _ in range(4):
+        torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.clone()):
+        out = attend(q, k, v)
+    ways.clear()
+    recorder.calls.clear()
+    torch.autograd.grad(out, (q, k, v), dout)
+    read = [x.data_ptr() for x in recorder.calls[1] if isinstance(x, torch.Tensor)]
+    assert ways and dout.data_ptr() in read and q.data_ptr() not in read
+
+
+def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
+    """The device is made the current one around allocation and launch."""
+    q, k, v = qkv()
+    for _ in range(3):
+        attend(q, k, v)
+    (plan,) = plain.plans.values()
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+
+        def __exit__(self, *args):
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(repeat, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    plan.repeat = None
+    attend(q, k, v)  # makes a new one
+    recorder.calls.clear()
+    attend(q, k, v)
+    assert entered == [-1, "left"] and len(recorder.calls) == 1
+
+
+def test_allocators_make_what_they_are_asked_for():
+    for allocate in (repeat.allocator_of("cpu"), repeat.allocator_of("meta")):
+        x = allocate((2, 3), (3, 1), torch.float16)
+        assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compiled kernels")
+@pytest.mark.parametrize("shape", [(2, 4, 96, 64), (2, 8, 2048, 128)], ids=["small", "large"])
+def test_on_the_device_a_repeated_call_gives_the_same_bits(shape):
+    """Also on another stream, and in a graph that is replayed on other values."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def step():
+        out = diyfa.flash_attention(q, k, v, causal=True)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    expected = step()
+    plans = set(plain.plans)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert any(plain.plans[key].repeat is not None for key in set(plain.plans) | plans)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        there = step()
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(torch.equal(a, b) for a, b in zip(there, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (q, k, v, dout):
+            x.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
