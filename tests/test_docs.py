@@ -96,36 +96,56 @@ def test_the_toy_backend_refuses_with_its_own_reason(toy):
         diyfa.flash_attention(q.requires_grad_(), q, q, backend="toy")
 
 
-def speed_table(readme):
-    """[(pass, D, causal, [SDPA flash, SDPA cuDNN, diyfa])] as the README says, three lengths each."""
+def speed_tables(readme):
+    """The forward and the backward table of the README: [(D, causal, [[three lengths] of each implementation])]."""
     text = (ROOT / readme).read_text(encoding="utf-8")
-    words = {"forward": "forward", "前向": "forward", "backward": "backward", "反向": "backward"}
-    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
-    return [
-        (words[row[0]], int(row[1]), row[2] in ("causal", "因果"), [cell.split(" / ") for cell in row[3:]])
-        for row in rows
-        if row[0] in words
+    masks = {"full": False, "causal": True, "无": False, "因果": True}
+    tables = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        if rows[0][0] == "D":
+            tables.append([(int(row[0]), masks[row[1]], [cell.split(" / ") for cell in row[2:]]) for row in rows[2:]])
+    return tables
+
+
+def recorded(file, names, direction):
+    """(D, causal, S) -> TFLOP/s of each of `names` in a results file."""
+    rows = [
+        row for row in json.loads((ROOT / file).read_text())["rows"] if row["pass"] == direction and "tflops" in row
     ]
+    found = {(row["D"], row["causal"], row["implementation"], row["S"]): row["tflops"] for row in rows}
+    return lambda dim, causal, length: [found[dim, causal, name, length] for name in names]
 
 
 @pytest.mark.parametrize("readme", READMES)
-def test_speeds_are_those_of_the_file_the_readme_names(readme):
+def test_speeds_are_those_of_the_files_the_readme_names(readme):
     text = (ROOT / readme).read_text(encoding="utf-8")
-    (file,) = set(re.findall(r"benchmarks/results/[\w.-]+\.json", text))
-    rows = json.loads((ROOT / file).read_text())["rows"]
-    measured = {(r["pass"], r["D"], r["causal"], r["implementation"], r["S"]): r["tflops"] for r in rows}
-    table, shares = speed_table(readme), []
-    assert len(table) == 12
-    for direction, dim, causal, columns in table:
+    hopper, attention = re.findall(r"benchmarks/results/[\w.-]+\.json", text)
+    forward, backward = speed_tables(readme)
+    assert len(forward) == len(backward) == 6
+    measured = recorded(hopper, ("cudnn", "fa3", "fa4", "diyfa"), "forward")
+    shares = []
+    for dim, causal, columns in forward:
         for n, length in enumerate((1024, 4096, 16384)):
-            flash, cudnn, ours = (
-                measured[direction, dim, causal, name, length] for name in ("SDPA flash", "SDPA cuDNN", "diyfa")
-            )
-            assert [column[n] for column in columns] == [f"{x:.0f}" for x in (flash, cudnn, ours)]
-            assert ours > flash, "the text below the table says so"
-            shares.append(ours / cudnn)
-    low, high = re.search(r"(\d+) ?%? (?:to|到) (\d+) ?%", text).groups()
-    assert (f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}") == (low, high)
+            figures = measured(dim, causal, length)
+            assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
+            shares.append(figures[-1] / max(figures[:-1]))
+    low, high, mean = re.search(r"(\d\.\d\d) (?:to|到) (\d\.\d\d)[^0-9]+(\d\.\d\d)", text).groups()
+    assert (f"{min(shares):.2f}", f"{max(shares):.2f}", f"{sum(shares) / 18:.2f}") == (low, high, mean)
+    measured = recorded(attention, ("SDPA flash", "SDPA cuDNN", "diyfa"), "backward")
+    for dim, causal, columns in backward:
+        for n, length in enumerate((1024, 4096, 16384)):
+            figures = measured(dim, causal, length)
+            assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
+            assert figures[-1] > figures[0], "the text below the table says so"
+
+
+def test_the_hopper_page_has_the_figures_of_the_readme():
+    table = re.search(r"\| D \| mask \| this kernel (?:.*\n)+", (ROOT / "docs/hopper.md").read_text()).group()
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:8]]
+    ours, fa3, fa4, cudnn = (2, 3, 4, 5)
+    found = [[row[i].split(" / ") for i in (cudnn, fa3, fa4, ours)] for row in rows]
+    assert found == [columns for _, _, columns in speed_tables("README.md")[0]]
 
 
 def test_the_readmes_are_in_step():
