@@ -246,7 +246,8 @@ def check_features(
             raise TypeError(f"attn_bias must be a floating-point tensor, got {attn_bias.dtype}")
         full = (batch, heads, seqlen_q, seqlen_k)
         shape = _shape(attn_bias)
-        if len(shape) > 4 or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)):
+        missing = len(full) - len(shape)  # written so that torch.compile of PyTorch 2.5 can trace it
+        if missing < 0 or any(shape[i] != 1 and shape[i] != full[missing + i] for i in range(len(shape))):
             raise ValueError(f"attn_bias must be broadcastable to {full}, got {shape}")
 
 
