@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
@@ -12,8 +13,10 @@ if not triton.__version__.startswith("3.6."):
 
 from sm90_interpreted import interpret, run  # noqa: E402
 
+import diyfa  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
 from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.reference import reference_attention  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -123,3 +126,17 @@ def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.Mo
     kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
     assert not run(case)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_a_score_that_is_nan_reaches_its_row(where: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other one. (One in v reaches the rows of its tile, see docs/numerics.md.)"""
+    interpret(monkeypatch, TWO, seed=3)
+    torch.manual_seed(0)
+    inputs = {name: torch.randn(1, 2, n, 64).bfloat16() for name, n in (("q", 150), ("k", 200), ("v", 200))}
+    inputs[where][0, 1, 120, 5] = float("nan")
+    out, lse = diyfa.flash_attention(**inputs, causal=causal, backend="cuda", variant="sm90", return_lse=True)
+    expected, expected_lse = reference_attention(*inputs.values(), causal=causal, return_lse=True)
+    assert expected.isnan().any() and torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())

@@ -367,7 +367,7 @@ def _attend_tile(
     tma.store_wait(0)
     for run in gl.static_range(run_count(PIECES_V, JOINED)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = gl.where(by_row > 0.0, o[run] * by_row, 0.0)
+        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
         first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
         tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out.to(DTYPE))
     fence_async_shared()
