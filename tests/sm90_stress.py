@@ -34,7 +34,6 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = [
         {},
         {"persistent": True},
-        {"lazy": 8},
         {"own_walk": True},
         {"pairs": True},
         {"overlap": True},
@@ -49,7 +48,7 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         changes += [{"piece": 32}, {"piece": 32, "joined": True}] * 2
     if 128 < head_dim <= 192:
         changes += [{"joined": True}] * 3
-    return changes + ([{"polynomial": 1}, {"polynomial": 2, "lazy": 8}] if head_dim <= 128 else [])
+    return changes
 
 
 def lengths(choose: random.Random, count: int, most: int) -> list[int]:

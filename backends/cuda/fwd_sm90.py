@@ -204,7 +204,7 @@ def _attend_blocks(
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
     for i in range(start, end):
@@ -221,20 +221,16 @@ def _attend_blocks(
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
-        weights, m_i, l_i, alpha, moved = softmax_step(
+        weights, m_i, l_i, alpha = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
         if OVERLAP:
             hold_back(l_i)
         o = finish_values(o, PIECES_V, JOINED)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = held(weights, o, v_buffers.dtype, PAIRS)
-        if LAZY:
-            if moved:
-                o = rescaled(o, alpha, PIECES_V, JOINED)
-        else:
-            o = rescaled(o, alpha, PIECES_V, JOINED)
+        o = rescaled(o, alpha, PIECES_V, JOINED)
     return o, p, m_i, l_i, item
 
 
@@ -271,7 +267,7 @@ def _attend_tile(
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -318,9 +314,9 @@ def _attend_tile(
     mbarrier.arrive(kv_empty.index(k_slot), count=1)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
-    weights, m_i, l_i, _, _ = softmax_step(
+    weights, m_i, l_i, _ = softmax_step(
         s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, 0,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
     )  # fmt: skip
     o = no_values(WIDTH, PIECES_V, JOINED)
     p = held(weights, o, DTYPE, PAIRS)
@@ -329,20 +325,20 @@ def _attend_tile(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
             CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
         CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
             CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
         )  # fmt: skip
     if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -389,7 +385,7 @@ def _consumer(
     OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
     DEAL: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
@@ -425,7 +421,7 @@ def _consumer(
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
                 CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY,
+                LENGTHS, SOFTCAP, NEGATE,
             )  # fmt: skip
             turn += 1
         if DEAL == "dynamic":
@@ -459,7 +455,7 @@ def _fwd_sm90_kernel(
     OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
     DEAL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -517,7 +513,7 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -529,10 +525,10 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -544,13 +540,13 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, POLYNOMIAL, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -584,8 +580,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "NEGATE": negate,
-        "POLYNOMIAL": config.polynomial,
-        "LAZY": config.lazy,
         "DEAL": config.deal,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,

@@ -40,8 +40,6 @@ class Sm90Config:
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
     pingpong: bool = False  # the consumers issue their products in turns
-    polynomial: int = 0  # exponentials on the FMA units: none, every fourth (1), every second (2)
-    lazy: int = 0  # rescale out only when a row's maximum has risen by more than this power of two; 0: always
     together: int = 0  # query heads that take turns; 0: see `heads_together`
     own_walk: bool = False  # a consumer passes over blocks of which a mask on the right leaves its own rows nothing
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`

@@ -1,4 +1,4 @@
-"""The softmax of the Hopper kernel: one step of the running (online) softmax, and exponentials without the MUFU."""
+"""The softmax of the Hopper kernel: one step of the running (online) softmax, and what keeps it beside a product."""
 
 from __future__ import annotations
 
@@ -6,46 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
-# 2^f for f in [-1/2, 1/2]: the polynomial of third degree with the least relative error, 7.5e-5 (Lawson's iteration).
-# That is a sixth of the rounding of a weight to fp16, a 26th of that to bf16.
-C0 = gl.constexpr(0.99992807353957)
-C1 = gl.constexpr(0.69326098546403)
-C2 = gl.constexpr(0.24261112219181)
-C3 = gl.constexpr(0.05517166903961)
-# 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
-ROUNDER = gl.constexpr(12582912.0)
-
-
-@gluon.jit
-def _exp2_polynomial(x):
-    """2^x for x <= 128 in multiply-adds: the fraction by a polynomial, the integer part added to the exponent."""
-    x = gl.maximum(x, -126.0)  # below, exponents end; a weight of 2^-126 is none
-    t = x + ROUNDER
-    f = x - (t - ROUNDER)
-    y = ((f * C3 + C2) * f + C1) * f + C0
-    return (y.to(gl.int32, bitcast=True) + (t.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _exp2_shared(x, POLYNOMIAL: gl.constexpr):
-    """2^x for x [64, N]: every second (POLYNOMIAL 2) or fourth (1) column on the FMA units, the others on the MUFU.
-
-    The MUFU has a fourth of the lanes, so that at head_dim 64 it takes longer than the tensor cores. Columns are told
-    apart by bits 0 and 3 of their number, which no thread shares with another.
-    """
-    ROWS: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    LAYOUT: gl.constexpr = x.type.layout
-    x0, x1 = gl.split(x.reshape([ROWS, N // 2, 2]))
-    if POLYNOMIAL == 2:
-        p0 = gl.exp2(x0)
-        p1 = _exp2_polynomial(x1)
-    else:
-        x00, x01 = gl.split(x0.reshape([ROWS, N // 16, 2, 4]).permute((0, 1, 3, 2)))
-        x10, x11 = gl.split(x1.reshape([ROWS, N // 16, 2, 4]).permute((0, 1, 3, 2)))
-        p0 = gl.join(gl.exp2(x00), gl.exp2(x01)).permute((0, 1, 3, 2)).reshape([ROWS, N // 2])
-        p1 = gl.join(gl.exp2(x10), _exp2_polynomial(x11)).permute((0, 1, 3, 2)).reshape([ROWS, N // 2])
-    return gl.convert_layout(gl.join(p0, p1).reshape([ROWS, N]), LAYOUT)  # costs nothing
 
 
 @gluon.jit
@@ -67,9 +27,9 @@ def hold_back(l_i):
 def softmax_step(
     s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, POLYNOMIAL: gl.constexpr, LAZY: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
-    """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before, is it not 1).
+    """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
 
     The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
     at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
@@ -95,18 +55,11 @@ def softmax_step(
             seen = seen & (constant >= own - window_left)
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    moved = True
-    if LAZY:  # the old maximum does while no row has left it far behind: weights stay below 2^LAZY, the result exact
-        moved = gl.max((m_new > m_i + LAZY).to(gl.int32), 0) > 0
-        m_new = gl.where(moved, m_new, m_i)
     if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
         m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         m_ref = m_new
     x = s * scale - m_ref[:, None]
-    if POLYNOMIAL == 0 or MASKED:  # the polynomial does not give 0 for -inf
-        p = gl.exp2(x)
-    else:
-        p = _exp2_shared(x, POLYNOMIAL)
+    p = gl.exp2(x)
     alpha = gl.exp2(m_i - m_ref)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha, moved
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
