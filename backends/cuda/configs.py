@@ -412,7 +412,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
     if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
-    elif kind == "dq" and _is_ragged(problem) and problem.window_right >= 0:
+    elif kind == "dq" and gpu_class(problem) == "wgmma ragged" and problem.window_right >= 0:
         tiles.sort(key=lambda config: config.block_m)  # few rows waste less on the diagonal and on a sequence's end
     yield from tiles
 
