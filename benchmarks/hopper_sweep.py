@@ -53,7 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "own-walk": {"own_walk": True},
     "joined": {"joined": True},
     "pairs": {"pairs": True},
-    "overlap": {"overlap": True},
+    "lazy": {"lazy": True},
     "held": {"piece": 64, "joined": True, "q_held": 2},
     "half-held": {"piece": 64, "joined": True, "q_held": 1},
 }
@@ -61,14 +61,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, True): (
         "2x64 dynamic pingpong pairs half-held",
-        "2x64 dynamic pingpong pairs half-held overlap",
-        "2x64 dynamic pairs half-held overlap",
         "3x64 balanced pingpong own-walk pairs",
     ),
     (128, True): (
         "2x64 dynamic pingpong pairs held",
-        "2x64 dynamic pingpong pairs held overlap",
-        "2x64 dynamic pairs held overlap",
         "2x64 dynamic pairs held",
         "2x64 pairs held",
     ),
@@ -76,23 +72,14 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 dynamic pingpong own-walk",
         "2x64 own-walk pairs",
         "2x64 dynamic pairs",
-        "2x64 dynamic pairs overlap",
-        "2x64 dynamic pingpong pairs overlap",
     ),
-    (64, False): (
-        "3x64 persistent pingpong pairs",
-        "2x64 persistent pingpong pairs half-held overlap",
-        "2x64 persistent pairs half-held overlap",
-    ),
+    (64, False): ("3x64 persistent pingpong pairs",),
     (128, False): (
         "2x64 persistent pingpong pairs held",
-        "2x64 persistent pingpong pairs held overlap",
-        "2x64 persistent pairs held overlap",
         "2x64 persistent pairs held",
     ),
     (256, False): (
         "2x64 persistent pairs half-held",
-        "2x64 persistent pairs half-held overlap",
         "2x64",
     ),
     (96, True): ("native joined pairs", "2x64", "native joined dynamic pairs", "native"),

@@ -36,7 +36,7 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         {"persistent": True},
         {"own_walk": True},
         {"pairs": True},
-        {"overlap": True},
+        {"lazy": True},
     ]
     changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:

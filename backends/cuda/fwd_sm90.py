@@ -66,7 +66,7 @@ from diyfa.backends.cuda.sm90_products import (
     start_values,
     tile_at,
 )
-from diyfa.backends.cuda.sm90_softmax import LOG2E, hold_back, softmax_step
+from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
     end_of,
@@ -200,11 +200,11 @@ def _attend_blocks(
     p,  # weights of the block before, `held`
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
     for i in range(start, end):
@@ -223,14 +223,12 @@ def _attend_blocks(
         mbarrier.arrive(kv_empty.index(k_slot), count=1)
         weights, m_i, l_i, alpha = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
-        if OVERLAP:
-            hold_back(l_i)
         o = finish_values(o, PIECES_V, JOINED)
         mbarrier.arrive(kv_empty.index(v_slot), count=1)
         p = held(weights, o, v_buffers.dtype, PAIRS)
-        o = rescaled(o, alpha, PIECES_V, JOINED)
+        o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
     return o, p, m_i, l_i, item
 
 
@@ -264,10 +262,10 @@ def _attend_tile(
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -316,7 +314,7 @@ def _attend_tile(
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
         s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
     o = no_values(WIDTH, PIECES_V, JOINED)
     p = held(weights, o, DTYPE, PAIRS)
@@ -324,21 +322,21 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, OVERLAP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
+            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -382,10 +380,10 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
     lengths_q_ptr, lengths_k_ptr,
@@ -419,9 +417,9 @@ def _consumer(
                 b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, NEGATE,
+                LENGTHS, SOFTCAP, NEGATE, LAZY,
             )  # fmt: skip
             turn += 1
         if DEAL == "dynamic":
@@ -452,10 +450,10 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
-    OVERLAP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
     DEAL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -511,9 +509,9 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -523,12 +521,12 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -538,15 +536,15 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OVERLAP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -564,7 +562,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
-        "OVERLAP": config.overlap,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
@@ -580,6 +577,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "NEGATE": negate,
+        "LAZY": config.lazy,
         "DEAL": config.deal,
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,

@@ -45,7 +45,7 @@ class Sm90Config:
     piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
     joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
-    overlap: bool = False  # in the machine code, too, the softmax stands before the wait for the values: `hold_back`
+    lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
@@ -101,14 +101,7 @@ SMALL: dict[int, Sm90Config] = {
 }
 # Forms by (head_dim, mask on the right) beside the table's that are compiled with it; `benchmarks/hopper_sweep.py` has
 # more.
-WAITING: tuple[tuple[int, bool, Sm90Config], ...] = (
-    (64, False, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, overlap=True)),
-    (64, True, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, overlap=True)),
-    (128, False, C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, overlap=True)),
-    (128, True, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, overlap=True)),
-    (192, True, C(2, 128, 3, False, 240, 24, joined=True)),
-    (256, True, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True, overlap=True)),
-)
+WAITING: tuple[tuple[int, bool, Sm90Config], ...] = ((192, True, C(2, 128, 3, False, 240, 24, joined=True)),)
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.sm90 import CONSUMER_ROWS
+from diyfa.backends.cuda.sm90_softmax import any_in_warp
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warpgroup instruction
 
@@ -176,11 +177,44 @@ def finish_values(o, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
     return done
 
 
+@constexpr_function
+def _products_unless_zero(n):
+    """$0 to $n-1 times $2n to $3n-1, past which a branch goes where $3n is 0."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"{{ .reg .pred p; setp.eq.s32 p, ${3 * n}, 0; @p bra.uni on; {products} on: }}"
+
+
+@constexpr_function
+def _in_place(n):
+    """Constraints of n results that begin as the first n operands, n floating-point and n integer operands."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
+
+
 @gluon.jit
-def rescaled(o, alpha, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
-    """Each row of o times its alpha."""
+def _rescaled_unless_zero(o, alpha, changed):
+    """One accumulator of out, its rows times alpha; a warp branches past its products where `changed` is 0."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    OWN: gl.constexpr = o.shape[1] // 2  # elements of a thread
+    factor = gl.convert_layout(alpha, BY_ROW)[:, None]
+    return gl.inline_asm_elementwise(
+        _products_unless_zero(OWN), _in_place(OWN), [o, factor, gl.convert_layout(changed, BY_ROW)[:, None]],
+        dtype=gl.float32, is_pure=True, pack=OWN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def rescaled(o, alpha, PIECES_V: gl.constexpr, JOINED: gl.constexpr, LAZY: gl.constexpr):
+    """Each row of o times its alpha.
+
+    LAZY: each warp for itself looks whether one of its rows needs that. All four together would wait for each other.
+    """
+    if LAZY:
+        changed = any_in_warp(alpha)
     result = ()
     for run in gl.static_range(run_count(PIECES_V, JOINED)):
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, o[run].type.layout))
-        result += (o[run] * factor[:, None],)
+        if LAZY:
+            result += (_rescaled_unless_zero(o[run], alpha, changed),)
+        else:
+            factor = gl.convert_layout(alpha, gl.SliceLayout(1, o[run].type.layout))
+            result += (o[run] * factor[:, None],)
     return result

@@ -1,4 +1,4 @@
-"""The softmax of the Hopper kernel: one step of the running (online) softmax, and what keeps it beside a product."""
+"""The softmax of the Hopper kernel: one step of the running (online) softmax."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
+RISE = gl.constexpr(8.0)  # in units of log2: by how much scores may exceed the maximum that a lazy step measures from
 
 
 @gluon.jit
-def hold_back(l_i):
-    """What follows in the machine code comes behind what computes l_i [64], the running sums.
-
-    ptxas moves a wait for a product to the front of the arithmetic that was written before it, and the arithmetic runs
-    when the product is over. It does not move it across a branch. This one depends on the sums and is never taken,
-    because they are not negative.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; setp.lt.f32 p, $2, 0f00000000; setp.lt.f32 q, $3, 0f00000000; or.pred p, p, q; "
-        "@!p bra on; nanosleep.u32 1; on: mov.b32 $0, 0; mov.b32 $1, 0; }",
-        "=r,=r,r,r", [l_i], dtype=gl.int32, is_pure=False, pack=2,
+def any_in_warp(alpha):
+    """[64] factors -> [64] int32: 0 where all rows of the row's warp have the factor 1."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3F800000; setp.neu.f32 q, $3, 0f3F800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }",
+        "=r,=r,f,f", [alpha], dtype=gl.int32, is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -27,9 +23,12 @@ def hold_back(l_i):
 def softmax_step(
     s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
+
+    LAZY: a row's old maximum does until scores exceed it by RISE. Weights stay below 2^RISE, which is as exact, and
+    the factor is almost always 1 (FlashAttention-4 does this).
 
     The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
     at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
@@ -55,6 +54,8 @@ def softmax_step(
             seen = seen & (constant >= own - window_left)
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+    if LAZY:
+        m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
     if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
         m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
     else:

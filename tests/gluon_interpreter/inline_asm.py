@@ -74,11 +74,24 @@ def _halves(pairs: np.ndarray) -> list[TensorHandle]:
     return [TensorHandle(x.astype(np.uint16).view(np.int16), tl.int16) for x in (bits & 0xFFFF, bits >> 16)]
 
 
-# A branch around a pause, taken unless one of two numbers is negative: both ways lead to zeros.
-_HOLD_BACK = re.compile(
-    r"\{ \.reg \.pred p, q; setp\.lt\.f32 p, \$2, 0f00000000; setp\.lt\.f32 q, \$3, 0f00000000; or\.pred p, p, q; "
-    r"@!p bra on; nanosleep\.u32 1; on: mov\.b32 \$0, 0; mov\.b32 \$1, 0; \}"
+# Whether a row of its warp has a factor that is not 1: of 64 rows a warp has 16.
+_ANY_IN_WARP = re.compile(
+    r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, \$2, 0f3F800000; setp\.neu\.f32 q, \$3, 0f3F800000; or\.pred p, p, q; "
+    r"vote\.sync\.any\.pred p, p, 0xffffffff; selp\.b32 \$0, 1, 0, p; mov\.b32 \$1, \$0; \}"
 )
+_UNLESS_ZERO = re.compile(
+    r"\{ \.reg \.pred p; setp\.eq\.s32 p, \$\d+, 0; @p bra\.uni on; (mul\.f32 \$\d+, \$\d+, \$\d+; )+on: \}"
+)
+
+
+def _any_in_warp(factors: np.ndarray) -> TensorHandle:
+    by_warp = (factors.reshape(-1, 16) != 1).any(axis=1)
+    return TensorHandle(np.repeat(by_warp, 16).astype(np.int32), tl.int32)
+
+
+def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> TensorHandle:
+    with np.errstate(all="ignore"):
+        return TensorHandle(np.where(changed == 0, x, x * factor).astype(np.float32), tl.float32)
 
 
 def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[TensorHandle]:
@@ -96,8 +109,10 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
     if _HALVES.fullmatch(asm):
         return _halves(values[0].data)
-    if _HOLD_BACK.fullmatch(asm):
-        return TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)
+    if _ANY_IN_WARP.fullmatch(asm):
+        return _any_in_warp(values[0].data)
+    if _UNLESS_ZERO.fullmatch(asm):
+        return _unless_zero(*(value.data for value in values))
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
         with np.errstate(all="ignore"):
