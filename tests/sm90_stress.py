@@ -42,6 +42,9 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
         changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
+    if consumers == 2:
+        changes += [{"cluster": 2}, {"cluster": 2, "persistent": True, "pingpong": True, "lazy": True}]
+        changes += [{"cluster": 2, "persistent": True, "deal": "balanced", "own_walk": True, "pairs": True}] * 2
     if 64 < head_dim <= 128:
         changes += [{"piece": 64, "joined": True, "q_held": held} for held in (1, 2)]
     if 64 < head_dim <= 96:

@@ -15,6 +15,7 @@ comes in three pieces of 64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from triton.experimental import gluon
@@ -40,6 +41,15 @@ from diyfa.backends.cuda.sm90 import (
     schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.sm90_cluster import (
+    bystander,
+    cluster_rank,
+    meet,
+    release,
+    releases_of,
+    show_barriers,
+    wait_full,
+)
 from diyfa.backends.cuda.sm90_deal import (
     announce,
     await_announcement,
@@ -50,6 +60,7 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
+from diyfa.backends.cuda.sm90_multicast import completing
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -86,7 +97,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 def _load_blocks(
     h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free -> (next item, next ticket)."""
@@ -94,7 +105,7 @@ def _load_blocks(
     for c in gl.static_range(CONSUMERS):
         # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
         mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED)
+        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1)
     for i in range(end_block - first_block):
         start_n = (end_block - 1 - i) * BLOCK_N
         # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
@@ -105,13 +116,13 @@ def _load_blocks(
         mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
         start_load(
             k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES, RAGGED,
+            PIECES, RAGGED, CLUSTER,
         )  # fmt: skip
         slot = (item + 1) % SLOTS
         mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
         start_load(
             v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES_V, RAGGED,
+            PIECES_V, RAGGED, CLUSTER,
         )  # fmt: skip
         item += 2
     return item, ticket
@@ -119,7 +130,7 @@ def _load_blocks(
 
 @gluon.jit
 def _producer(
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
@@ -128,17 +139,18 @@ def _producer(
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
     """One warp: copy what the consumers of each tile read."""
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    meet(CLUSTER)
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
     turn = 0
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL)
-    end = end_place(tiles, group, DEAL)
+    place = first_place(DEAL, CLUSTER)
+    end = end_place(tiles, group, DEAL, CLUSTER)
     drawn = 0
     while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL)
+        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -149,19 +161,21 @@ def _producer(
             end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
             end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
             item, ticket = _load_blocks(
-                h, h // group_size, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
+                h, h // group_size, row0 + cluster_rank(CLUSTER) * (ROWS * CONSUMERS), first_block, end_block,
+                end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                tickets_ptr, BLOCK_N, CONSUMERS, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
+                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
             )  # fmt: skip
             turn += 1
         else:
             ticket = draw_ticket(tickets_ptr, DEAL)
-        place = next_place(place, ticket, DEAL)
+        place = next_place(place, ticket, DEAL, CLUSTER)
         if DEAL == "dynamic":
             announce(place, drawn, word, announced, read)
             drawn += 1
     if DEAL == "dynamic":
         leave(tickets_ptr)
+    meet(CLUSTER)
 
 
 @gluon.jit
@@ -200,7 +214,7 @@ def _attend_blocks(
     p,  # weights of the block before, `held`
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, PINGPONG: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -211,22 +225,22 @@ def _attend_blocks(
         item += 2
         k_slot = item % SLOTS
         v_slot = (item - 1) % SLOTS
-        mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
+        wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, CLUSTER)
         if PINGPONG:
             _wait_turn(CONSUMER)
         s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
-        mbarrier.wait(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1)
+        wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, CLUSTER)
         o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
-        mbarrier.arrive(kv_empty.index(k_slot), count=1)
+        release(kv_empty.index(k_slot), CLUSTER)
         weights, m_i, l_i, alpha = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
             MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
-        mbarrier.arrive(kv_empty.index(v_slot), count=1)
+        release(kv_empty.index(v_slot), CLUSTER)
         p = held(weights, o, v_buffers.dtype, PAIRS)
         o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
     return o, p, m_i, l_i, item
@@ -235,8 +249,8 @@ def _attend_blocks(
 @gluon.jit
 def _pass_over(
     key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, BLOCK_N: gl.constexpr,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, PINGPONG: gl.constexpr,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
 
@@ -250,8 +264,8 @@ def _pass_over(
             _wait_turn(CONSUMER)
             _hand_over(CONSUMER, CONSUMERS)
         for j in gl.static_range(2):
-            mbarrier.wait(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1)
-            mbarrier.arrive(kv_empty.index((item + j) % SLOTS), count=1)
+            wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, CLUSTER)
+            release(kv_empty.index((item + j) % SLOTS), CLUSTER)
         item += 2
     return item
 
@@ -261,7 +275,8 @@ def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
+    OWN_O: gl.constexpr,
     PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -278,7 +293,7 @@ def _attend_tile(
         before = item
         item = _pass_over(
             row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, CAUSAL,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, CAUSAL,
         )  # fmt: skip
         end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
@@ -306,10 +321,10 @@ def _attend_tile(
     q = held_queries(q_buffers, CONSUMER, BLOCK_N, PIECES, Q_HELD)
     if OWN_O and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    mbarrier.wait(kv_full.index(k_slot), (item // SLOTS) & 1)
+    wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, CLUSTER)
     s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(kv_empty.index(k_slot), count=1)
+    release(kv_empty.index(k_slot), CLUSTER)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
@@ -322,26 +337,26 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
-    mbarrier.wait(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1)
+    wait_full(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1, CLUSTER)
     o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
@@ -355,7 +370,7 @@ def _attend_tile(
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     o = finish_values(o, PIECES_V, JOINED)
-    mbarrier.arrive(kv_empty.index(v_slot), count=1)
+    release(kv_empty.index(v_slot), CLUSTER)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
@@ -379,7 +394,8 @@ def _attend_tile(
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    PINGPONG: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -391,7 +407,8 @@ def _consumer(
     o_tensor, lse_ptr, o_buffers, scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    meet(CLUSTER)
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
     cap = softcap * LOG2E
     if not SOFTCAP:
@@ -402,11 +419,11 @@ def _consumer(
         _hand_over(CONSUMER, CONSUMERS)
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL)
-    end = end_place(tiles, group, DEAL)
+    place = first_place(DEAL, CLUSTER)
+    end = end_place(tiles, group, DEAL, CLUSTER)
     drawn = 0
     while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL)
+        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
         exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -414,10 +431,11 @@ def _consumer(
         )  # fmt: skip
         if exists & dealt:
             item = _attend_tile(
-                b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+                b, h, row0 + (cluster_rank(CLUSTER) * CONSUMERS + CONSUMER) * ROWS, first_block, end_block,
+                first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
                 LENGTHS, SOFTCAP, NEGATE, LAZY,
             )  # fmt: skip
@@ -426,8 +444,9 @@ def _consumer(
             place = await_announcement(drawn, word, announced, read)
             drawn += 1
         else:
-            place = next_place(place, 0, DEAL)
+            place = next_place(place, 0, DEAL, CLUSTER)
     tma.store_wait(0)
+    meet(CLUSTER)
 
 
 SIZES = (
@@ -449,7 +468,8 @@ def _fwd_sm90_kernel(
     group_size,  # query heads that share one key head
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr, PINGPONG: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    PINGPONG: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -479,7 +499,7 @@ def _fwd_sm90_kernel(
         mbarrier.init(q_empty.index(c), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
-        mbarrier.init(kv_empty.index(slot), count=CONSUMERS)
+        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER))
     if DEAL == "dynamic":  # where the producer announces the next tile
         word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
@@ -493,6 +513,7 @@ def _fwd_sm90_kernel(
         read = q_full
         tickets = (heads,)
     fence_async_shared()
+    show_barriers(CLUSTER)
 
     pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read)
     if LENGTHS == EQUAL:
@@ -509,25 +530,42 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
+    elif CLUSTER == 2:  # two consumers; the warps beside the producer have to be met as well
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                (bystander, (CLUSTER,)),
+                (bystander, (CLUSTER,)),
+            ],
+            [4, 1, 1, 2],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 1],
@@ -536,16 +574,16 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
             [4, 4, 1],
@@ -559,6 +597,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
+        "CLUSTER": config.cluster,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
@@ -637,7 +676,9 @@ def attention_forward(
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
-        _launch(problem, tensors, out, config)(q, k, v, out, *lengths, lse, tickets)
+        launch = _launch(problem, tensors, out, config)
+        with completing() if config.cluster > 1 and launch.again is None else nullcontext():
+            launch(q, k, v, out, *lengths, lse, tickets)
 
 
 def repeat(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from diyfa.backends.cuda import sm90_multicast
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
@@ -25,6 +26,7 @@ BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
+SHARING_QUERIES = 4096  # from here on it does not matter that one of two tiles ends a block before the other
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
 
 
@@ -47,6 +49,7 @@ class Sm90Config:
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
     lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
+    cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -108,8 +111,8 @@ WAITING: tuple[tuple[int, bool, Sm90Config], ...] = ((192, True, C(2, 128, 3, Fa
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = CONFIGS[tile_class(problem)]
-    config = next(config for most, config in rows if keys_seen(problem) <= most)
-    if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+    config = next(c for most, c in rows if keys_seen(problem) <= most and (c.cluster == 1 or may_share(problem)))
+    if tiles_of(problem, config) * config.cluster < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
@@ -124,6 +127,16 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
                 config, persistent=False, pingpong=False, own_walk=False, pairs=False, deal="static", q_held=0
             )
     return config
+
+
+def may_share(problem: AttentionProblem) -> bool:
+    """Whether two neighbouring tiles can share K and V: both walk over nearly the same blocks, and many of them."""
+    return (
+        sm90_multicast.IS_KNOWN
+        and not problem.features & BUSY_PRODUCER
+        and problem.seqlen_q >= SHARING_QUERIES
+        and problem.seqlen_k >= problem.seqlen_q
+    )
 
 
 def keys_seen(problem: AttentionProblem) -> int:
@@ -172,8 +185,8 @@ def widest(problem: AttentionProblem) -> int:
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles of queries all heads of all samples have; of packed sequences, at most."""
-    rows = config.consumers * CONSUMER_ROWS
+    """How many tiles the queries of all heads have, each for a program or a cluster; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS * config.cluster
     if problem.varlen:
         return (problem.total_q // rows + problem.batch) * problem.heads_q
     return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
@@ -194,9 +207,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
-    """Programs to launch."""
+    """Programs, or clusters of programs, to launch."""
     tiles = tiles_of(problem, config)
-    return min(tiles, _multiprocessors(device)) if config.persistent else tiles
+    return min(tiles, _multiprocessors(device) // config.cluster) if config.persistent else tiles
 
 
 def refuses(problem: AttentionProblem) -> str | None:

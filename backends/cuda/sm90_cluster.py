@@ -1,0 +1,117 @@
+"""Two programs of the Hopper kernel that share keys and values: Gluon helpers of `fwd_sm90.py`.
+
+A cluster of CLUSTER = 2 programs runs on neighbouring multiprocessors and works on neighbouring tiles of queries of one
+head, over the same blocks of keys. Each loads every second piece of a block, and the copy lands in both programs'
+shared memory at once (multicast). So a block is read from L2 once for 256 queries instead of once for 128. The barriers
+of the ring then belong to both programs: half of the bytes that a program expects come from the other one, and a
+buffer is free when the consumers of both have released it.
+
+What Gluon cannot say is marked here and completed in the PTX (`sm90_multicast.py`). With CLUSTER = 1 nothing is marked.
+"""
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from diyfa.backends.cuda.sm90_multicast import COPY_MARK, RELEASE_MARK, WAIT_MARK
+
+_COPY_TO_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {COPY_MARK}")
+_RELEASE_IN_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
+WARPS = gl.constexpr(4)  # of a consumer
+
+
+@gluon.jit
+def _say(text: gl.constexpr):
+    """PTX at this place of the program, in order with copies, barriers and other such text."""
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def cluster_rank(CLUSTER: gl.constexpr):
+    """Which program of its cluster this one is."""
+    if CLUSTER == 1:
+        rank = 0
+    else:
+        rank = gl.program_id(0) % CLUSTER
+    return rank
+
+
+@gluon.jit
+def cluster_id(CLUSTER: gl.constexpr):
+    """The number of this program's cluster: without clusters, its own."""
+    if CLUSTER == 1:
+        number = gl.program_id(0)
+    else:
+        number = gl.program_id(0) // CLUSTER
+    return number
+
+
+@gluon.jit
+def cluster_count(CLUSTER: gl.constexpr):
+    """How many clusters the grid has."""
+    if CLUSTER == 1:
+        count = gl.num_programs(0)
+    else:
+        count = gl.num_programs(0) // CLUSTER
+    return count
+
+
+@gluon.jit
+def show_barriers(CLUSTER: gl.constexpr):
+    """Let the other programs of the cluster see the barriers that were initialised before."""
+    if CLUSTER != 1:
+        _say("fence.mbarrier_init.release.cluster; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def meet(CLUSTER: gl.constexpr):
+    """Wait for all threads of the cluster: at the start, because all barriers must be there, and at the end, because
+    copies and arrivals come from the other program until it is done. Every warp of the program has to take part."""
+    if CLUSTER != 1:
+        _say("barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def bystander(CLUSTER: gl.constexpr):
+    """Warps that fill a warpgroup up and are only met."""
+    meet(CLUSTER)
+    meet(CLUSTER)
+
+
+@gluon.jit
+def copy_piece(tensor, coordinates, full, buffer, piece: gl.constexpr, CLUSTER: gl.constexpr):
+    """Start copying one piece of a block of K or V; in a cluster one program does, and all receive it."""
+    if CLUSTER == 1:
+        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
+    else:
+        _say(_COPY_TO_CLUSTER)
+        mine = cluster_rank(CLUSTER) == piece % CLUSTER
+        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer, pred=mine)
+
+
+@gluon.jit
+def wait_full(full, phase, CLUSTER: gl.constexpr):
+    """Wait until a block is there."""
+    if CLUSTER != 1:
+        _say(_WAIT_BY_WARP)
+    mbarrier.wait(full, phase)
+
+
+@gluon.jit
+def release(empty, CLUSTER: gl.constexpr):
+    """A consumer has done with a block: `releases_of` arrivals of all consumers free its buffer."""
+    if CLUSTER == 1:
+        mbarrier.arrive(empty, count=1)
+    else:
+        _say(_RELEASE_IN_CLUSTER)
+        mbarrier.arrive(empty, count=WARPS)
+
+
+@constexpr_function
+def releases_of(consumers, cluster):
+    """How many arrivals free a buffer: one of each consumer; in a cluster one of each warp of both programs'."""
+    return consumers if cluster == 1 else consumers * 4 * cluster

@@ -1,0 +1,113 @@
+"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
+
+Three things that a cluster of two programs needs are missing there: a copy that lands in the shared memory of both, an
+arrival at the other program's barrier, and the launch in clusters of a kernel that is compiled for one program.
+`sm90_cluster.py` writes a mark in front of the instruction it means. A mark is no PTX, so ptxas refuses a kernel that
+was not completed. Between Triton's making of the PTX and ptxas, `complete` replaces marks and instructions:
+
+* the marked copy becomes its `.multicast::cluster` form;
+* the marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp at
+  the barriers of both programs;
+* the marked wait loses the barrier among warps that Triton puts in front of it: each warp waits for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import triton
+
+CLUSTER = 2  # programs
+TRITON = (3, 6)  # whose PTX the patterns below are made for
+IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
+
+# Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
+_EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+COPY_MARK = f".copy_to_cluster_{_EDITION};"
+RELEASE_MARK = f".release_in_cluster_{_EDITION};"
+WAIT_MARK = f".wait_by_warp_{_EDITION};"
+
+_COPY = re.compile(
+    r"(?P<when>@%p\d+) (?P<name>cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes) "
+    r"(?P<operands>[^;]*);"
+)
+_RELEASE = re.compile(
+    r"bar\.sync\s+\d+, 128;(?P<between>(?:(?!bar\.sync|mbarrier).)*?)"
+    r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[(?P<barrier>%r\d+)\], 4;",
+    re.DOTALL,
+)
+# No barrier, where an earlier one still holds.
+_WAIT = re.compile(r"(?:bar\.sync\s+\d+, 128;)?(?P<wait>(?:(?!bar\.sync|mbarrier).)*?mbarrier\.try_wait)", re.DOTALL)
+
+
+def _copy_to_all(copy: re.Match[str]) -> str:
+    everyone = (1 << CLUSTER) - 1
+    return (
+        f"{{ .reg .b16 all; mov.b16 all, {everyone}; "
+        f"{copy['when']} {copy['name']}.multicast::cluster {copy['operands']}, all; }}"
+    )
+
+
+def _release_everywhere(release: re.Match[str]) -> str:
+    return (
+        f"{release['between']}{{ .reg .pred one; .reg .b32 other, there; elect.sync _|one, 0xffffffff; "
+        "mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1; "
+        f"mapa.shared::cluster.u32 there, {release['barrier']}, other; "
+        f"@one mbarrier.arrive.shared::cta.b64 _, [{release['barrier']}]; "
+        "@one mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+    )
+
+
+_EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
+    COPY_MARK: (_COPY, _copy_to_all),
+    RELEASE_MARK: (_RELEASE, _release_everywhere),
+    WAIT_MARK: (_WAIT, lambda wait: wait["wait"]),
+}
+
+
+def complete(ptx: str) -> str:
+    """PTX with marks -> PTX that does what they say; RuntimeError where a mark is not followed by what it speaks of."""
+    for mark, (pattern, edit) in _EDITS.items():
+        first, *marked = ptx.split(mark)
+        parts = [first]
+        for part in marked:
+            edited, edits = pattern.subn(edit, part, count=1)
+            if not edits:
+                raise RuntimeError(f"what {mark!r} speaks of does not follow it: this Triton writes other PTX")
+            parts.append(edited)
+        ptx = "".join(parts)
+    return ptx
+
+
+def _wrap_ptx_stage(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
+    """Triton's hook, called with the stages of each compilation."""
+    make = stages["ptx"]
+
+    def make_and_complete(source: Any, metadata: dict[str, Any]) -> str:
+        ptx: str = make(source, metadata)
+        if COPY_MARK in ptx:
+            metadata["num_ctas"] = CLUSTER  # what the launcher makes clusters of
+            ptx = complete(ptx)
+        return ptx
+
+    stages["ptx"] = make_and_complete
+
+
+_LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas would refuse the marks
+
+
+@contextmanager
+def completing() -> Iterator[None]:
+    """Kernels with marks that are compiled inside are completed; others are as ever."""
+    if not IS_KNOWN:
+        yield
+        return
+    with _LOCK, triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _wrap_ptx_stage
+        yield
