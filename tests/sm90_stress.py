@@ -38,13 +38,16 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         {"pairs": True},
         {"lazy": True},
     ]
-    changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
+    changes += [{"persistent": True, "cluster": 1, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
-        changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
+        changes += [
+            {"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic", "cluster": 1}
+        ] * 2
     if consumers == 2:
-        changes += [{"cluster": 2}, {"cluster": 2, "persistent": True, "pingpong": True, "lazy": True}]
-        changes += [{"cluster": 2, "persistent": True, "deal": "balanced", "own_walk": True, "pairs": True}] * 2
+        cluster = {"cluster": 2, "deal": "static"}
+        changes += [cluster, {**cluster, "persistent": True, "pingpong": True, "lazy": True}]
+        changes += [{**cluster, "persistent": True, "deal": "balanced", "own_walk": True, "pairs": True}] * 2
     if 64 < head_dim <= 128:
         changes += [{"piece": 64, "joined": True, "q_held": held} for held in (1, 2)]
     if 64 < head_dim <= 96:
@@ -120,7 +123,7 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     if kind == "form":
         config = replace(config, **compiled.choice(forms(d, config.consumers)))
     elif kind in ("packed", "seq_lens", "window", "causal") and compiled.random() < 0.5:
-        config = replace(config, persistent=True, deal="dynamic")
+        config = replace(config, persistent=True, deal="dynamic", cluster=1)
     return problem, AttentionTensors(q, k, v, scale, **features), config
 
 

@@ -182,8 +182,13 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     # Every compiled form in one dtype; the other dtype, keys that end inside a block, sequences of other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     for (d, causal), dtype, changes in (
-        *((case, "bfloat16", {"seqlen_k": min(rows[0][0], 4096)}) for case, rows in sm90.CONFIGS.items()),
-        ((64, False), "bfloat16", {}),
+        *(
+            (case, "bfloat16", {"seqlen_q": queries, "seqlen_k": min(most, 16384)})
+            for case, rows in sm90.CONFIGS.items()
+            for most, row in rows
+            if row.cluster > 1 or all(other.cluster == 1 for limit, other in rows if limit == most)
+            for queries in ((16384, 9 * 128) if row.cluster > 1 else (16384,))  # nine tiles: the row behind is theirs
+        ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
         *((case, "bfloat16", {"seq_lens": True}) for case in ((64, False), (128, True), (256, False))),

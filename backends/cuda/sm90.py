@@ -26,7 +26,6 @@ BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
-SHARING_QUERIES = 4096  # from here on it does not matter that one of two tiles ends a block before the other
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
 
 
@@ -53,10 +52,14 @@ class Sm90Config:
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
+    def __post_init__(self) -> None:
+        if self.cluster > 1 and (self.consumers != 2 or self.deal == "dynamic"):
+            raise ValueError(f"a cluster's programs have two consumers and no dynamic deal, not {self}")
 
-# Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16, 16384 tokens, heads *
-# head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with FlashAttention-3, -4 and cuDNN; a
-# row without one was never timed.
+
+# Rows by (columns, mask on the right): (at most this many keys) -> config, the first that `may_share`. Figures: bf16,
+# 16384 tokens, heads * head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with
+# FlashAttention-3, -4 and cuDNN; a row without one was never timed.
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
@@ -65,6 +68,7 @@ _DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
 _BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
 _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
 _HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
+_Q: dict[str, Any] = {**_HELD, "q_held": 2}
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): ((_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, measured=_H200 + "415/495/531")),),
@@ -75,23 +79,32 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, measured=_H200 + "401/478/485")),),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "367/470/534")),),
     (128, False): (
-        (
-            _ANY,
-            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "616/618/638"),
-        ),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_STATIC, **_Q, pingpong=True, cluster=2, measured=_H200 + "623/645/664")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_STATIC, **_Q, pingpong=True, measured=_H200 + "605/638/656")),
     ),
     (128, True): (
-        (
-            _ANY,
-            C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=2, measured=_H200 + "455/571/628"),
-        ),
+        (8192, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_Q, pingpong=True, measured=_H200 + "470/615")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_BALANCED, **_Q, own_walk=True, cluster=2, measured=_H200 + "657")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_Q, pingpong=True, measured=_H200 + "621")),
     ),
     (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "480/561/582")),),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, measured=_H200 + "395/515/584")),),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, measured=_H200 + "591/672/689")),),
+    (256, False): (
+        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "646")),
+        (
+            _ANY,
+            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "717/734"),
+        ),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "713/708")),
+    ),
     (256, True): (
-        (2048, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, measured=_H200 + "440")),
-        (_ANY, C(2, 64, 4, False, 240, 24, own_walk=True, pairs=True, measured=_H200 + "613/688")),
+        (
+            2048,
+            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "488"),
+        ),
+        (8192, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "645")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_BALANCED, **_HELD, lazy=True, cluster=2, measured=_H200 + "727")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True, lazy=True, measured=_H200 + "717")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -111,7 +124,7 @@ WAITING: tuple[tuple[int, bool, Sm90Config], ...] = ((192, True, C(2, 128, 3, Fa
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = CONFIGS[tile_class(problem)]
-    config = next(c for most, c in rows if keys_seen(problem) <= most and (c.cluster == 1 or may_share(problem)))
+    config = next(c for most, c in rows if keys_seen(problem) <= most and may_share(problem, c))
     if tiles_of(problem, config) * config.cluster < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     if not has_one_ring(problem, config.piece):
@@ -129,14 +142,16 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     return config
 
 
-def may_share(problem: AttentionProblem) -> bool:
-    """Whether two neighbouring tiles can share K and V: both walk over nearly the same blocks, and many of them."""
-    return (
-        sm90_multicast.IS_KNOWN
-        and not problem.features & BUSY_PRODUCER
-        and problem.seqlen_q >= SHARING_QUERIES
-        and problem.seqlen_k >= problem.seqlen_q
-    )
+def may_share(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether neighbouring tiles can share K and V as `config` says; without a cluster, always.
+
+    Sequences must be equally long, and few rows be lost where a sequence ends in the first of two tiles.
+    """
+    rows = config.consumers * CONSUMER_ROWS
+    tiles = cdiv(problem.seqlen_q, rows)
+    lost = cdiv(tiles, config.cluster) * config.cluster - tiles
+    alike = sm90_multicast.IS_KNOWN and not problem.features & BUSY_PRODUCER and 32 * lost <= tiles
+    return config.cluster == 1 or alike
 
 
 def keys_seen(problem: AttentionProblem) -> int:
