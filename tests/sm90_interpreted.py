@@ -17,8 +17,8 @@ from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
-KERNEL_MODULES = ("sm90_deal", "sm90_products", "fwd_sm90")
-MULTIPROCESSORS = 2  # of the device that persistent grids see
+KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_products", "sm90_tiles", "fwd_sm90")
+MULTIPROCESSORS = 2
 
 
 def interpret(
@@ -27,9 +27,10 @@ def interpret(
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = fwd_sm90,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
     """From now on `variant="sm90"` runs here: every tile that `sm90.py` would refuse for being small, with `config`
-    or the table's. `kernels`: where the kernel is taken from."""
+    or the table's. `kernels`: where the kernel is taken from. `multiprocessors`: that persistent grids see."""
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
     monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(fwd_sm90, "_launches", Launches())
@@ -39,7 +40,7 @@ def interpret(
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
     monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(sm90, "FULL_GPU", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)

@@ -1,9 +1,10 @@
-"""The inline assembly that kernels use: named barriers, tickets, pairs of 16 bits, approximate functions by name."""
+"""The inline assembly that kernels use: named barriers, clusters, tickets, pairs of 16 bits, functions by name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
 from .atomics import OfFirstLane, add_scalar
+from .cluster import MARKS, mark
 from .errors import BarrierMisuse, InvalidOperand, location
 from .numerics import narrow
 from .scheduler import current
@@ -43,6 +45,24 @@ def _named_barrier(action: str, number: int, count: int) -> None:
     barrier = task.program.named_barrier(number)
     task.program.scheduler.pause()
     (barrier.sync if action == "sync" else barrier.arrive)(count)
+
+
+def _meet() -> None:
+    current().program.cluster.meeting.come()
+
+
+def _show_barriers() -> None:
+    task = current()
+    task.clock.show(task)
+
+
+# What a program of a cluster says beside `mov.b32 $0, 0;`, which gives the text a result.
+_RESULT = "mov.b32 $0, 0;"
+_CLUSTER: dict[str, Callable[[], None]] = {
+    "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;": _meet,
+    "fence.mbarrier_init.release.cluster;": _show_barriers,
+    **{text: partial(mark, text) for text in MARKS},
+}
 
 
 # A ticket: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
@@ -100,6 +120,9 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
     if barriers:
         for action, number, count in barriers:
             _named_barrier(action, int(number), int(count))
+        return TensorHandle(np.zeros(1, np.int32), tl.int32)
+    if said := _CLUSTER.get(asm.replace(_RESULT, "").strip()):
+        said()
         return TensorHandle(np.zeros(1, np.int32), tl.int32)
     if _DRAW.fullmatch(asm):
         return _draw(values[0])

@@ -12,7 +12,8 @@ from triton.runtime.interpreter import TensorHandle
 
 from .atomics import Atomics
 from .clock import Clock
-from .errors import KernelBug
+from .cluster import Cluster, take_mark
+from .errors import InvalidOperand, KernelBug
 from .global_memory import GlobalMemory
 from .language import Function, Tensor, TensorDescriptor
 from .pristine import language_as_imported
@@ -32,6 +33,8 @@ DTYPES = {
     torch.int64: tl.int64,
 }
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+# The constexpr by which a kernel knows how many programs make up a cluster; the grid counts clusters then.
+CLUSTER_SIZE = "CLUSTER"
 
 
 def _number(x: Any) -> Tensor:
@@ -93,29 +96,50 @@ class InterpretedKernel:
             name: value if name in self._function.constexprs else _argument(name, value, memory)
             for name, value in given.items()
         }
-        programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
-        together = [programs] if self.interleave else [[index] for index in programs]
-        for number, indices in enumerate(together):
+        size = int(given.get(CLUSTER_SIZE, 1))
+        clusters = [
+            [(size * x + rank, y, z) for rank in range(size)]
+            for z in range(grid[2])
+            for y in range(grid[1])
+            for x in range(grid[0])
+        ]
+        grid = (size * grid[0], *grid[1:])
+        made: list[Cluster] = []
+        for number, members in enumerate([clusters] if self.interleave else [[cluster] for cluster in clusters]):
             seed = self.seed if self.seed < 3 else self.seed * 1000003 + number
             scheduler = Scheduler(seed)
-            for index in indices:
-                self._spawn(scheduler, memory, index, grid, values, options.get("num_warps", 4))
+            for indices in members:
+                made.append(Cluster())
+                for index in indices:
+                    self._spawn(scheduler, memory, made[-1], index, grid, values, options.get("num_warps", 4))
             try:
                 with language_as_imported():
                     scheduler.run()
             except KernelBug as bug:
-                which = "all programs" if self.interleave else f"program {indices[0]}"
+                which = "all programs" if self.interleave else f"program {made[-1]}"
                 raise type(bug)(f"{bug}\n({which}, seed {self.seed})") from bug
+        if size > 1 and not any(cluster.copies_to_all for cluster in made):
+            raise InvalidOperand(f"{self._function.__name__} has no marked copy, by which it is launched in clusters")
         self.launches += 1
 
     def _spawn(
-        self, scheduler: Scheduler, memory: GlobalMemory, index: Any, grid: Any, values: dict[str, Any], num_warps: int
+        self,
+        scheduler: Scheduler,
+        memory: GlobalMemory,
+        cluster: Cluster,
+        index: Any,
+        grid: Any,
+        values: dict[str, Any],
+        num_warps: int,
     ) -> None:
-        program = Program(scheduler, memory, index, grid)
+        program = Program(scheduler, memory, index, grid, cluster)
 
         def body() -> None:
             program.semantic = Semantic(program)
             self._function(**values)
+            take_mark(None, "the end of the kernel")
             program.finish()
 
-        scheduler.spawn(Task(body, f"program {index[0]}", program, num_warps, Clock()))
+        task = Task(body, f"program {index[0]}", program, num_warps, Clock())
+        program.partitions.append(task)
+        scheduler.spawn(task)

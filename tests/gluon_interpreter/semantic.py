@@ -12,6 +12,7 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.runtime.interpreter import TensorHandle
 
 from .builder import Builder
+from .cluster import meets_before_partitions, take_mark
 from .errors import InvalidOperand, location
 from .layouts import inference
 from .program import COMPILER_BARRIERS, Program
@@ -135,6 +136,9 @@ class Semantic(GluonSemantic):
             name = f"partition {i} ({function.__name__}) of program {program.index[0]}"
             body = _call(function, args)
             tasks.append(Task(body, name, program, num_warps, parent.clock.copy()))
+        if program.met_alone is not None:
+            raise meets_before_partitions(program)
+        program.begin_partitions(tasks)
         for task in tasks:
             program.scheduler.spawn(task)
         function, args = functions_and_args[0]
@@ -152,4 +156,8 @@ class Semantic(GluonSemantic):
 
 
 def _call(function: Any, args: Any) -> Any:
-    return lambda: function(*args)
+    def call() -> None:
+        function(*args)
+        take_mark(None, "the end of a partition")
+
+    return call
