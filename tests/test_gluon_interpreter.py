@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the interpreter is written for the Gluon of Triton 3.6", allow_module_level=True)
 
+import gluon_cluster_kernels as clusters  # noqa: E402
 import gluon_kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 from gluon_interpreter import (  # noqa: E402
@@ -22,6 +23,7 @@ from gluon_interpreter import (  # noqa: E402
     Race,
     Uninitialised,
 )
+from gluon_interpreter.barriers import MBarrier  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
@@ -261,3 +263,75 @@ def test_a_planted_bug_of_atomics_is_reported(bug: str, error: type, message: st
     for seed in SEEDS:
         with pytest.raises(error, match=message):
             take_tickets(bug, seed, num_warps=4 if bug == "every_warp" else 1)
+
+
+def share_tiles(bug: str = "", seed: int = 0, interleave: bool = False, cluster: int = 2) -> None:
+    """Two clusters, with as few buffers as tiles can go round in."""
+    tiles = 5
+    source = torch.randn(tiles * 16, 128, dtype=torch.float16)
+    sums = torch.full((2 * cluster, tiles * 16), float("nan"))
+    kernel = InterpretedKernel(clusters.share_tiles, seed, interleave)
+    kernel[(2,)](descriptor(source, 16, 64), sums, tiles, CLUSTER=cluster, SLOTS=2, BUG=bug)
+    torch.testing.assert_close(sums, source.float().sum(1).expand_as(sums))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("variant", ["", "late_expect", "tail"])
+def test_a_cluster_shares_what_it_loads(variant: str, seed: int) -> None:
+    share_tiles(variant, seed, interleave=seed % 2 == 1)
+
+
+def test_bytes_may_come_before_they_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of one program may be faster than the other one says what it expects."""
+    missing: list[int] = []
+    complete = MBarrier.complete
+
+    def watched(barrier: MBarrier, *args, **kwargs) -> None:
+        complete(barrier, *args, **kwargs)
+        missing.append(barrier.bytes)
+
+    monkeypatch.setattr(MBarrier, "complete", watched)
+    for seed in SEEDS:
+        share_tiles("late_expect", seed)
+    assert min(missing) < 0
+
+
+@pytest.mark.parametrize(
+    ("bug", "error", "message"),
+    [
+        ("no_start", Race, "before its init has taken effect|of which nothing says it has begun"),
+        ("no_show", Race, r"without fence\.mbarrier_init\.release\.cluster after its init"),
+        ("late_show", Race, r"without fence\.mbarrier_init\.release\.cluster after its init"),
+        ("meets_alone", Deadlock, "outside of warp_specialize, whose warps do not come"),
+        ("no_end", KernelBug, r"ends, but nothing has waited for: .* arrives at|program \d has ended"),
+        ("no_end_of_one", KernelBug, r"program [13] ends, but nothing has waited for: .* arrives at|has ended"),
+        ("producer_leaves", Deadlock, r"448 of 512 threads have come, not partition 1 \(_load_tiles\) of program 0"),
+        ("bystander_leaves", Deadlock, r"320 of 512 threads have come, not partition 2 \(_bystander\) of program 0"),
+        ("no_bystanders", Deadlock, "320 of 512 threads .* 3 warps that fill up a warpgroup of program 0"),
+        ("early_copy", KernelBug, "more arrivals than|to another phase|nothing has waited for the end"),
+        ("early_release", Race, "nothing has waited for the end of: (load|TMA load) at|TMA load of source at"),
+        ("unmarked_copy", Deadlock, r"mbarrier full\[0\] of program 0 .* 0 of 1 arrivals and 2048 bytes missing"),
+        ("both_copy", Race, "nothing has waited for the end of: TMA load|to another phase"),
+        ("own_bytes", KernelBug, "nothing has waited for the end of: TMA load|to another phase|nobody has written"),
+        ("no_wait", KernelBug, "nothing has waited for the end of: TMA load|nobody has written"),
+        ("own_release", Deadlock, r"mbarrier empty\[0\] of program 0 .* 4 of 8 arrivals"),
+        ("own_release_counted", Race, r"by program \d to program \d"),
+        ("no_release", Deadlock, r"mbarrier empty\[0\] of program 0 .* 8 of 8 arrivals"),
+        ("released_twice", KernelBug, "to another phase|nothing has waited for|more arrivals than|deadlock"),
+        ("one_arrival", InvalidOperand, "one of each warp of 4, not 1"),
+        ("no_marks", InvalidOperand, "no marked copy, by which it is launched in clusters"),
+        ("wrong_mark", InvalidOperand, r"release_in_cluster.* in front of mbarrier\.wait"),
+        ("mark_too_early", InvalidOperand, r"copy_to_cluster.* in front of mbarrier\.expect"),
+        ("two_marks", InvalidOperand, "copy_to_cluster.* has not come"),
+        ("mark_at_the_end", InvalidOperand, "ends, but what .*copy_to_cluster.* has not come"),
+    ],
+)
+def test_a_planted_bug_of_a_cluster_is_reported(bug: str, error: type, message: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(error, match=message):
+            share_tiles(bug, seed)
+
+
+def test_a_mark_needs_a_cluster() -> None:
+    with pytest.raises(InvalidOperand, match="copy_to_cluster.* in a kernel that is not launched in clusters"):
+        share_tiles(cluster=1)

@@ -65,7 +65,9 @@ class MBarrier:
         """Whoever uses the barrier of another program must know of its init, and that must have been shown."""
         self._visible(clock, False)
         if clock.shown.get(self.made_by, 0) < self.made_at:
-            raise Race(f"{self.name} is used at {location()} without fence.mbarrier_init.release.cluster after its init")
+            raise Race(
+                f"{self.name} is used at {location()} without fence.mbarrier_init.release.cluster after its init"
+            )
 
     def check_phase(self, clock: Clock, what: str) -> None:
         """Bytes from another program count in the phase that is going on, which must be the one that they are for."""

@@ -76,7 +76,11 @@ class Meeting:
     def _state(self) -> str:
         here = WARP * sum(task.num_warps for task in self._arrived)
         absent = [
-            task.name for p in self._cluster.programs if not p.ended for task in p.partitions if task not in self._arrived
+            task.name
+            for p in self._cluster.programs
+            if not p.ended
+            for task in p.partitions
+            if task not in self._arrived
         ]
         absent += [
             f"{p.padding} warps that fill up a warpgroup of program {p.index[0]}"
@@ -103,6 +107,13 @@ def take_mark(meant: str | None, what: str) -> bool:
     if found is not None and found != meant:
         raise InvalidOperand(f"{found!r} in front of {what} at {location()}: it speaks of something else")
     return found is not None
+
+
+def leave_no_mark() -> None:
+    """The running partition ends."""
+    task = current()
+    if task.mark is not None:
+        raise InvalidOperand(f"{task.name} ends, but what {task.mark!r} speaks of has not come")
 
 
 def meets_before_partitions(program: Program) -> Deadlock:

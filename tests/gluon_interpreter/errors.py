@@ -6,12 +6,14 @@ import linecache
 import os
 import re
 import sys
+import threading
 from types import FrameType
 
 import triton
 
 _OWN = os.path.dirname(__file__)
-_TRITON = os.path.dirname(triton.__file__)
+_NOT_THE_KERNEL = (_OWN, os.path.dirname(triton.__file__), threading.__file__)
+CALLERS = 3  # functions that a place is given by
 
 
 class KernelBug(AssertionError):
@@ -46,20 +48,24 @@ class Overflow(KernelBug):
     """Integer arithmetic left the range of its type."""
 
 
-def _place() -> FrameType | None:
-    """The innermost frame of the kernel's source."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TRITON)):
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the kernel's source, from `frame` outwards."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_KERNEL):
         frame = frame.f_back
     return frame
 
 
+def _place() -> FrameType | None:
+    return _outside(sys._getframe(2))
+
+
 def location() -> str:
-    """File, line and function of the kernel's source that is being run."""
-    frame = _place()
-    if frame is None:
-        return "the interpreter"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    """File, line and function of the kernel's source that is being run, and the same of whoever called that."""
+    frame, found = _place(), []
+    while frame is not None and len(found) < CALLERS:
+        found.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = _outside(frame.f_back)
+    return ", from ".join(found) or "the interpreter"
 
 
 def assigned_name() -> str:

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from .atomics import Atomics
 from .clock import Clock
-from .cluster import Cluster, take_mark
+from .cluster import Cluster, leave_no_mark
 from .errors import InvalidOperand, KernelBug
 from .global_memory import GlobalMemory
 from .language import Function, Tensor, TensorDescriptor
@@ -137,7 +137,7 @@ class InterpretedKernel:
         def body() -> None:
             program.semantic = Semantic(program)
             self._function(**values)
-            take_mark(None, "the end of the kernel")
+            leave_no_mark()
             program.finish()
 
         task = Task(body, f"program {index[0]}", program, num_warps, Clock())

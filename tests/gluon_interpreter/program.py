@@ -73,7 +73,9 @@ class Program:
         """What lies here where `view` lies in the memory of another program of the cluster."""
         found = self._places.get(view.allocation.place)
         if found is None:
-            raise Race(f"{location()} reaches for memory of program {self.index[0]}, of which nothing says it has begun")
+            raise Race(
+                f"{location()} reaches for memory of program {self.index[0]}, of which nothing says it has begun"
+            )
         array = np.ndarray(view.array.shape, view.array.dtype, found.array, view.offset(), view.array.strides)
         return SharedView(found, array, view.layout)
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.runtime.interpreter import TensorHandle
 
 from .builder import Builder
-from .cluster import meets_before_partitions, take_mark
+from .cluster import leave_no_mark, meets_before_partitions
 from .errors import InvalidOperand, location
 from .layouts import inference
 from .program import COMPILER_BARRIERS, Program
@@ -158,6 +158,6 @@ class Semantic(GluonSemantic):
 def _call(function: Any, args: Any) -> Any:
     def call() -> None:
         function(*args)
-        take_mark(None, "the end of a partition")
+        leave_no_mark()
 
     return call
