@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -92,10 +93,11 @@ def test_tiles_drawn_by_programs_side_by_side(form: dict, seed: int, monkeypatch
 
 # Short walks, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
 WALK = case("walk", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
+CLUSTER = {"cluster": 2, "piece": 32, "joined": True}  # two pieces, one for each program to load
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}, CLUSTER], ids=str)
 def test_every_interleaving(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, config(64, persistent=True, **form), seed)
     assert not run(WALK)
@@ -109,7 +111,7 @@ def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the same kernel with one thing wrong
 
 
-def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
+def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> ModuleType:
     """The kernel's module with what `pattern` finds in the kernel's sources replaced."""
     changed = {name: re.subn(pattern, replacement, source_of(name)) for name in KERNEL_MODULES}
     assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
@@ -118,13 +120,13 @@ def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
 
 MUTANTS = {
     "K is released before its product is done": (
-        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +mbarrier\.arrive\(kv_empty\.index\(k_slot\), count=1\)\n)",
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), CLUSTER\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), CLUSTER\)\n)",
         r"\2\1",
         Race,
         {},
@@ -155,7 +157,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"(next_place\(place, 0, DEAL\)\n)    tma\.store_wait\(0\)\n",
+        r"(next_place\(place, 0, DEAL, CLUSTER\)\n)    tma\.store_wait\(0\)\n",
         r"\1",
         KernelBug,
         {},
@@ -167,13 +169,18 @@ MUTANTS = {
         {"pingpong": True},
     ),
     "V is waited for in K's parity": (
-        r"(mbarrier\.wait\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
+        r"(wait_full\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
         r"\1item\2",
         KernelBug,
         {},
     ),
-    "a slot is released by one consumer for all": (r"count=CONSUMERS\)", "count=1)", KernelBug, {}),
-    "barriers are not visible to TMA": (r"    fence_async_shared\(\)\n\n    pipe", "    pipe", Race, {}),
+    "a slot is released by one consumer for all": (
+        r"count=releases_of\(CONSUMERS, CLUSTER\)",
+        "count=releases_of(1, CLUSTER)",
+        KernelBug,
+        {},
+    ),
+    "barriers are not visible to TMA": (r"    fence_async_shared\(\)\n(    show_barriers)", r"\1", Race, {}),
 }
 
 
@@ -184,6 +191,45 @@ def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch:
     for seed in (0, 1, 3):
         with monkeypatch.context() as patch:
             interpret(patch, config(64, persistent=True, **form), seed, kernels=module)
+            with pytest.raises(error):
+                run(WALK)
+
+
+# The same for what two programs share.
+_ONLY_OWN = {"_say(_RELEASE_IN_CLUSTER)": "pass", "consumers * 4 * cluster": "consumers * 4"}
+CLUSTER_MUTANTS = {
+    "nobody waits at the start until both have their barriers": (
+        r"    meet\(CLUSTER\)\n(?=    (BLOCK_M|meet))",
+        "",
+        Race,
+    ),
+    "nobody waits at the end until both are done": (r"    meet\(CLUSTER\)\n(?!    (BLOCK_M|meet))", "", KernelBug),
+    "nobody stands by": (r"    meet\(CLUSTER\)\n    meet\(CLUSTER\)\n", "    pass\n", Deadlock),
+    "barriers are not shown to the other program": (r"_say\(\"fence\.mbarrier_init.*", "pass", Race),
+    "a buffer is free when one program's consumers have done with it": (
+        "|".join(map(re.escape, _ONLY_OWN)),
+        lambda found: _ONLY_OWN[found[0]],
+        KernelBug,
+    ),
+    "both programs load every piece": (r"pred=mine", "pred=True", KernelBug),
+    "a program loads its piece for itself": (r"_say\(_COPY_TO_CLUSTER\)", "pass", Deadlock),
+    "a program expects what it loads itself": (r"(mbarrier\.expect\(full, SIZE)", r"\1 // CLUSTER", KernelBug),
+    "queries are loaded for both": (r"(q_full\.index\(c\), PIECES, RAGGED, )1", r"\1CLUSTER", KernelBug),
+    "both programs write the same rows": (
+        r"\(cluster_rank\(CLUSTER\) \* CONSUMERS \+ CONSUMER\)",
+        "CONSUMER",
+        Race,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTER_MUTANTS)
+def test_a_bug_in_sharing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, replacement, error = CLUSTER_MUTANTS[name]
+    module = mutant(tmp_path, pattern, replacement)
+    for seed in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            interpret(patch, config(64, persistent=True, **CLUSTER), seed, kernels=module)
             with pytest.raises(error):
                 run(WALK)
 
@@ -211,7 +257,7 @@ DYNAMIC_MUTANTS = {
     ),
     "consumers do not listen": (
         r"place = await_announcement\(.*\)",
-        "place = next_place(place, 0, 'static')",
+        "place = next_place(place, 0, 'static', 1)",
         KernelBug,
     ),
 }

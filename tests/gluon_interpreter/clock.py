@@ -2,8 +2,8 @@
 
 An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies see shared memory:
 register instructions (generic) and TMA and wgmma (asynchronous). What the first wrote is in the sight of the second
-only from a `fence_async_shared` on, so a clock keeps both. Barriers that a partition initialised are in the sight of the
-cluster's other programs from its `fence.mbarrier_init` on.
+only from a `fence_async_shared` on, so a clock keeps both. Barriers that a partition initialised are in the sight of
+the cluster's other programs from its `fence.mbarrier_init` on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cluster: programs that run together and reach into each other's shared memory, and the barrier of all their threads.
+"""A cluster: programs that run together and reach into each other's shared memory; the barrier of all their threads.
 
 Gluon of Triton 3.6 has no words for that. Kernels write marks of `sm90_multicast.py` in front of the instruction they
 mean, which that module completes in the PTX; here the partition remembers the mark until it comes to the instruction.
@@ -75,18 +75,9 @@ class Meeting:
 
     def _state(self) -> str:
         here = WARP * sum(task.num_warps for task in self._arrived)
-        absent = [
-            task.name
-            for p in self._cluster.programs
-            if not p.ended
-            for task in p.partitions
-            if task not in self._arrived
-        ]
-        absent += [
-            f"{p.padding} warps that fill up a warpgroup of program {p.index[0]}"
-            for p in self._cluster.programs
-            if p.padding and not p.ended
-        ]
+        programs = [program for program in self._cluster.programs if not program.ended]
+        absent = [task.name for p in programs for task in p.partitions if task not in self._arrived]
+        absent += [f"{p.padding} warps that fill up a warpgroup of program {p.index[0]}" for p in programs if p.padding]
         return f"to which {here} of {WARP * self._expected()} threads have come, not {', '.join(absent)}"
 
 

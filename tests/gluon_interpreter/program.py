@@ -74,7 +74,7 @@ class Program:
         found = self._places.get(view.allocation.place)
         if found is None:
             raise Race(
-                f"{location()} reaches for memory of program {self.index[0]}, of which nothing says it has begun"
+                f"{location()} reaches for memory of program {self.index[0]}, of which nothing says that it has begun"
             )
         array = np.ndarray(view.array.shape, view.array.dtype, found.array, view.offset(), view.array.strides)
         return SharedView(found, array, view.layout)
