@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
-from sm90_interpreted import interpret, run  # noqa: E402
+from sm90_interpreted import MULTIPROCESSORS, interpret, run  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
@@ -27,6 +27,8 @@ THREE = replace(TWO, consumers=3)
 TURNS_OWN = {"own_walk": True, "persistent": True, "pingpong": True, "deal": "dynamic"}
 BALANCED = replace(TWO, persistent=True, deal="balanced")
 DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
+SHARING = replace(TWO, cluster=2)  # two programs, 256 queries together
+SHARING_128 = replace(SHARING, piece=64, joined=True, q_held=2)  # as the table has it at 128
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -111,6 +113,33 @@ CASES = [
     (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), DYNAMIC),
     (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
     (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
+    (case("cluster", seqlen_q=512, seqlen_k=256, head_dim=128), replace(SHARING_128, persistent=True)),
+    (
+        case("cluster_causal", heads=3, seqlen_q=500, seqlen_k=450, head_dim=128, causal=True),
+        replace(SHARING_128, persistent=True, deal="balanced", own_walk=True, pairs=True),
+    ),
+    (
+        case("cluster_turns", seqlen_q=260, seqlen_k=400, causal=True),
+        replace(SHARING, persistent=True, pingpong=True, own_walk=True, pairs=True),
+    ),
+    (
+        case("cluster_lazy", sm_scale=2.0, seqlen_q=256, seqlen_k=300, head_dim=128),
+        replace(SHARING_128, pingpong=True, lazy=True),
+    ),
+    # The second program's queries all lie beyond the end, and the last keys do not fill a block.
+    (case("cluster_half", batch=2, seqlen_q=300, seqlen_k=100, dtype="float16"), replace(SHARING, persistent=True)),
+    (case("cluster_half_causal", seqlen_q=128, seqlen_k=333, causal=True), replace(SHARING, own_walk=True)),
+    (case("cluster_more_queries", seqlen_q=500, seqlen_k=70, causal=True), replace(SHARING, own_walk=True)),
+    (case("cluster_right", seqlen_q=400, seqlen_k=300, window=(-1, 40)), SHARING),
+    (case("cluster_gqa", heads=4, heads_kv=2, seqlen_q=256, seqlen_k=130, layout="bshd"), SHARING),
+    (case("cluster_96", head_dim=96, seqlen_q=256, causal=True), replace(SHARING, piece=32, joined=True, pairs=True)),
+    (case("cluster_192", head_dim=192, seqlen_q=256), replace(SHARING, slots=3, own_o=False)),
+    (case("cluster_192_128", head_dim=192, head_dim_v=128, seqlen_q=260), replace(SHARING, own_o=False, joined=True)),
+    (case("cluster_64_128", head_dim=64, head_dim_v=128, seqlen_q=260, causal=True), replace(SHARING, persistent=True)),
+    (
+        case("cluster_256", heads=1, head_dim=256, seqlen_q=300, causal=True),
+        replace(SHARING_128, own_o=False, q_held=1, lazy=True, persistent=True, deal="balanced"),
+    ),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]
@@ -118,7 +147,9 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
 def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
+    kernel = interpret(
+        monkeypatch, config, seed=sum(case.name.encode()) % 7, multiprocessors=MULTIPROCESSORS * config.cluster
+    )
     assert not run(case)
     assert kernel.launches == 1
 
