@@ -118,13 +118,13 @@ def mutant(tmp_path: Path, pattern: str, replacement: str) -> ModuleType:
 
 MUTANTS = {
     "K is released before its product is done": (
-        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +mbarrier\.arrive\(kv_empty\.index\(k_slot\), count=1\)\n)",
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), CLUSTER\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +mbarrier\.arrive\(kv_empty\.index\(v_slot\), count=1\)\n)",
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), CLUSTER\)\n)",
         r"\2\1",
         Race,
         {},
@@ -155,7 +155,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"(next_place\(place, 0, DEAL\)\n)    tma\.store_wait\(0\)\n",
+        r"(next_place\(place, 0, DEAL, CLUSTER\)\n)    tma\.store_wait\(0\)\n",
         r"\1",
         KernelBug,
         {},
@@ -167,13 +167,18 @@ MUTANTS = {
         {"pingpong": True},
     ),
     "V is waited for in K's parity": (
-        r"(mbarrier\.wait\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
+        r"(wait_full\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
         r"\1item\2",
         KernelBug,
         {},
     ),
-    "a slot is released by one consumer for all": (r"count=CONSUMERS\)", "count=1)", KernelBug, {}),
-    "barriers are not visible to TMA": (r"    fence_async_shared\(\)\n\n    pipe", "    pipe", Race, {}),
+    "a slot is released by one consumer for all": (r"count=releases_of\(.*\)\)", "count=1)", KernelBug, {}),
+    "barriers are not visible to TMA": (
+        r"    fence_async_shared\(\)\n    show_barriers",
+        "    show_barriers",
+        Race,
+        {},
+    ),
 }
 
 
@@ -211,7 +216,7 @@ DYNAMIC_MUTANTS = {
     ),
     "consumers do not listen": (
         r"place = await_announcement\(.*\)",
-        "place = next_place(place, 0, 'static')",
+        "place = next_place(place, 0, 'static', CLUSTER)",
         KernelBug,
     ),
 }

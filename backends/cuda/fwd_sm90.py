@@ -525,6 +525,7 @@ def _fwd_sm90_kernel(
     consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
     produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
+    # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
     if CONSUMERS == 1:
@@ -539,7 +540,7 @@ def _fwd_sm90_kernel(
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif CLUSTER == 2:  # two consumers; the warps beside the producer have to be met as well
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
@@ -556,21 +557,6 @@ def _fwd_sm90_kernel(
             [4, 1, 1, 2],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
@@ -585,9 +571,11 @@ def _fwd_sm90_kernel(
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                (bystander, (CLUSTER,)),
+                (bystander, (CLUSTER,)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1, 1, 2],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class Sm90Config:
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
-        if self.cluster > 1 and (self.consumers != 2 or self.deal == "dynamic"):
-            raise ValueError(f"a cluster's programs have two consumers and no dynamic deal, not {self}")
+        if self.cluster > 1 and (self.consumers == 1 or self.deal == "dynamic"):
+            raise ValueError(f"a cluster's programs have two or three consumers and no dynamic deal, not {self}")
 
 
 # Rows by (columns, mask on the right): (at most this many keys) -> config, the first that `may_share`. Figures: bf16,
