@@ -246,7 +246,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
         f"{' own walk' if config.own_walk else ''}{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
-        f"{' cluster' if config.cluster > 1 else ''}"
+        f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,

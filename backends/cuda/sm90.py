@@ -48,6 +48,7 @@ class Sm90Config:
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
     lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
+    by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
@@ -133,6 +134,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
+    if not sm90_multicast.IS_KNOWN:
+        config = replace(config, by_warp=False)
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         config = replace(config, consumer_registers=232, producer_registers=40)
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
