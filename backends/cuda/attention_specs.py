@@ -187,7 +187,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
             for case, rows in sm90.CONFIGS.items()
             for most, row in rows
             if row.cluster > 1 or all(other.cluster == 1 for limit, other in rows if limit == most)
-            for queries in ((16384, 9 * 128) if row.cluster > 1 else (16384,))  # nine tiles: the row behind is theirs
+            # Nine tiles make no clusters: they have the row behind.
+            for queries in ((16384, 9 * row.consumers * sm90.CONSUMER_ROWS) if row.cluster > 1 else (16384,))
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),

@@ -1,7 +1,7 @@
 """Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
 
-Two things are missing there. Each warp of a consumer cannot wait and arrive at a barrier for itself: Triton has all four
-meet before. And a cluster of two programs cannot share what one of them loads: that takes a copy that lands in the
+Two things are missing there. Each warp of a consumer cannot wait and arrive at a barrier for itself: Triton has them
+all meet before. And a cluster of two programs cannot share what one of them loads: that takes a copy that lands in the
 shared memory of both, an arrival at the other program's barrier, and the launch in clusters of a kernel that is
 compiled for one program. `sm90_cluster.py` writes marks around the instructions it means. A mark is no PTX, so ptxas
 refuses a kernel that was not completed. Between Triton's making of the PTX and ptxas, `complete` acts on the marks:
