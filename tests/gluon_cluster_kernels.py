@@ -6,10 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from diyfa.backends.cuda.sm90_multicast import COPY_MARK, RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.sm90_multicast import (
+    CLUSTER_RELEASE_MARK,
+    COPIED_MARK,
+    COPY_MARK,
+    RELEASE_MARK,
+    WAIT_MARK,
+)
 
 _COPY_TO_ALL = gl.constexpr(f"mov.b32 $0, 0; {COPY_MARK}")
-_RELEASE_TO_ALL = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_COPIED = gl.constexpr(f"mov.b32 $0, 0; {COPIED_MARK}")
+_RELEASE = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_RELEASE_TO_ALL = gl.constexpr(f"mov.b32 $0, 0; {CLUSTER_RELEASE_MARK}")
 _WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
 _SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.b32 $0, 0;")
 _MEET = gl.constexpr("barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.b32 $0, 0;")
@@ -42,8 +50,8 @@ def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl
         slot = i % SLOTS
         if BUG != "early_copy":
             mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        if BUG == "mark_too_early":
-            _say(_COPY_TO_ALL)
+        if BUG == "mark_of_nothing":
+            _say(_RELEASE_TO_ALL)
         if BUG == "own_bytes":
             mbarrier.expect(full.index(slot), SIZE)
         elif BUG != "late_expect":
@@ -57,6 +65,11 @@ def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl
             tma.async_copy_global_to_shared(
                 source, [i * ROWS, j * COLUMNS], full.index(slot), ring.index(slot * PIECES + j), pred=mine
             )
+            if BUG != "unmarked_copy" and BUG != "no_marks" and BUG != "no_end_of_copies":
+                _say(_COPIED)
+            if BUG == "no_copy":
+                _say(_COPY_TO_ALL)
+                _say(_COPIED)
         if BUG == "late_expect":  # no bug: the phase lacks its arrival until then
             mbarrier.expect(full.index(slot), SIZE * PIECES)
     if BUG == "tail":  # no bug: waits for all releases instead of meeting at the end
@@ -90,7 +103,10 @@ def _add_up(sums_ptr, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.c
         if BUG == "one_arrival":
             _say(_RELEASE_TO_ALL)
             mbarrier.arrive(empty.index(slot), count=1)
-        elif BUG == "own_release" or BUG == "own_release_counted" or BUG == "no_marks":
+        elif BUG == "no_marks" or BUG == "own_release_counted":
+            mbarrier.arrive(empty.index(slot), count=4)
+        elif BUG == "own_release":
+            _say(_RELEASE)
             mbarrier.arrive(empty.index(slot), count=4)
         elif BUG == "released_twice":
             for _ in gl.static_range(2):

@@ -35,6 +35,7 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         {},
         {"persistent": True},
         {"own_walk": True},
+        {"by_warp": True, "lazy": True},
         {"pairs": True},
         {"lazy": True},
     ]

@@ -101,9 +101,12 @@ def test_small_grids_have_small_tiles(changes: dict) -> None:
 
 
 def test_every_head_dim_has_a_row_for_every_length() -> None:
+    """Behind a row for clusters stands one for those that cannot be any, for as many keys or fewer."""
     for rows in sm90.CONFIGS.values():
         limits = [most for most, _ in rows]
-        assert limits == sorted(set(limits)) and limits[-1] >= 1 << 40
+        assert limits == sorted(limits)
+        alone = [most for most, config in rows if config.cluster == 1]
+        assert alone == sorted(set(alone)) and alone[-1] == limits[-1] >= 1 << 40
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
@@ -232,12 +235,25 @@ def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("case", random_cases(1, 16), ids=lambda case: case.name)
+def test_results_of_clusters(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of the table for clusters, at any size."""
+    from diyfa.backends.cuda import fwd_sm90
+
+    rows = [c for _, c in sm90.CONFIGS[case.head_dim, case.causal] if c.cluster > 1]
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(fwd_sm90, "config_of", lambda problem: rows[0])
+    inputs = make_inputs(case, "cuda")
+    assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
+
+
+@needs_kernel
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen", [1024, 3000])
+@pytest.mark.parametrize("seqlen", [1024, 3000, 16384])
 def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
     """A race between the producer and the consumers would show as results that move."""
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (4, 16, seqlen, head_dim)
+    shape = (4, 65536 // max(seqlen, 4096), seqlen, head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
     portable = diyfa.flash_attention(q, k, v, variant="v2")
     first = diyfa.flash_attention(q, k, v, variant="sm90")

@@ -318,12 +318,14 @@ def test_bytes_may_come_before_they_are_expected(monkeypatch: pytest.MonkeyPatch
         ("own_release_counted", Race, r"by program \d to program \d"),
         ("no_release", Deadlock, r"mbarrier empty\[0\] of program 0 .* 8 of 8 arrivals"),
         ("released_twice", KernelBug, "to another phase|nothing has waited for|more arrivals than|deadlock"),
-        ("one_arrival", InvalidOperand, "one of each warp of 4, not 1"),
+        ("one_arrival", InvalidOperand, "by warp is one of each of 4, not 1"),
         ("no_marks", InvalidOperand, "no marked copy, by which it is launched in clusters"),
-        ("wrong_mark", InvalidOperand, r"release_in_cluster.* in front of mbarrier\.wait"),
-        ("mark_too_early", InvalidOperand, r"copy_to_cluster.* in front of mbarrier\.expect"),
-        ("two_marks", InvalidOperand, "copy_to_cluster.* has not come"),
-        ("mark_at_the_end", InvalidOperand, "ends, but what .*copy_to_cluster.* has not come"),
+        ("wrong_mark", InvalidOperand, r"release_by_warp_in_cluster.* in front of mbarrier\.wait"),
+        ("mark_of_nothing", InvalidOperand, r"release_by_warp_in_cluster.* in front of mbarrier\.expect"),
+        ("two_marks", InvalidOperand, "copies_to_cluster.* but .*end_of_copies_to_cluster.* has not come"),
+        ("no_end_of_copies", InvalidOperand, "copies_to_cluster.* but .*end_of_copies_to_cluster.* has not come"),
+        ("no_copy", InvalidOperand, "no copy stands between"),
+        ("mark_at_the_end", InvalidOperand, "ends, but what .*copies_to_cluster.* has not come"),
     ],
 )
 def test_a_planted_bug_of_a_cluster_is_reported(bug: str, error: type, message: str) -> None:
@@ -333,5 +335,5 @@ def test_a_planted_bug_of_a_cluster_is_reported(bug: str, error: type, message: 
 
 
 def test_a_mark_needs_a_cluster() -> None:
-    with pytest.raises(InvalidOperand, match=r"(wait_by_warp|copy_to_cluster).* that is not launched in clusters"):
+    with pytest.raises(InvalidOperand, match=r"_cluster_\w+;' at .* that is not launched in clusters"):
         share_tiles(cluster=1)

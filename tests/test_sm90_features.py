@@ -113,6 +113,8 @@ CASES = [
     (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), DYNAMIC),
     (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
     (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
+    (case("by_warp", seqlen_q=300, causal=True), replace(DYNAMIC, by_warp=True, pingpong=True)),
+    (packed("by_warp_packed", (150, 0, 193, 3), (150, 9, 100, 64)), replace(THREE, by_warp=True, own_walk=True)),
     (case("cluster", seqlen_q=512, seqlen_k=256, head_dim=128), replace(SHARING_128, persistent=True)),
     (
         case("cluster_causal", heads=3, seqlen_q=500, seqlen_k=450, head_dim=128, causal=True),
@@ -125,6 +127,14 @@ CASES = [
     (
         case("cluster_lazy", sm_scale=2.0, seqlen_q=256, seqlen_k=300, head_dim=128),
         replace(SHARING_128, pingpong=True, lazy=True),
+    ),
+    (
+        case("cluster_three", heads=3, seqlen_q=400, seqlen_k=300),
+        replace(SHARING, consumers=3, persistent=True, pingpong=True, lazy=True, pairs=True),
+    ),
+    (
+        case("cluster_three_causal", seqlen_q=800, seqlen_k=500, causal=True),
+        replace(SHARING, consumers=3, persistent=True, deal="balanced", own_walk=True),
     ),
     # The second program's queries all lie beyond the end, and the last keys do not fill a block.
     (case("cluster_half", batch=2, seqlen_q=300, seqlen_k=100, dtype="float16"), replace(SHARING, persistent=True)),

@@ -54,6 +54,7 @@ SINGLE = (
     (PLAIN, WALK),
     (replace(PLAIN, own_o=False), WALK),
     (replace(PLAIN, pingpong=True), WALK),
+    (replace(PLAIN, by_warp=True), WALK),
     (DYNAMIC, WALK),
     (OWN_WALK, replace(WALK, causal=True)),
     (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
@@ -68,7 +69,7 @@ CLUSTER = (
 )
 # Kinds of forms, and what is not theirs.
 KINDS = {
-    "single": (SINGLE, ("meet(", "show_barriers(", "_say(", "count=WARPS")),
+    "single": (SINGLE, ("meet(", "show_barriers(", "_say(")),
     "cluster": (CLUSTER, ("announced.index", "read.index", "mbarrier.arrive(empty, count=1)")),
 }
 

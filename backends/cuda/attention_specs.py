@@ -187,7 +187,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
             for case, rows in sm90.CONFIGS.items()
             for most, row in rows
             if row.cluster > 1 or all(other.cluster == 1 for limit, other in rows if limit == most)
-            for queries in ((16384, 9 * 128) if row.cluster > 1 else (16384,))  # nine tiles: the row behind is theirs
+            # Nine tiles make no clusters: they have the row behind.
+            for queries in ((16384, 9 * row.consumers * sm90.CONSUMER_ROWS) if row.cluster > 1 else (16384,))
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
@@ -246,7 +247,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
         f"{' own walk' if config.own_walk else ''}{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
-        f"{' cluster' if config.cluster > 1 else ''}"
+        f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,

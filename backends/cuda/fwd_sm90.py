@@ -214,7 +214,8 @@ def _attend_blocks(
     p,  # weights of the block before, `held`
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, PINGPONG: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -225,22 +226,22 @@ def _attend_blocks(
         item += 2
         k_slot = item % SLOTS
         v_slot = (item - 1) % SLOTS
-        wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, CLUSTER)
+        wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
         if PINGPONG:
             _wait_turn(CONSUMER)
         s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
-        wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, CLUSTER)
+        wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, BY_WARP)
         o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
-        release(kv_empty.index(k_slot), CLUSTER)
+        release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
         weights, m_i, l_i, alpha = softmax_step(
             s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
             MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
-        release(kv_empty.index(v_slot), CLUSTER)
+        release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
         p = held(weights, o, v_buffers.dtype, PAIRS)
         o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
     return o, p, m_i, l_i, item
@@ -249,7 +250,8 @@ def _attend_blocks(
 @gluon.jit
 def _pass_over(
     key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, PINGPONG: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
@@ -264,8 +266,8 @@ def _pass_over(
             _wait_turn(CONSUMER)
             _hand_over(CONSUMER, CONSUMERS)
         for j in gl.static_range(2):
-            wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, CLUSTER)
-            release(kv_empty.index((item + j) % SLOTS), CLUSTER)
+            wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, BY_WARP)
+            release(kv_empty.index((item + j) % SLOTS), CLUSTER, BY_WARP)
         item += 2
     return item
 
@@ -277,7 +279,7 @@ def _attend_tile(
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
@@ -293,7 +295,7 @@ def _attend_tile(
         before = item
         item = _pass_over(
             row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, CAUSAL,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
         )  # fmt: skip
         end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
@@ -321,10 +323,10 @@ def _attend_tile(
     q = held_queries(q_buffers, CONSUMER, BLOCK_N, PIECES, Q_HELD)
     if OWN_O and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, CLUSTER)
+    wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
     s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty.index(k_slot), CLUSTER)
+    release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
@@ -337,26 +339,29 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+        PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
-    wait_full(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1, CLUSTER)
+    wait_full(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1, BY_WARP)
     o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
@@ -370,7 +375,7 @@ def _attend_tile(
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     o = finish_values(o, PIECES_V, JOINED)
-    release(kv_empty.index(v_slot), CLUSTER)
+    release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
@@ -395,7 +400,7 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -435,7 +440,7 @@ def _consumer(
                 first_q, n_queries, n_keys, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
                 heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
                 LENGTHS, SOFTCAP, NEGATE, LAZY,
             )  # fmt: skip
@@ -469,7 +474,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -499,7 +504,7 @@ def _fwd_sm90_kernel(
         mbarrier.init(q_empty.index(c), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
-        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER))
+        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
     if DEAL == "dynamic":  # where the producer announces the next tile
         word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
@@ -525,12 +530,13 @@ def _fwd_sm90_kernel(
     consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
     produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
+    # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -539,13 +545,13 @@ def _fwd_sm90_kernel(
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif CLUSTER == 2:  # two consumers; the warps beside the producer have to be met as well
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -556,38 +562,25 @@ def _fwd_sm90_kernel(
             [4, 1, 1, 2],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, OWN_WALK, Q_HELD,
+                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                (bystander, (CLUSTER,)),
+                (bystander, (CLUSTER,)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1, 1, 2],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -601,6 +594,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
+        "BY_WARP": config.by_warp or config.cluster > 1,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
@@ -677,7 +671,7 @@ def attention_forward(
     with on_device(q):
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
-        with completing() if config.cluster > 1 and launch.again is None else nullcontext():
+        with completing() if launch.again is None else nullcontext():
             launch(q, k, v, out, *lengths, lse, tickets)
 
 

@@ -48,13 +48,14 @@ class Sm90Config:
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
     lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
+    by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
-        if self.cluster > 1 and (self.consumers != 2 or self.deal == "dynamic"):
-            raise ValueError(f"a cluster's programs have two consumers and no dynamic deal, not {self}")
+        if self.cluster > 1 and (self.consumers == 1 or self.deal == "dynamic"):
+            raise ValueError(f"a cluster's programs have two or three consumers and no dynamic deal, not {self}")
 
 
 # Rows by (columns, mask on the right): (at most this many keys) -> config, the first that `may_share`. Figures: bf16,
@@ -68,43 +69,58 @@ _DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
 _BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
 _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
 _HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
-_Q: dict[str, Any] = {**_HELD, "q_held": 2}
+_WHOLE_Q: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
+_ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
-    (64, False): ((_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, measured=_H200 + "415/495/531")),),
+    (64, False): (
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "455")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_H200 + "509/548")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_H200 + "500/540")),
+    ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "331")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, measured=_H200 + "449/509")),
-    ),
-    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, measured=_H200 + "401/478/485")),),
-    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "367/470/534")),),
-    (128, False): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_STATIC, **_Q, pingpong=True, cluster=2, measured=_H200 + "623/645/664")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_STATIC, **_Q, pingpong=True, measured=_H200 + "605/638/656")),
-    ),
-    (128, True): (
-        (8192, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_Q, pingpong=True, measured=_H200 + "470/615")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_BALANCED, **_Q, own_walk=True, cluster=2, measured=_H200 + "657")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_Q, pingpong=True, measured=_H200 + "621")),
-    ),
-    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "480/561/582")),),
-    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, measured=_H200 + "395/515/584")),),
-    (256, False): (
-        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "646")),
+        (
+            2048,
+            C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_H200 + "351"),
+        ),
         (
             _ANY,
-            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "717/734"),
+            C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, by_warp=True, measured=_H200 + "459/518"),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "713/708")),
+    ),
+    (96, False): (
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "499/532/551")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "471/530/537")),
+    ),
+    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "370/486/539")),),
+    (128, False): (
+        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "617/675")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "706")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "700")),
+    ),
+    (128, True): (
+        (2048, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, measured=_H200 + "449")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "634/695")),
+    ),
+    (192, False): (
+        (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
+        (_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "594")),
+    ),
+    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, measured=_H200 + "395/527/595")),),
+    (256, False): (
+        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "656")),
+        (
+            _ANY,
+            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "710/754"),
+        ),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "709/743")),
     ),
     (256, True): (
         (
             2048,
-            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "488"),
+            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "482"),
         ),
-        (8192, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "645")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_BALANCED, **_HELD, lazy=True, cluster=2, measured=_H200 + "727")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, pairs=True, lazy=True, measured=_H200 + "717")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "675/712")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -133,6 +149,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
+    if not sm90_multicast.IS_KNOWN:
+        config = replace(config, by_warp=False)
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         config = replace(config, consumer_registers=232, producer_registers=40)
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes

@@ -1,12 +1,15 @@
-"""Two programs of the Hopper kernel that share keys and values: Gluon helpers of `fwd_sm90.py`.
+"""How the Hopper kernel's ring is waited for and released, by one program or by two: Gluon helpers of `fwd_sm90.py`.
 
-A cluster of CLUSTER = 2 programs runs on neighbouring multiprocessors and works on neighbouring tiles of queries of one
-head, over the same blocks of keys. Each loads every second piece of a block, and the copy lands in both programs'
-shared memory at once (multicast). So a block is read from L2 once for 256 queries instead of once for 128. The barriers
-of the ring then belong to both programs: half of the bytes that a program expects come from the other one, and a
-buffer is free when the consumers of both have released it.
+BY_WARP: the warps of a consumer wait for blocks and release them each for itself. Triton has all four meet before each
+of both, so that none can run ahead.
 
-What Gluon cannot say is marked here and completed in the PTX (`sm90_multicast.py`). With CLUSTER = 1 nothing is marked.
+CLUSTER = 2 programs run on neighbouring multiprocessors and work on neighbouring tiles of queries of one head, over the
+same blocks of keys. Each loads every second piece of a block, and the copy lands in both programs' shared memory at
+once (multicast). So a block is read from L2 once for 256 queries instead of once for 128. The barriers of the ring then
+belong to both programs: half of the bytes that a program expects come from the other one, and a buffer is free when the
+consumers of both have released it, always by warp.
+
+What Gluon cannot say is marked here and completed in the PTX (`sm90_multicast.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from diyfa.backends.cuda.sm90_multicast import COPY_MARK, RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.sm90_multicast import (
+    CLUSTER_RELEASE_MARK,
+    COPIED_MARK,
+    COPY_MARK,
+    RELEASE_MARK,
+    WAIT_MARK,
+)
 
 _COPY_TO_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {COPY_MARK}")
-_RELEASE_IN_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_COPIED = gl.constexpr(f"mov.b32 $0, 0; {COPIED_MARK}")
+_RELEASE_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_RELEASE_IN_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {CLUSTER_RELEASE_MARK}")
 _WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
 WARPS = gl.constexpr(4)  # of a consumer
 
@@ -91,27 +102,28 @@ def copy_piece(tensor, coordinates, full, buffer, piece: gl.constexpr, CLUSTER: 
         _say(_COPY_TO_CLUSTER)
         mine = cluster_rank(CLUSTER) == piece % CLUSTER
         tma.async_copy_global_to_shared(tensor, coordinates, full, buffer, pred=mine)
+        _say(_COPIED)
 
 
 @gluon.jit
-def wait_full(full, phase, CLUSTER: gl.constexpr):
+def wait_full(full, phase, BY_WARP: gl.constexpr):
     """Wait until a block is there."""
-    if CLUSTER != 1:
+    if BY_WARP:
         _say(_WAIT_BY_WARP)
     mbarrier.wait(full, phase)
 
 
 @gluon.jit
-def release(empty, CLUSTER: gl.constexpr):
+def release(empty, CLUSTER: gl.constexpr, BY_WARP: gl.constexpr):
     """A consumer has done with a block: `releases_of` arrivals of all consumers free its buffer."""
-    if CLUSTER == 1:
+    if not BY_WARP:
         mbarrier.arrive(empty, count=1)
     else:
-        _say(_RELEASE_IN_CLUSTER)
+        _say(_RELEASE_BY_WARP if CLUSTER == 1 else _RELEASE_IN_CLUSTER)
         mbarrier.arrive(empty, count=WARPS)
 
 
 @constexpr_function
-def releases_of(consumers, cluster):
-    """How many arrivals free a buffer: one of each consumer; in a cluster one of each warp of both programs'."""
-    return consumers if cluster == 1 else consumers * 4 * cluster
+def releases_of(consumers, cluster, by_warp):
+    """How many arrivals free a buffer: one of each consumer, or of each warp; in a cluster of both programs'."""
+    return consumers * cluster * (4 if by_warp else 1)

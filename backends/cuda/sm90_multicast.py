@@ -1,14 +1,15 @@
 """Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
 
-Three things that a cluster of two programs needs are missing there: a copy that lands in the shared memory of both, an
-arrival at the other program's barrier, and the launch in clusters of a kernel that is compiled for one program.
-`sm90_cluster.py` writes a mark in front of the instruction it means. A mark is no PTX, so ptxas refuses a kernel that
-was not completed. Between Triton's making of the PTX and ptxas, `complete` replaces marks and instructions:
+Two things are missing there. Each warp of a consumer cannot wait and arrive at a barrier for itself: Triton has them
+all meet before. And a cluster of two programs cannot share what one of them loads: that takes a copy that lands in the
+shared memory of both, an arrival at the other program's barrier, and the launch in clusters of a kernel that is
+compiled for one program. `sm90_cluster.py` writes marks around the instructions it means. A mark is no PTX, so ptxas
+refuses a kernel that was not completed. Between Triton's making of the PTX and ptxas, `complete` acts on the marks:
 
-* the marked copy becomes its `.multicast::cluster` form;
-* the marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp at
-  the barriers of both programs;
-* the marked wait loses the barrier among warps that Triton puts in front of it: each warp waits for itself.
+* marked copies become their `.multicast::cluster` form;
+* a marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp for
+  itself, in a cluster at the barriers of both programs;
+* a marked wait loses the barrier among warps that Triton puts in front of it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
 
 # Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-COPY_MARK = f".copy_to_cluster_{_EDITION};"
-RELEASE_MARK = f".release_in_cluster_{_EDITION};"
+COPY_MARK = f".copies_to_cluster_{_EDITION};"
+COPIED_MARK = f".end_of_copies_to_cluster_{_EDITION};"
+RELEASE_MARK = f".release_by_warp_{_EDITION};"
+CLUSTER_RELEASE_MARK = f".release_by_warp_in_cluster_{_EDITION};"
 WAIT_MARK = f".wait_by_warp_{_EDITION};"
 
 _COPY = re.compile(
     r"(?P<when>@%p\d+) (?P<name>cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes) "
     r"(?P<operands>[^;]*);"
 )
+_COPIES = re.compile(rf"(?P<copies>.*?){re.escape(COPIED_MARK)}", re.DOTALL)
 _RELEASE = re.compile(
     r"bar\.sync\s+\d+, 128;(?P<between>(?:(?!bar\.sync|mbarrier).)*?)"
     r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[(?P<barrier>%r\d+)\], 4;",
@@ -46,15 +50,25 @@ _RELEASE = re.compile(
 _WAIT = re.compile(r"(?:bar\.sync\s+\d+, 128;)?(?P<wait>(?:(?!bar\.sync|mbarrier).)*?mbarrier\.try_wait)", re.DOTALL)
 
 
-def _copy_to_all(copy: re.Match[str]) -> str:
+def _copy_to_all(copies: re.Match[str]) -> str:
     everyone = (1 << CLUSTER) - 1
+    text, count = _COPY.subn(
+        rf"{{ .reg .b16 all; mov.b16 all, {everyone}; \g<when> \g<name>.multicast::cluster \g<operands>, all; }}",
+        copies["copies"],
+    )
+    if not count:
+        raise RuntimeError("no copy stands between the marks of one: this Triton writes other PTX")
+    return text
+
+
+def _release_by_warp(release: re.Match[str]) -> str:
     return (
-        f"{{ .reg .b16 all; mov.b16 all, {everyone}; "
-        f"{copy['when']} {copy['name']}.multicast::cluster {copy['operands']}, all; }}"
+        f"{release['between']}{{ .reg .pred one; elect.sync _|one, 0xffffffff; "
+        f"@one mbarrier.arrive.shared::cta.b64 _, [{release['barrier']}]; }}"
     )
 
 
-def _release_everywhere(release: re.Match[str]) -> str:
+def _release_in_cluster(release: re.Match[str]) -> str:
     return (
         f"{release['between']}{{ .reg .pred one; .reg .b32 other, there; elect.sync _|one, 0xffffffff; "
         "mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1; "
@@ -65,8 +79,9 @@ def _release_everywhere(release: re.Match[str]) -> str:
 
 
 _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
-    COPY_MARK: (_COPY, _copy_to_all),
-    RELEASE_MARK: (_RELEASE, _release_everywhere),
+    COPY_MARK: (_COPIES, _copy_to_all),
+    RELEASE_MARK: (_RELEASE, _release_by_warp),
+    CLUSTER_RELEASE_MARK: (_RELEASE, _release_in_cluster),
     WAIT_MARK: (_WAIT, lambda wait: wait["wait"]),
 }
 
@@ -93,8 +108,7 @@ def _wrap_ptx_stage(backend: Any, stages: dict[str, Any], options: Any, language
         ptx: str = make(source, metadata)
         if COPY_MARK in ptx:
             metadata["num_ctas"] = CLUSTER  # what the launcher makes clusters of
-            ptx = complete(ptx)
-        return ptx
+        return complete(ptx)
 
     stages["ptx"] = make_and_complete
 

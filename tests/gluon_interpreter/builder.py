@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from . import barriers, inline_asm
 from .atomics import add_scalar
-from .cluster import COPY_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, take_mark
+from .cluster import CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .numerics import narrow, poison, stored, widen
@@ -223,25 +223,25 @@ class Builder(InterpreterBuilder):
         barriers.invalidate(view)
 
     def create_mbarrier_expect(self, view: SharedView, size: int, pred: TensorHandle) -> None:
-        take_mark(None, "mbarrier.expect")
+        take_mark("mbarrier.expect")
         self.program.scheduler.pause()
         if _scalar(pred):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
-        everywhere = take_mark(RELEASE_MARK, "mbarrier.arrive")
-        if everywhere and (count != WARPGROUP or current().num_warps != WARPGROUP):
-            raise InvalidOperand(f"{location()}: an arrival in a cluster is one of each warp of 4, not {count}")
+        mark = take_mark("mbarrier.arrive", RELEASE_MARK, CLUSTER_RELEASE_MARK)
+        if mark is not None and (count != WARPGROUP or current().num_warps != WARPGROUP):
+            raise InvalidOperand(f"{location()}: an arrival by warp is one of each of 4, not {count}")
         self.program.scheduler.pause()
         if not _scalar(pred):
             return
         barriers.barrier_at(view).arrive(count)
-        for other in self.program.cluster.programs if everywhere else ():
+        for other in self.program.cluster.programs if mark == CLUSTER_RELEASE_MARK else ():
             if other is not self.program:
                 barriers.barrier_at(other.same_place(view)).arrive_from_afar(count, other)
 
     def create_mbarrier_wait(self, view: SharedView, phase: TensorHandle, pred: TensorHandle, deps: list[Any]) -> None:
-        take_mark(WAIT_MARK, "mbarrier.wait")  # it frees warps of a partition from each other, which run in step here
+        take_mark("mbarrier.wait", WAIT_MARK)  # it frees warps of a partition from each other, which run in step here
         if _scalar(pred):
             barriers.barrier_at(view).wait(_scalar(phase))
 
@@ -250,9 +250,8 @@ class Builder(InterpreterBuilder):
     def create_async_tma_copy_global_to_local(
         self, descriptor: Any, coordinates: list[TensorHandle], barrier: SharedView, view: SharedView, pred: Any
     ) -> None:
-        to_all = take_mark(COPY_MARK, "a TMA load")
-        self.program.cluster.copies_to_all += to_all
         self.program.scheduler.pause()
+        to_all = copies_to_all()
         if _scalar(pred):
             load(descriptor, [_scalar(c) for c in coordinates], barrier, view, to_all)
 

@@ -1,14 +1,20 @@
 """A cluster: programs that run together and reach into each other's shared memory; the barrier of all their threads.
 
 Gluon of Triton 3.6 has no words for that. Kernels write marks of `sm90_multicast.py` in front of the instruction they
-mean, which that module completes in the PTX; here the partition remembers the mark until it comes to the instruction.
+mean, or around copies, which that module completes in the PTX; here the partition remembers the mark until then.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diyfa.backends.cuda.sm90_multicast import COPY_MARK, RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.sm90_multicast import (
+    CLUSTER_RELEASE_MARK,
+    COPIED_MARK,
+    COPY_MARK,
+    RELEASE_MARK,
+    WAIT_MARK,
+)
 
 from .barriers import WARP
 from .clock import Clock
@@ -18,7 +24,7 @@ from .scheduler import Task, current
 if TYPE_CHECKING:
     from .program import Program
 
-MARKS = (COPY_MARK, RELEASE_MARK, WAIT_MARK)
+MARKS = (RELEASE_MARK, CLUSTER_RELEASE_MARK, WAIT_MARK)
 WARPGROUP = 4  # warps
 
 
@@ -84,27 +90,59 @@ class Meeting:
 def mark(text: str) -> None:
     """The running partition says what its next instruction of that kind means."""
     task = current()
-    if not task.program.cluster.is_shared:
-        raise InvalidOperand(f"{text!r} at {location()} in a kernel that is not launched in clusters")
+    if text == CLUSTER_RELEASE_MARK:
+        _need_cluster(text)
     if task.mark is not None:
         raise InvalidOperand(f"{text!r} at {location()}, but what {task.mark!r} speaks of has not come")
     task.mark = text
 
 
-def take_mark(meant: str | None, what: str) -> bool:
-    """Whether the instruction that the running partition has come to is marked; only as `meant` may it be."""
+def take_mark(what: str, *meant: str) -> str | None:
+    """The mark of the instruction that the running partition has come to; it may only be one that means such."""
     task = current()
     found, task.mark = task.mark, None
-    if found is not None and found != meant:
+    if found is not None and found not in meant:
         raise InvalidOperand(f"{found!r} in front of {what} at {location()}: it speaks of something else")
-    return found is not None
+    return found
+
+
+def begin_copies() -> None:
+    """From here to the other mark, what the running partition copies goes to all programs."""
+    task = current()
+    _need_cluster(COPY_MARK)
+    if task.copies_to_all is not None:
+        raise InvalidOperand(f"{COPY_MARK!r} at {location()}, but {COPIED_MARK!r} has not come")
+    task.copies_to_all = 0
+
+
+def end_copies() -> None:
+    task = current()
+    if not task.copies_to_all:
+        raise InvalidOperand(f"no copy stands between {COPY_MARK!r} and {COPIED_MARK!r} at {location()}")
+    task.copies_to_all = None
+
+
+def copies_to_all() -> bool:
+    """Whether the copy that the running partition has come to stands between marks."""
+    task = current()
+    if task.copies_to_all is None:
+        return False
+    task.copies_to_all += 1
+    task.program.cluster.copies_to_all += 1
+    return True
 
 
 def leave_no_mark() -> None:
     """The running partition ends."""
     task = current()
-    if task.mark is not None:
-        raise InvalidOperand(f"{task.name} ends, but what {task.mark!r} speaks of has not come")
+    left = task.mark or (None if task.copies_to_all is None else COPY_MARK)
+    if left is not None:
+        raise InvalidOperand(f"{task.name} ends, but what {left!r} speaks of has not come")
+
+
+def _need_cluster(text: str) -> None:
+    if not current().program.cluster.is_shared:
+        raise InvalidOperand(f"{text!r} at {location()} in a kernel that is not launched in clusters")
 
 
 def meets_before_partitions(program: Program) -> Deadlock:

@@ -13,7 +13,7 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
 from .atomics import OfFirstLane, add_scalar
-from .cluster import MARKS, mark
+from .cluster import COPIED_MARK, COPY_MARK, MARKS, begin_copies, end_copies, mark
 from .errors import BarrierMisuse, InvalidOperand, location
 from .numerics import narrow
 from .scheduler import current
@@ -56,11 +56,13 @@ def _show_barriers() -> None:
     task.clock.show(task)
 
 
-# What a program of a cluster says beside `mov.b32 $0, 0;`, which gives the text a result.
+# What stands beside `mov.b32 $0, 0;`, which gives the text a result.
 _RESULT = "mov.b32 $0, 0;"
-_CLUSTER: dict[str, Callable[[], None]] = {
+_SAID: dict[str, Callable[[], None]] = {
     "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;": _meet,
     "fence.mbarrier_init.release.cluster;": _show_barriers,
+    COPY_MARK: begin_copies,
+    COPIED_MARK: end_copies,
     **{text: partial(mark, text) for text in MARKS},
 }
 
@@ -121,7 +123,7 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         for action, number, count in barriers:
             _named_barrier(action, int(number), int(count))
         return TensorHandle(np.zeros(1, np.int32), tl.int32)
-    if said := _CLUSTER.get(asm.replace(_RESULT, "").strip()):
+    if said := _SAID.get(asm.replace(_RESULT, "").strip()):
         said()
         return TensorHandle(np.zeros(1, np.int32), tl.int32)
     if _DRAW.fullmatch(asm):

@@ -38,6 +38,7 @@ class Task:
         self.clock = clock
         self.steps = 0
         self.mark: str | None = None  # what the next instruction of some kind means, see `cluster.py`
+        self.copies_to_all: int | None = None  # so far, between marks that say so
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = lambda: "its turn"
         self.weight = 1.0
