@@ -329,12 +329,13 @@ def attention_job(
         "bias_ptr": problem.bias,
         "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
-        "dq_ptr": kernel != "dkdv",
+        "parts_ptr": fused,
+        "new_parts_ptr": fused,
     }
     constants |= {name: None for name, used in absent.items() if not used}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
-    signature |= {"dq_ptr": "*fp32"} if fused else {}
+    signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
     return Job(
         kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
         case=_case(problem, tile, bias),
@@ -385,7 +386,7 @@ def v1_finish_job(problem: AttentionProblem) -> Job:
         {
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-            "BLOCK_M": configs.preprocess_rows(problem),
+            "BLOCK_M": configs.preprocess_rows(problem.head_dim_v),
             "INTERPRET": False,
         },
     )  # fmt: skip
@@ -400,7 +401,7 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     constants: dict[str, Any] = {
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_M": configs.preprocess_rows(problem),
+        "BLOCK_M": configs.preprocess_rows(problem.head_dim_v),
         "SEQ_LENS": problem.seq_lens,
         "HAS_DLSE": has_dlse,
     }
@@ -413,6 +414,22 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
         _signature(function, _TRITON_DTYPES[problem.dtype]),
         constants,
     )
+
+
+def dq_sum_job(problem: AttentionProblem) -> Job:
+    """The job of the end of the fused backward: dq, the sum of its parts."""
+    from diyfa.backends.npu import bwd
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = bwd._bwd_dq_sum_kernel
+    constants: dict[str, Any] = {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_M": configs.preprocess_rows(problem.head_dim),
+        "INTERPRET": False,
+    }
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype]) | {"parts_ptr": "*fp32"}
+    return Job("attention_bwd/fused/sum", f"{problem.dtype} D={problem.head_dim}", function, signature, constants)
 
 
 def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32") -> Job:
@@ -685,6 +702,8 @@ def helper_jobs(target: str) -> Iterator[Job]:
     for dtype in configs.DTYPE_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
+        for head_dim in (40, 256, configs.HEAD_DIM_CLASSES[-1]):
+            yield dq_sum_job(example(target, dtype=dtype, head_dim=head_dim))
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield dsinks_job()
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):

@@ -67,6 +67,16 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
     return together if kernel == "dkdv" else together * group
 
 
+def key_shares(problem: AttentionProblem, block_n: int, device: torch.device) -> int:
+    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest cube
+    core has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
+    """
+    cores, _ = _core_counts(problem.arch, _index(device))
+    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
+    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
+    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
+
+
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
     return nullcontext() if x.device.type == "cpu" else torch.npu.device(x.device)
