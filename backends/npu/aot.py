@@ -386,7 +386,7 @@ def v1_finish_job(problem: AttentionProblem) -> Job:
         {
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-            "BLOCK_M": configs.preprocess_rows(problem.head_dim_v),
+            "BLOCK_M": configs.preprocess_rows(problem),
             "INTERPRET": False,
         },
     )  # fmt: skip
@@ -401,7 +401,7 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     constants: dict[str, Any] = {
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_M": configs.preprocess_rows(problem.head_dim_v),
+        "BLOCK_M": configs.preprocess_rows(problem),
         "SEQ_LENS": problem.seq_lens,
         "HAS_DLSE": has_dlse,
     }
@@ -425,7 +425,7 @@ def dq_sum_job(problem: AttentionProblem) -> Job:
     constants: dict[str, Any] = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_M": configs.preprocess_rows(problem.head_dim),
+        "BLOCK_M": configs.sum_rows(problem),
         "INTERPRET": False,
     }
     signature = _signature(function, _TRITON_DTYPES[problem.dtype]) | {"parts_ptr": "*fp32"}

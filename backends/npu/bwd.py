@@ -37,6 +37,7 @@ from diyfa.backends.npu.configs import (
     attention_tile,
     bwd_tiles,
     preprocess_rows,
+    sum_rows,
 )
 from diyfa.backends.npu.launch import (
     addressed,
@@ -159,7 +160,7 @@ def attention_bwd(
     scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
     grad_scale = scalars[-1]
     sizes = (*scalars, *attention_sizes(problem))
-    rows = preprocess_rows(problem.head_dim_v)
+    rows = preprocess_rows(problem)
     with device_guard(q):
         tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
         _bwd_preprocess_kernel[(vector_programs(problem.arch, q.device, tasks),)](
@@ -184,7 +185,7 @@ def attention_bwd(
             **launch_options(tile, problem.arch),
         )  # fmt: skip
         if fused:
-            rows = preprocess_rows(problem.head_dim)
+            rows = sum_rows(problem)
             tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
             _bwd_dq_sum_kernel[(vector_programs(problem.arch, q.device, tasks),)](
                 parts, dq,

@@ -353,9 +353,14 @@ def fused_unfit(problem: AttentionProblem) -> str | None:
     return None
 
 
-def preprocess_rows(head_dim: int) -> int:
-    """Rows of two tensors of `head_dim` columns, such as out and dout, that a vector program holds at a time."""
-    return PREPROCESS_ROWS if head_dim <= 256 else PREPROCESS_ROWS // 2
+def preprocess_rows(problem: AttentionProblem) -> int:
+    """Rows of out and dout a vector program holds at a time."""
+    return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
+
+
+def sum_rows(problem: AttentionProblem) -> int:
+    """Rows of dq in fp32 that a vector program adds up at a time."""
+    return PREPROCESS_ROWS // 2 if problem.head_dim <= 256 else PREPROCESS_ROWS // 4
 
 
 def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:

@@ -161,7 +161,7 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
     inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
     (q, k, v, out), (q_strides, k_strides, v_strides, out_strides) = zip(*inputs, strict=True)
     tile = v1_tile(problem)
-    rows = preprocess_rows(problem.head_dim_v)
+    rows = preprocess_rows(problem)
     heads = problem.batch * problem.heads_q
     running = q.new_zeros((*lse.shape, problem.head_dim_v), dtype=torch.float32)
     m = torch.empty_like(lse)
