@@ -170,7 +170,7 @@ def _bwd_dkdv_kernel(
                 ds = narrow(ds, q.dtype, INTERPRET)
                 if FUSED:
                     # With one pointer for both the compiler neither splits nor pipelines the loop.
-                    first = share.to(tl.int64) * stride_part
+                    first = stride_part.to(tl.int64) * share
                     part_base = base_of(parts_ptr + first, b, h, start_q, stride_pb, stride_ph, stride_pm, VARLEN)
                     part_block = tl.make_block_ptr(
                         part_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)

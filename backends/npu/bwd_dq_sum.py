@@ -27,7 +27,7 @@ def _bwd_dq_sum_kernel(
         part_base = parts_ptr + b.to(tl.int64) * stride_pb + h.to(tl.int64) * stride_ph
         for share in range(shares):
             part_block = tl.make_block_ptr(
-                part_base + share.to(tl.int64) * stride_part, (seqlen_q, HEAD_DIM), (stride_pm, 1), (row0, 0),
+                part_base + stride_part.to(tl.int64) * share, (seqlen_q, HEAD_DIM), (stride_pm, 1), (row0, 0),
                 (BLOCK_M, BLOCK_D), (1, 0),
             )  # fmt: skip
             total += load_tile(part_block, PAD_D)

@@ -85,6 +85,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_fwd/v1/finish",
         "attention_bwd/v2/dkdv",
         "attention_bwd/fused",
+        "attention_bwd/fused/sum",
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",
         "attention_bwd/v2/dbias",
@@ -241,18 +242,28 @@ def test_every_row_of_the_table_is_whole() -> None:
 
 @needs_compilers
 @pytest.mark.timeout(300)
-def test_v1_waits_after_each_pass_over_the_queries() -> None:
+@pytest.mark.parametrize(
+    ("job", "kernel", "expected"),
+    [
+        # By indentation: inside the loops over heads and keys, after the loop over queries.
+        ("aot.v1_job(example)", "_fwd_v1_kernel", [8, 4]),
+        # The first and last are the compiler's own, in the pipelined loop and at the end.
+        ("aot.attention_job(example, 'fused')", "_bwd_dkdv_kernel", [8, 6, 4]),
+    ],
+)
+def test_each_pass_over_the_queries_ends_with_a_wait(job: str, kernel: str, expected: list[int]) -> None:
     """What one pass writes to memory the next one reads: both kinds of core drain their pipes in between."""
     code = (
         "from diyfa.backends.npu import aot\n"
-        f"print(aot.hivm_of(aot.v1_job(aot.example({A2!r}, window_right=0)), {A2!r}))\n"
+        f"example = aot.example({A2!r}, window_right=0)\n"
+        f"print(aot.hivm_of({job}, {A2!r}))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    cube, vector = done.stdout.split("func.func @_fwd_v1_kernel_mix_aiv")
-    for core in (cube, vector):  # by indentation: inside the loops over heads and keys, after the loop over queries
+    cube, vector = done.stdout.split(f"func.func @{kernel}_mix_aiv")
+    for core in (cube, vector):
         barriers = [line for line in core.splitlines() if "pipe_barrier[<PIPE_ALL>]" in line]
-        assert [len(line) - len(line.lstrip()) for line in barriers] == [8, 4], core[-3000:]
+        assert [len(line) - len(line.lstrip()) for line in barriers] == expected, core[-3000:]
 
 
 @needs_compilers
