@@ -72,8 +72,12 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return refuse_features(problem, FEATURES, "the npu backend")
 
 
+def _gradient_unsupported(problem: AttentionProblem) -> str | None:
+    return _attention_unsupported(problem) or configs.gradient_unfit(problem)
+
+
 def _fused_unsupported(problem: AttentionProblem) -> str | None:
-    return configs.fused_unfit(problem) or _attention_unsupported(problem)
+    return _gradient_unsupported(problem) or configs.fused_unfit(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -121,7 +125,7 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
-            _attention_unsupported,
+            _gradient_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(

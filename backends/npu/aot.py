@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, configs_v1, gate, hivm
+from diyfa.backends.npu import configs, configs_v1, gate, hivm, l0
 from diyfa.backends.npu.metrics import limits, metrics
 from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem, ToolMissing
 
@@ -216,6 +216,12 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
         if job.gated:
             failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
+    memory = dict(compiled.memory)
+    if compiled.module:
+        try:
+            memory |= l0.use(compiled.module, target)
+        except ValueError as unfit:
+            failures.append(str(unfit))
     return CompileReport(
         backend="npu",
         target=target,
@@ -223,7 +229,7 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         case=job.case,
         ok=not failures,
         seconds=round(seconds, 2),
-        memory=compiled.memory,
+        memory=memory,
         notes=(*failures, *notes),
         limits=limits(target),
         metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
@@ -598,13 +604,14 @@ FUSED_CASES: tuple[dict[str, Any], ...] = (
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
-    kernel but the fused backward.
+    kernel but the fused backward. Those of the backward pass have the widest head dim that there are gradients for.
     """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
-        yield attention_job(problem, kernel, bias=dims)
+        widest = configs.widest_gradient(problem.dtype) if kernel != "fwd" else problem.head_dim
+        yield attention_job(problem.replace(head_dim=min(problem.head_dim, widest)), kernel, bias=dims)
 
 
 # The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.

@@ -45,7 +45,7 @@ def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
-    parts_ptr, new_parts_ptr,  # of dq, (shares, ...) fp32, zero before: one memory, by one name to read and one to write
+    parts_ptr, new_parts_ptr,  # of dq, (shares, ...) fp32, zero before: one memory, a name to read and one to write by
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_part, stride_pb, stride_ph, stride_pm,

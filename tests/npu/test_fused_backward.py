@@ -106,7 +106,9 @@ def test_shares(sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("changes", [{}, {"seq_lens": (250, 10)}], ids=["dense", "seq-lens"])
-def test_several_tiles_in_each_share(npu: torch.device, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tiles_in_each_share(
+    npu: torch.device, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shares of three and of four tiles of keys, the last tile partial; seq_lens leave some without work."""
     monkeypatch.setattr(bwd, "key_shares", lambda *_: 2)
     batch = 2 if changes else 1
