@@ -169,7 +169,7 @@ def _bwd_dkdv_kernel(
                     )  # fmt: skip
                 ds = narrow(ds, q.dtype, INTERPRET)
                 if FUSED:
-                    # With one pointer for both the compiler neither splits nor pipelines the loop.
+                    # With one pointer for both the compiler does not split the work over both vector cores.
                     first = stride_part.to(tl.int64) * share
                     part_base = base_of(parts_ptr + first, b, h, start_q, stride_pb, stride_ph, stride_pm, VARLEN)
                     part_block = tl.make_block_ptr(
