@@ -349,8 +349,8 @@ def attention_job(
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        problem=None if fused else problem,  # the tile is that of dkdv, chosen without dq
-        step=step,
+        problem=problem,
+        step=kernel,
         tile=tile,
     )
 

@@ -36,15 +36,16 @@ from diyfa.backends.npu.configs import (
     attention_sizes,
     attention_tile,
     bwd_tiles,
+    key_shares,
     preprocess_rows,
     sum_rows,
 )
 from diyfa.backends.npu.launch import (
     addressed,
+    cube_cores,
     cube_programs,
     device_guard,
     heads_together,
-    key_shares,
     launch_options,
     vector_programs,
 )
@@ -135,7 +136,7 @@ def attention_bwd(
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks = gradients
     tiles = bwd_tiles(problem)
-    shares = key_shares(problem, tiles["dkdv"].block_n, dq.device) if fused else 0
+    shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
     parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
     part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])
     delta = torch.empty_like(lse)

@@ -341,6 +341,15 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
     return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 
+def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
+    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest of
+    `cores` cube cores has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
+    """
+    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
+    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
+    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
+
+
 def widest_gradient(dtype: str) -> int:
     """The largest head dim of q and k with gradients: columns of dq and dk, of which 16 rows at least must pass through
     half of L0B."""

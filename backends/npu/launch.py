@@ -43,7 +43,12 @@ def _index(device: torch.device) -> int:
 
 def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
     """Programs of a kernel with matrix products: one for each cube core, fewer when there is less to do."""
-    return max(1, min(tasks, _core_counts(arch, _index(device))[0]))
+    return max(1, min(tasks, cube_cores(arch, device)))
+
+
+def cube_cores(arch: str, device: torch.device) -> int:
+    """Cube cores of `device`."""
+    return _core_counts(arch, _index(device))[0]
 
 
 def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
@@ -65,16 +70,6 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
     parts = -(-heads * rows * row_bytes // CACHE_BYTES)
     together = -(-heads // max(1, min(parts, heads)))
     return together if kernel == "dkdv" else together * group
-
-
-def key_shares(problem: AttentionProblem, block_n: int, device: torch.device) -> int:
-    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest cube
-    core has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
-    """
-    cores, _ = _core_counts(problem.arch, _index(device))
-    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
-    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
-    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
 
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -243,7 +243,7 @@ class Search:
         self.pool = ThreadPoolExecutor(jobs)
         self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
         for job in aot.shipped_jobs(target, full=True):
-            if job.problem is not None:
+            if job.problem is not None and job.step != "fused":  # whose tile is that of dkdv, chosen without dq
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
     def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:

@@ -11,7 +11,7 @@ import torch
 
 import diyfa
 from diyfa import registry
-from diyfa.backends.npu import aot, bwd, launch
+from diyfa.backends.npu import aot, bwd, configs
 
 DENSE = (
     "bf16-causal-gqa", "several-tiles", "more-queries-than-keys", "one-query", "one-key", "head-dim-17", "packed",
@@ -98,11 +98,10 @@ SHARES = {  # batch, heads, keys, cores: shares, with tiles of 64 keys
 
 
 @pytest.mark.parametrize("sizes", SHARES, ids=str)
-def test_shares(sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares(sizes: tuple[int, int, int, int]) -> None:
     batch, heads, keys, cores = sizes
-    monkeypatch.setattr(launch, "_core_counts", lambda arch, index: (cores, 2 * cores))
     problem = aot.example("Ascend910B3", batch=batch, heads_q=2 * heads, heads_kv=heads, seqlen_q=keys, seqlen_k=keys)
-    assert launch.key_shares(problem, 64, torch.device("cpu")) == SHARES[sizes]
+    assert configs.key_shares(problem, 64, cores) == SHARES[sizes]
 
 
 @pytest.mark.parametrize("changes", [{}, {"seq_lens": (250, 10)}], ids=["dense", "seq-lens"])
