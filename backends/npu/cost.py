@@ -248,8 +248,7 @@ def predict(
     zigzag: bool = True,
     heads_inside: bool = False,
 ) -> Prediction:
-    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module`, for `problem` on its
-    chip.
+    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module` for `problem`.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
     was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
