@@ -709,9 +709,10 @@ def helper_jobs(target: str) -> Iterator[Job]:
     for dtype in configs.DTYPE_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
-        for head_dim in (40, 256, configs.HEAD_DIM_CLASSES[-1]):
-            yield dq_sum_job(example(target, dtype=dtype, head_dim=head_dim))
+        yield dq_sum_job(example(target, dtype=dtype, head_dim=configs.HEAD_DIM_CLASSES[-1]))
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield dq_sum_job(example(target, head_dim=256))
+    yield dq_sum_job(example(target, head_dim=40))
     yield dsinks_job()
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
         yield dbias_rows_job(dims, sinks, has_dlse)

@@ -98,7 +98,6 @@ FUSED = [
     Case("fp32_d40", heads=1, seqlen_q=70, seqlen_k=700, head_dim=40, dtype="float32", window=(300, 20)),
     CASES["lens_causal"],
     CASES["varlen_causal"],
-    CASES["everything_dropout"],
 ]
 
 
