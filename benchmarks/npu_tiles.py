@@ -116,7 +116,8 @@ def markdown(document: dict[str, Any]) -> str:
         shares = lines.setdefault((*what, used, *state, passes, row["bottleneck"]), {})
         shares.setdefault(share, []).append(row["chip"].removeprefix("Ascend"))
     out = [
-        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0A / L0B / L0C KiB | bound | pipe | passes | waits for | share |",
+        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0A / L0B / L0C KiB "
+        "| bound | pipe | passes | waits for | share |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for what, shares in lines.items():

@@ -163,20 +163,20 @@ def _equivalence(rows: list[Row]) -> Section:
 def _compiled(rows: list[Row]) -> Section:
     """Kernels that were compiled ahead of time; their speed is predicted."""
     index = ("chip", "kernel", "pass", "dtype", "D", "mask", "tile")
-    values = ("ub_kib", "l1_kib", "l0a_kib", "l0b_kib", "l0c_kib", "bound", "pipelined", "passes", "mask_passes", "predicted_tflops")
+    values = ("ub_kib", "l1_kib", "l0c_kib", "bound", "pipelined", "passes", "mask_passes", "predicted_tflops")
     there = [row for row in rows if "error" not in row]
     notes = [" ".join(str(row[name]) for name in (*index, "error")) for row in rows if "error" in row]
     table = [
         [
             *(row[name] for name in index),
-            *(_shown(name, row.get(name)) for name in values),
+            *(_shown(name, row[name]) for name in values),
             f"{100 * row['predicted_share_of_cube_peak']:.0f} %",
             row["bottleneck"],
         ]
         for row in there
     ]
     columns = [
-        *index, "UB KiB", "L1 KiB", "L0A KiB", "L0B KiB", "L0C KiB", "bound", "pipe", "passes", "mask adds", "predicted TFLOP/s",
+        *index, "UB KiB", "L1 KiB", "L0C KiB", "bound", "pipe", "passes", "mask adds", "predicted TFLOP/s",
         "of cube peak", "waits for",
     ]  # fmt: skip
     return Section("Compiled for Ascend, not run: predicted", "see columns", columns, table, notes=notes)
