@@ -128,12 +128,18 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def rows_of_the_table() -> str:
-    """The tiles of the 910B and A3 as docs/npu.md shows them."""
+    """The tiles of the 910B and A3, then of the 950, as docs/npu.md shows them."""
+    from diyfa.arch import NPUArch
+
+    return "\n\n".join([_rows_of(NPUArch.A2, "A2, A3"), _rows_of(NPUArch.A5, "950")])
+
+
+def _rows_of(family: Any, chips: str) -> str:
     from diyfa.arch import NPUArch
     from diyfa.backends.npu import configs
 
     names = {"fwd": "fwd", "dq": "dq", "dkdv": "dk/dv", "dbias": "dbias"}
-    out = [f"| A2, A3 | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
+    out = [f"| {chips} | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
     for (kernel, name), (width, bits), head_dim in product(
         names.items(), ((2, "16-bit"), (4, "fp32")), configs.HEAD_DIM_CLASSES
     ):
@@ -142,10 +148,10 @@ def rows_of_the_table() -> str:
         for mode in configs.MODES:
             # No call asks for a "tail" of dk/dv.
             asked = "even" if (kernel, mode) == ("dkdv", "tail") else mode
-            tile = configs.ATTENTION_TILES.get(configs.TileKey(NPUArch.A2, kernel, width, head_dim, asked))
+            tile = configs.ATTENTION_TILES.get(configs.TileKey(family, kernel, width, head_dim, asked))
             cells.append("" if tile is None else f"{tile.block_m}×{tile.block_n}")
             depths |= {4 if tile is None else tile.pipelined}
-        deep = "" if depths == {4} else " (two deep)"
+        deep = " (two deep)" if family is NPUArch.A2 and depths != {4} else ""
         out.append(
             f"| {first} | {head_dim}{deep} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
         )
