@@ -50,7 +50,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "heads_kv": 1, "window": (40, 3), "softcap": 5.0, "alibi": "h", "bias": "1hqk", "sinks": True, "dropout_p": 0.1
     },
 }  # fmt: skip
-V1_FEATURES = ("plain", "causal", "grouped heads", "seq_lens", "window")  # of the FlashAttention schedule
+# Of the other schedule, and of the other backward pass.
+OTHER_FEATURES = {
+    "v1": ("plain", "causal", "grouped heads", "seq_lens", "window"),
+    "fused": ("plain", "causal", "grouped heads", "seq_lens", "packed sequences", "all at once"),
+}
 
 
 def _case(name: str, changes: dict[str, Any], sizes: Sizes, **more: Any) -> AttentionCase:
@@ -63,7 +67,7 @@ def _case(name: str, changes: dict[str, Any], sizes: Sizes, **more: Any) -> Atte
 
 
 def numerics_cases(sizes: Sizes) -> list[tuple[str, AttentionCase]]:
-    """(variant, case): each feature in each dtype, then head dims, then the other schedule."""
+    """(variant, case): each feature in each dtype, then head dims, then the other variants."""
     rows = [
         ("auto", _case(f"{name}, {dtype}", changes, sizes, dtype=dtype))
         for dtype in DTYPES
@@ -75,7 +79,11 @@ def numerics_cases(sizes: Sizes) -> list[tuple[str, AttentionCase]]:
         for d in sizes.head_dims
         for dtype in (DTYPES if d <= 256 else DTYPES[:2])
     ]
-    rows += [("v1", _case(f"v1: {name}, float16", FEATURES[name], sizes)) for name in V1_FEATURES]
+    rows += [
+        (variant, _case(f"{variant}: {name}, float16", FEATURES[name], sizes))
+        for variant, names in OTHER_FEATURES.items()
+        for name in names
+    ]
     return rows
 
 

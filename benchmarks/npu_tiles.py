@@ -28,6 +28,7 @@ CHIPS = (
 )
 FAMILIES = {"Ascend910B3": "910B, A3", "Ascend950PR_9589": "950"}  # by the chip compiled for
 KERNELS = ("fwd", "dq", "dkdv")
+MEMORIES = ("ub", "l1", "l0a", "l0b", "l0c")
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"full": -1, "causal": 0}  # window_right
 
@@ -38,13 +39,16 @@ def _kib(size: int) -> float:
 
 def _row(compiled: Any, prediction: Any, **what: Any) -> dict[str, Any]:
     """One kernel: what it is, what it uses, what is predicted of it."""
+    from diyfa.backends.npu import l0
+
     row = {"table": "compiled", "dtype": "float16", **what}
     if compiled.module is None:
         return {**row, "error": compiled.error or "; ".join(compiled.notes)}
     module = compiled.module
     loop = module.loops[0]
     masked = module.loops[-1].masked if len(module.loops) == 1 else module.loops[1].tile
-    row |= {f"{name}_kib": _kib(module.memory.get(name, 0)) for name in ("ub", "l1", "l0c")}
+    memory = module.memory | l0.use(module, what["compiled_for"])
+    row |= {f"{name}_kib": _kib(memory[name]) for name in MEMORIES if name in memory}
     return {
         **row,
         "bound": module.bound,
@@ -104,14 +108,16 @@ def markdown(document: dict[str, Any]) -> str:
         if "error" in row:
             lines[(*what, row["error"], "", "", "", "")] = {"–": []}
             continue
-        used = f"{row['ub_kib']:.0f} / {row['l1_kib']:.0f} / {row['l0c_kib']:.0f}"
+        sizes = [row.get(f"{name}_kib") for name in MEMORIES]
+        used = " / ".join("–" if size is None else f"{size:.0f}" for size in sizes)
         state = ("yes" if row["bound"] else "no", row["pipelined"] or "none")
         passes = f"{row['passes']} + {row['mask_passes']}" if row["mask"] == "causal" else f"{row['passes']}"
         share = f"{100 * row['predicted_share_of_cube_peak']:.0f} %"
         shares = lines.setdefault((*what, used, *state, passes, row["bottleneck"]), {})
         shares.setdefault(share, []).append(row["chip"].removeprefix("Ascend"))
     out = [
-        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0C KiB | bound | pipe | passes | waits for | share |",
+        "| chip | D | mask | pass | kernel | tile | UB / L1 / L0A / L0B / L0C KiB "
+        "| bound | pipe | passes | waits for | share |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for what, shares in lines.items():
@@ -122,12 +128,18 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def rows_of_the_table() -> str:
-    """The tiles of the 910B and A3 as docs/npu.md shows them."""
+    """The tiles of the 910B and A3, then of the 950, as docs/npu.md shows them."""
+    from diyfa.arch import NPUArch
+
+    return "\n\n".join([_rows_of(NPUArch.A2, "A2, A3"), _rows_of(NPUArch.A5, "950")])
+
+
+def _rows_of(family: Any, chips: str) -> str:
     from diyfa.arch import NPUArch
     from diyfa.backends.npu import configs
 
     names = {"fwd": "fwd", "dq": "dq", "dkdv": "dk/dv", "dbias": "dbias"}
-    out = [f"| A2, A3 | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
+    out = [f"| {chips} | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
     for (kernel, name), (width, bits), head_dim in product(
         names.items(), ((2, "16-bit"), (4, "fp32")), configs.HEAD_DIM_CLASSES
     ):
@@ -136,10 +148,10 @@ def rows_of_the_table() -> str:
         for mode in configs.MODES:
             # No call asks for a "tail" of dk/dv.
             asked = "even" if (kernel, mode) == ("dkdv", "tail") else mode
-            tile = configs.ATTENTION_TILES.get(configs.TileKey(NPUArch.A2, kernel, width, head_dim, asked))
+            tile = configs.ATTENTION_TILES.get(configs.TileKey(family, kernel, width, head_dim, asked))
             cells.append("" if tile is None else f"{tile.block_m}×{tile.block_n}")
             depths |= {4 if tile is None else tile.pipelined}
-        deep = "" if depths == {4} else " (two deep)"
+        deep = " (two deep)" if family is NPUArch.A2 and depths != {4} else ""
         out.append(
             f"| {first} | {head_dim}{deep} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
         )

@@ -463,7 +463,7 @@ class AscendCompiler:
         mask = {**dict.fromkeys(work, 0), "vector_passes_per_score": 5.0, "vector_elements": 160 * 1024}
         yield CompileReport(
             "npu", target, "attention_fwd/v2", "float16 D=128 full 128x256", True, 0.5,
-            memory={"ub": 184576, "l1": 458752, "l0c": 131072},
+            memory={"ub": 184576, "l1": 458752, "l0a": 49152, "l0c": 131072},
             limits={"ub": 196608, "l1": 524288, "l0a": 65536, "l0b": 65536, "l0c": 131072},
             metrics={
                 "bound": True, "pipelined": 4, "loops": [{"tile": work, "mask_adds": mask}], "task": work,
@@ -486,7 +486,19 @@ def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
         "kernel": ("fwd", "dq"), "dtype": ("bfloat16",), "head_dim": (128,), "mode": ("causal",), "tile": ((128, 256),),
     }  # fmt: skip
     assert compiler.asked == ("Ascend910B3", None, selected)
-    for cell in ("180/192", "448/512", "128/128", "yes", "7.0+5.0", "225+160", "2048/2461/3575", "128+512", "49 %"):
+    for cell in (
+        "180/192",
+        "448/512",
+        "48/64",
+        "?/64",
+        "128/128",
+        "yes",
+        "7.0+5.0",
+        "225+160",
+        "2048/2461/3575",
+        "128+512",
+        "49 %",
+    ):
         assert cell in printed, cell
     assert "predicted" in printed
     narrow = Console(width=80, file=io.StringIO())  # where the table's columns would be two letters wide

@@ -72,17 +72,12 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return refuse_features(problem, FEATURES, "the npu backend")
 
 
-# Whether the compiler shares a kernel's atomic additions between both vector cores. It splits stores, but
-# lets each of the two add the whole tile: compiled, the fused backward returns twice dq.
-SHARES_ATOMICS = False
+def _gradient_unsupported(problem: AttentionProblem) -> str | None:
+    return _attention_unsupported(problem) or configs.gradient_unfit(problem)
 
 
 def _fused_unsupported(problem: AttentionProblem) -> str | None:
-    if not SHARES_ATOMICS and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        return "compiled by ascendnpu-ir 1.2.0 both vector cores add all of dq, so it runs only in the interpreter"
-    if problem.deterministic:
-        return "deterministic gradients need one order of additions, and the fused backward adds dq up atomically"
-    return configs.fused_unfit(problem) or _attention_unsupported(problem)
+    return _gradient_unsupported(problem) or configs.fused_unfit(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -130,13 +125,13 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
-            _attention_unsupported,
+            _gradient_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(
             "fused",
             "attention_bwd",
-            "one kernel for dk, dv and dq, which it adds up atomically in fp32; only where it is asked for by name",
+            "one kernel for dk, dv and fp32 parts of dq, deterministic; only where it is asked for by name",
             _launch_bwd_fused,
             _fused_unsupported,
             configs.bwd_tiles,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, configs_v1, gate, hivm
+from diyfa.backends.npu import configs, configs_v1, gate, hivm, l0
 from diyfa.backends.npu.metrics import limits, metrics
 from diyfa.problem import VARLEN, AttentionProblem, CompileReport, MatmulProblem, ToolMissing
 
@@ -216,6 +216,12 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
         if job.gated:
             failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
+    memory = dict(compiled.memory)
+    if compiled.module:
+        try:
+            memory |= l0.use(compiled.module, target)
+        except ValueError as unfit:
+            failures.append(str(unfit))
     return CompileReport(
         backend="npu",
         target=target,
@@ -223,7 +229,7 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         case=job.case,
         ok=not failures,
         seconds=round(seconds, 2),
-        memory=compiled.memory,
+        memory=memory,
         notes=(*failures, *notes),
         limits=limits(target),
         metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
@@ -329,12 +335,13 @@ def attention_job(
         "bias_ptr": problem.bias,
         "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
-        "dq_ptr": kernel != "dkdv",
+        "parts_ptr": fused,
+        "new_parts_ptr": fused,
     }
     constants |= {name: None for name, used in absent.items() if not used}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
-    signature |= {"dq_ptr": "*fp32"} if fused else {}
+    signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
     return Job(
         kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
         case=_case(problem, tile, bias),
@@ -342,8 +349,8 @@ def attention_job(
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
         options=tile.compile_options(problem.arch),
-        problem=None if fused else problem,  # the tile is that of dkdv, chosen without dq
-        step=step,
+        problem=problem,
+        step=kernel,
         tile=tile,
     )
 
@@ -413,6 +420,22 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
         _signature(function, _TRITON_DTYPES[problem.dtype]),
         constants,
     )
+
+
+def dq_sum_job(problem: AttentionProblem) -> Job:
+    """The job of the end of the fused backward: dq, the sum of its parts."""
+    from diyfa.backends.npu import bwd
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = bwd._bwd_dq_sum_kernel
+    constants: dict[str, Any] = {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_M": configs.sum_rows(problem),
+        "INTERPRET": False,
+    }
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype]) | {"parts_ptr": "*fp32"}
+    return Job("attention_bwd/fused/sum", f"{problem.dtype} D={problem.head_dim}", function, signature, constants)
 
 
 def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32") -> Job:
@@ -581,13 +604,14 @@ FUSED_CASES: tuple[dict[str, Any], ...] = (
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
-    kernel but the fused backward.
+    kernel but the fused backward. Those of the backward pass have the widest head dim that there are gradients for.
     """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
-        yield attention_job(problem, kernel, bias=dims)
+        widest = configs.widest_gradient(problem.dtype) if kernel != "fwd" else problem.head_dim
+        yield attention_job(problem.replace(head_dim=min(problem.head_dim, widest)), kernel, bias=dims)
 
 
 # The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
@@ -685,7 +709,10 @@ def helper_jobs(target: str) -> Iterator[Job]:
     for dtype in configs.DTYPE_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
+        yield dq_sum_job(example(target, dtype=dtype, head_dim=configs.HEAD_DIM_CLASSES[-1]))
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield dq_sum_job(example(target, head_dim=256))
+    yield dq_sum_job(example(target, head_dim=40))
     yield dsinks_job()
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
         yield dbias_rows_job(dims, sinks, has_dlse)

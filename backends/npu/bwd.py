@@ -6,8 +6,8 @@
 4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
 5. bwd_dsinks.py: the gradient of the sinks, when there are any.
 
-The variant "fused" has no third step: dq comes from the same scores as dk and dv, so the second one adds to it as it
-goes, atomically, and the order of those additions differs from run to run.
+In the variant "fused" dq comes from the same scores as dk and dv: the second step sums it in as many parts as the keys
+of a head are shared out into (`key_shares`), and the third, bwd_dq_sum.py, adds those up.
 
 Here they are launched. What the kernels with matrix products have in common with fwd.py (the persistent grid, the one
 loop, the padding) is said there.
@@ -26,6 +26,7 @@ from diyfa.backends.npu.bwd_dbias_rows import _bwd_dbias_rows_kernel
 from diyfa.backends.npu.bwd_delta import _bwd_preprocess_kernel
 from diyfa.backends.npu.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.bwd_dq import _bwd_dq_kernel
+from diyfa.backends.npu.bwd_dq_sum import _bwd_dq_sum_kernel
 from diyfa.backends.npu.bwd_dsinks import _bwd_dsinks_kernel
 from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
 from diyfa.backends.npu.configs import (
@@ -35,10 +36,13 @@ from diyfa.backends.npu.configs import (
     attention_sizes,
     attention_tile,
     bwd_tiles,
+    key_shares,
     preprocess_rows,
+    sum_rows,
 )
 from diyfa.backends.npu.launch import (
     addressed,
+    cube_cores,
     cube_programs,
     device_guard,
     heads_together,
@@ -108,7 +112,7 @@ def _launch_dbias(
 
 
 def attention_bwd_fused(*args: Any) -> None:
-    """`attention_bwd` with dq added up atomically by the kernel of dk and dv."""
+    """`attention_bwd` with dq from the kernel of dk and dv."""
     attention_bwd(*args, fused=True)
 
 
@@ -124,16 +128,17 @@ def attention_bwd(
 ) -> None:
     """Launch the backward kernels, which fill the gradients.
 
-    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`. `fused`: one kernel for dq, dk
-    and dv instead of two.
+    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`. `fused`: one kernel for dk, dv
+    and the parts of dq. Their memory is 4 · numel(dq) bytes for each of `key_shares`.
     """
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks = gradients
-    summed = None  # dq in the fused form: fp32, whatever the dtype of dq
-    if fused:
-        summed = dq.zero_() if dq.dtype == torch.float32 else torch.zeros_like(dq, dtype=torch.float32)
+    tiles = bwd_tiles(problem)
+    shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
+    parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
+    part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])
     delta = torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
@@ -153,8 +158,9 @@ def attention_bwd(
         "INTERPRET": INTERPRETED,
     }
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    sizes = (*attention_scalars(problem, tensors.sm_scale, tensors.dropout_p), *attention_sizes(problem))
-    tiles = bwd_tiles(problem)
+    scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
+    grad_scale = scalars[-1]
+    sizes = (*scalars, *attention_sizes(problem))
     rows = preprocess_rows(problem)
     with device_guard(q):
         tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
@@ -167,19 +173,29 @@ def attention_bwd(
             SEQ_LENS=problem.seq_lens, HAS_DLSE=dlse is not None,
         )  # fmt: skip
         tile = tiles["dkdv"]
-        tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
+        tasks = (shares if fused else triton.cdiv(problem.seqlen_k, tile.block_n)) * batch * problem.heads_kv
         flags = _flags(problem, "dkdv")
         flags["MASKED"] |= fused  # the sum over keys must leave out those beyond the last
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
-            dk, dv, summed,
+            dk, dv, parts, parts,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
-            *((0, 0, 0) if summed is None else addressed(summed, problem.layout)[1]), *feature_strides,
-            *sizes, heads_together(problem, "dkdv"),
+            *part_strides, *feature_strides,
+            *sizes, heads_together(problem, "dkdv"), shares,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **shared, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        if summed is None:
+        if fused:
+            rows = sum_rows(problem)
+            tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
+            _bwd_dq_sum_kernel[(vector_programs(problem.arch, q.device, tasks),)](
+                parts, dq,
+                *part_strides, *stride["dq"],
+                shares, grad_scale, *row_sizes,
+                HEAD_DIM=problem.head_dim, BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_M=rows,
+                INTERPRET=INTERPRETED,
+            )  # fmt: skip
+        else:
             tile = tiles["dq"]
             tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
             _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
@@ -191,8 +207,6 @@ def attention_bwd(
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
                 **launch_options(tile, problem.arch),
             )  # fmt: skip
-        elif summed is not dq:
-            dq.copy_(summed)
         if dbias is not None:
             tensors = tensors._replace(q=q, k=k, v=v)
             _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, slope_stride, sizes, shared)

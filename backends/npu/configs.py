@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
-from diyfa.backends.npu import tiles
+from diyfa.backends.npu import l0, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, MatmulProblem
 
@@ -174,7 +174,7 @@ _A5_SHAPES: _Shapes = {
     ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
     ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 32)),
     ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
     ("dkdv", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
     # kernel, bytes, head_dim     biased     featured  crowded
@@ -341,6 +341,31 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
     return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 
+def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
+    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest of
+    `cores` cube cores has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
+    """
+    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
+    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
+    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
+
+
+def widest_gradient(dtype: str) -> int:
+    """The largest head dim of q and k with gradients: columns of dq and dk, of which 16 rows at least must pass through
+    half of L0B."""
+    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
+
+
+def gradient_unfit(problem: AttentionProblem) -> str | None:
+    """Why the compiler's library cannot form the gradients, if it cannot (see l0.py)."""
+    most = widest_gradient(problem.dtype)
+    if problem.head_dim > most:
+        return (
+            f"head_dim {problem.head_dim} is beyond {most}, the most that {problem.dtype} gradients go through L0B with"
+        )
+    return None
+
+
 def fused_unfit(problem: AttentionProblem) -> str | None:
     """Why the accumulators of the fused backward do not fit L0C, if they do not.
 
@@ -356,6 +381,11 @@ def fused_unfit(problem: AttentionProblem) -> str | None:
 def preprocess_rows(problem: AttentionProblem) -> int:
     """Rows of out and dout a vector program holds at a time."""
     return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
+
+
+def sum_rows(problem: AttentionProblem) -> int:
+    """Rows of dq in fp32 that a vector program adds up at a time."""
+    return PREPROCESS_ROWS // 2 if problem.head_dim <= 256 else PREPROCESS_ROWS // 4
 
 
 def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
@@ -408,8 +438,9 @@ def matmul_tile(problem: MatmulProblem) -> MatmulTile:
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
-    """Whether the accumulator fits L0C and two stages of both operand tiles fit L1."""
+    """Whether the accumulator fits L0C, two stages of both operand tiles L1, and pieces of them L0A and L0B."""
     spec = npu_spec(problem.arch)
     width = max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])
     operands = (tile.block_m + tile.block_n) * tile.block_k * width
-    return spec is not None and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1
+    streamed = l0.longest_piece(tile.block_m, tile.block_n, width) > 0
+    return spec is not None and streamed and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1

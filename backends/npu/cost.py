@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
+from diyfa.backends.npu.configs import key_shares
 from diyfa.backends.npu.hivm import Module, Product, Work
 from diyfa.problem import AttentionProblem
 
@@ -155,6 +156,7 @@ class Task:
 def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_n: int) -> Iterator[Task]:
     """The tasks of one head, from the first block on. Windows other than causal are not told from full attention.
 
+    fused: as dkdv, a tile of keys each, whatever share it belongs to.
     dbias: the tiles of a bias [queries, keys] that all heads of all samples share, a row of them as one.
     """
     rows, keys = problem.seqlen_q, problem.seqlen_k
@@ -166,7 +168,7 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
             cut = sum(n0 + block_n > row0 + offset for n0 in seen) if problem.causal else 0
             yield Task(shared * len(seen), shared * cut)
         return
-    if kernel == "dkdv":
+    if kernel in ("dkdv", "fused"):
         group = problem.heads_q // problem.heads_kv
         for n0 in range(0, keys, block_n):
             low = max(0, n0 - offset) // block_m * block_m if problem.causal else 0
@@ -232,7 +234,7 @@ def _tensor_bytes(problem: AttentionProblem, kernel: str, width: int) -> float:
     bias = 4 * problem.seqlen_q * problem.seqlen_k  # its gradient; the bias itself is left out, as in every kernel
     extra = {
         "fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv + bias,
-        "fused": q * (d + dv),
+        "fused": q * dv + k * (d + dv),
     }  # fmt: skip
     return q * d + k * (d + dv) + extra[kernel]
 
@@ -246,7 +248,7 @@ def predict(
     zigzag: bool = True,
     heads_inside: bool = False,
 ) -> Prediction:
-    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias") as compiled into `module`, for `problem` on its chip.
+    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module` for `problem`.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
     was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
@@ -265,8 +267,11 @@ def predict(
         (task.tiles - task.masked) * per_tile + task.masked * per_cut + around
         for task in attention_tasks(problem, kernel, block_m, block_n)
     ]
-    heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
+    heads = problem.batch * (problem.heads_kv if kernel in ("dkdv", "fused") else problem.heads_q)
     programs = spec.cube_cores
+    shares = key_shares(problem, block_n, programs) if kernel == "fused" else 0
+    if kernel == "fused":  # dealt back and forth, as tasks are to programs
+        costs = deal(costs, shares)
     if kernel == "dbias":  # so many small tasks that dealing evens them out
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
@@ -283,6 +288,8 @@ def predict(
     if programs * module.workspace > speed.l2_bytes:  # then what passes between the cores goes to device memory too
         tiles = sum(task.tiles for task in attention_tasks(problem, kernel, block_m, block_n)) * heads
         compulsory += tiles * (full.tile.workspace_read + full.tile.workspace_written)
+    # Of dq each share's copy is cleared, added to and read again.
+    compulsory += 3 * 4 * shares * problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim
     device = compulsory / (speed.memory * spec.cube_cores * speed.hertz)
     flops = useful_flops(problem, kernel)
     bottleneck = "device memory" if device > seconds else plain.bottleneck

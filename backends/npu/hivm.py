@@ -8,8 +8,8 @@ library (`mma_tile_*`, `nd2nz_*`, `v*_1d_float`, ...) on buffers with planned ad
   runs and what a run-time `if` (the mask) adds;
 * the work around that loop, once for each task of the persistent grid.
 
-Shapes are those of the buffers, so a partial last tile counts as a whole one. L0A and L0B do not appear: the library's
-`mma_tile` streams its operands through them in pieces of its own choice. On the 950 loops are branches between blocks
+Shapes are those of the buffers, so a partial last tile counts as a whole one. L0A and L0B do not appear: l0.py
+says what becomes of them. On the 950 loops are branches between blocks
 and vector code is outlined into functions of register instructions; both are followed here.
 """
 

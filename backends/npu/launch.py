@@ -43,7 +43,12 @@ def _index(device: torch.device) -> int:
 
 def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
     """Programs of a kernel with matrix products: one for each cube core, fewer when there is less to do."""
-    return max(1, min(tasks, _core_counts(arch, _index(device))[0]))
+    return max(1, min(tasks, cube_cores(arch, device)))
+
+
+def cube_cores(arch: str, device: torch.device) -> int:
+    """Cube cores of `device`."""
+    return _core_counts(arch, _index(device))[0]
 
 
 def vector_programs(arch: str, device: torch.device, tasks: int) -> int:

@@ -169,7 +169,7 @@ class Place:
 
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        width = self.head_dim
+        width = min(self.head_dim, configs.widest_gradient(self.dtype)) if self.kernel != "fwd" else self.head_dim
         changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
         return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
 
@@ -243,7 +243,7 @@ class Search:
         self.pool = ThreadPoolExecutor(jobs)
         self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
         for job in aot.shipped_jobs(target, full=True):
-            if job.problem is not None:
+            if job.problem is not None and job.step != "fused":  # whose tile is that of dkdv, chosen without dq
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
     def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:

@@ -150,7 +150,9 @@ def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
     chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv, dbias or fused; may be repeated.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Ascend: head dim.")] = None,
     mode: Annotated[

@@ -15,12 +15,12 @@ from diyfa.problem import CompileReport
 FAMILY = "Ascend"
 NOTE = (
     "Per tile of scores and AI core, from the compiler's last intermediate form. Cycles and shares of the peak are "
-    "predicted by a model (docs/npu-cost-model.md), not measured. L0A and L0B are streamed through inside the "
-    "compiler's library, so no use of them is planned here."
+    "predicted by a model (docs/npu-cost-model.md), not measured. L0A and L0B are not in that form: their use follows "
+    "from the products and from how the compiler's library cuts them (on the 950 that is not known)."
 )
 HEADINGS = (
-    "UB\nKiB", "L1\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask", "cube\nMFLOP", "vector\nKi el.",
-    "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak",
+    "UB\nKiB", "L1\nKiB", "L0A\nKiB", "L0B\nKiB", "L0C\nKiB", "bound", "pipe", "passes\n+mask",
+    "cube\nMFLOP", "vector\nKi el.", "cycles\ncube/vec/mem", "GM KiB\ntensors+ws", "predicted\nof peak",
 )  # fmt: skip
 
 
@@ -52,11 +52,17 @@ def _plus(always: str, masked: str, nothing: str = "0") -> str:
     return always if masked in (nothing, "0.0") else f"{always}+{masked}"
 
 
+def _used(report: CompileReport, memory: str) -> str:
+    """ "180/192"; of what there is without what is used, where that is not known."""
+    used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
+    return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
+
+
 def _row(report: CompileReport) -> list[str]:
     """Cells of one kernel: the loop over tiles, or the first of two."""
     if not report.memory:  # it did not compile
         return [""] * len(HEADINGS)
-    used = [f"{_kib(report.memory.get(name, 0))}/{_kib(report.limits[name])}" for name in ("ub", "l1", "l0c")]
+    used = [_used(report, name) for name in ("ub", "l1", "l0a", "l0b", "l0c")]
     found = report.metrics
     if not found:
         return [*used, *[""] * 8]

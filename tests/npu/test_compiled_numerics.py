@@ -92,33 +92,23 @@ def test_v1_forward() -> None:
     assert not log.races, "\n".join(log.races)
 
 
-def test_both_vector_cores_add_all_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A miscompilation for which the fused backward is refused outside the interpreter.
+# Keys in several shares of several tiles each, and shares without a last tile.
+FUSED = [
+    Case("causal_d64", heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, causal=True),
+    Case("fp32_d40", heads=1, seqlen_q=70, seqlen_k=700, head_dim=40, dtype="float32", window=(300, 20)),
+    CASES["lens_causal"],
+    CASES["varlen_causal"],
+]
 
-    When a newer compiler shares atomic additions between the vector cores, this fails and the refusal may go.
-    """
-    from hivm.launch import compiled_on_cpu
 
-    from diyfa import flash_attention
-    from diyfa.backends import npu
-
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 1, n, 16) for n in (70, 150, 150)]
-
-    def gradients(variant: str) -> tuple[tuple[torch.Tensor, ...], list[str]]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        with compiled_on_cpu() as log:
-            out = flash_attention(*leaves, causal=True, variant=variant, backend="npu")
-            return torch.autograd.grad(out, leaves, torch.ones_like(out)), log.races
-
-    with pytest.raises(ValueError, match="both vector cores add all of dq"):
-        gradients("fused")
-    monkeypatch.setattr(npu, "SHARES_ATOMICS", True)
-    ((dq, dk, dv), none), ((dq_fused, dk_fused, dv_fused), races) = gradients("v2"), gradients("fused")
-    assert not none and races
-    torch.testing.assert_close(dq_fused, 2 * dq, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(dk_fused, dk, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(dv_fused, dv, atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("case", SMALL if FULL else FUSED, ids=lambda case: case.name)
+def test_fused_backward(case: Case) -> None:
+    """Parts of dq that a program reads, adds to and writes again, tile of keys after tile of keys."""
+    results, log = run(case, variant="fused", programs=3)
+    assert_within_budget(results, case)
+    assert not log.races, "\n".join(log.races)
+    assert "_bwd_dq_kernel" not in log.launches
+    assert 0 in case.sizes or "_bwd_dq_sum_kernel" in log.launches
 
 
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])

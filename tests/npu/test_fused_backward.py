@@ -1,4 +1,4 @@
-"""The fused backward: dq added up atomically by the kernel of dk and dv, only where it is asked for by name."""
+"""The fused backward: dq in parts from the kernel of dk and dv, only where it is asked for by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import diyfa
 from diyfa import registry
-from diyfa.backends.npu import aot
+from diyfa.backends.npu import aot, bwd, configs
 
 DENSE = (
     "bf16-causal-gqa", "several-tiles", "more-queries-than-keys", "one-query", "one-key", "head-dim-17", "packed",
@@ -72,11 +72,50 @@ def test_only_where_asked_for(npu: torch.device, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(one, other)
 
 
-def test_deterministic_is_refused(npu: torch.device) -> None:
-    q = torch.randn(1, 1, 16, 32, dtype=torch.float16).to(npu).requires_grad_()
-    with pytest.raises(ValueError, match="deterministic gradients need one order of additions"):
-        diyfa.flash_attention(q, q, q, variant="fused", deterministic=True)
+def test_it_is_deterministic(npu: torch.device) -> None:
+    """Every part of dq is summed by one program and the parts in their order, so it may be asked for by both names."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, n, 32, dtype=torch.float16).to(npu) for n in (70, 400, 400, 70))
+    gradients = []
+    for deterministic in (True, True, False):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = diyfa.flash_attention(*leaves, variant="fused", deterministic=deterministic)
+        gradients.append([x.cpu() for x in torch.autograd.grad(out, leaves, dout)])
+    for others in gradients[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], others, strict=True))
     assert diyfa.kernels_for("npu", "attention_bwd") == ["v2", "fused"]
+
+
+SHARES = {  # batch, heads, keys, cores: shares, with tiles of 64 keys
+    (1, 20, 8192, 20): 1,
+    (2, 16, 8192, 20): 3,  # 96 tasks for 100 places, instead of 32 for 40
+    (2, 16, 8192, 24): 3,
+    (1, 1, 8192, 20): 19,  # 7 tiles of keys each, as with 20
+    (1, 8, 64, 20): 1,
+    (1, 8, 130, 20): 2,
+    (3, 1, 0, 20): 1,
+}
+
+
+@pytest.mark.parametrize("sizes", SHARES, ids=str)
+def test_shares(sizes: tuple[int, int, int, int]) -> None:
+    batch, heads, keys, cores = sizes
+    problem = aot.example("Ascend910B3", batch=batch, heads_q=2 * heads, heads_kv=heads, seqlen_q=keys, seqlen_k=keys)
+    assert configs.key_shares(problem, 64, cores) == SHARES[sizes]
+
+
+@pytest.mark.parametrize("changes", [{}, {"seq_lens": (250, 10)}], ids=["dense", "seq-lens"])
+def test_several_tiles_in_each_share(
+    npu: torch.device, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of three and of four tiles of keys, the last tile partial; seq_lens leave some without work."""
+    monkeypatch.setattr(bwd, "key_shares", lambda *_: 2)
+    batch = 2 if changes else 1
+    case = shim.Case("shares", torch.float32, batch=batch, seqlen_q=150, seqlen_k=430, causal=True, **changes)
+    monkeypatch.setattr(shim, "CASES", [case])  # which seeds its inputs
+    problem = aot.example("Ascend910B3", dtype="float32", head_dim=64, window_right=0)
+    assert bwd.bwd_tiles(problem)["dkdv"].block_n == 64
+    shim.check_against_dense(case, npu, "fused")
 
 
 @pytest.mark.parametrize(

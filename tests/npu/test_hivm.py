@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from diyfa.backends.npu import configs, cost, hivm
+from diyfa import registry
+from diyfa.backends.npu import configs, cost, hivm, l0
 from diyfa.backends.npu.metrics import limits, metrics
-from diyfa.problem import AttentionProblem
+from diyfa.problem import AttentionProblem, MatmulProblem
 
 DATA = Path(__file__).parent / "data"
 A2, A5 = "Ascend910B3", "Ascend950PR_9589"
@@ -50,6 +51,45 @@ def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
     assert loop.tile.flops == 2 * 2 * 64 * 32 * 64
     assert not loop.masked.products
     assert fwd.score_elements == 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "expected"),
+    [
+        (128, 128, 256, 16, l0.Pieces(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
+        (64, 64, 128, 16, l0.Pieces(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
+        (32, 576, 128, 16, l0.Pieces(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
+        (16, 16, 576, 16, l0.Pieces(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
+        (16, 20, 512, 32, l0.Pieces(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
+        (130, 128, 40, 32, l0.Pieces(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
+    ],
+)
+def test_pieces_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Pieces) -> None:
+    assert l0.pieces(hivm.Product(m, n, k, bits)) == expected
+    assert max(expected.l0a, expected.l0b) <= l0.HALF
+
+
+def test_use_of_l0a_and_l0b(fwd: hivm.Module) -> None:
+    # [64, 64] @ [64, 32] and [64, 32] @ [32, 64], each in one piece, in the second half
+    assert l0.use(fwd, A2) == {"l0a": 32 * 1024 + 64 * 64 * 2, "l0b": 32 * 1024 + 64 * 32 * 2}
+    assert l0.use(fwd, A5) == {}, "its library was not read"
+
+
+def test_what_goes_through_in_no_piece_is_refused() -> None:
+    """The library would divide by zero: float32 gradients of more than 512 columns, very long tiles of a product."""
+    with pytest.raises(ValueError, match=r"\[16, 16\] @ \[16, 528\] does not fit"):
+        l0.pieces(hivm.Product(16, 528, 16, 32))
+    backend = registry.load_backend("npu")
+    kernels = {(kernel.op, kernel.name): kernel for kernel in backend.kernels}
+    for head_dim, dtype, refused in ((512, "float32", False), (513, "float32", True), (576, "bfloat16", False)):
+        call = problem().replace(dtype=dtype, head_dim=head_dim, head_dim_v=512)
+        assert not kernels["attention_fwd", "v2"].unsupported(call)
+        for name in ("v2", "fused"):
+            reason = kernels["attention_bwd", name].unsupported(call)
+            assert (reason is not None and "is beyond 512" in reason) == refused, (name, call)
+    product = MatmulProblem("npu", A2, "float16", "float16", "float32", 4096, 4096, 4096)
+    assert configs.matmul_fits(configs.MatmulTile(16, 1024, 16), product)
+    assert not configs.matmul_fits(configs.MatmulTile(16, 1040, 16), product)
 
 
 def test_bytes_of_a_tile(fwd: hivm.Module) -> None:
@@ -167,6 +207,21 @@ def test_prediction_reacts_as_it_should(fwd: hivm.Module) -> None:
     assert best.tflops == pytest.approx(cost.useful_flops(causal, "fwd") / best.seconds / 1e12)
     full = cost.predict(fwd, problem(), "fwd", 64, 32)
     assert full.share >= best.share  # nothing is masked, so nothing is computed in vain
+
+
+def test_the_fused_backward_is_dealt_in_shares(fwd: hivm.Module) -> None:
+    """The same tiles as dk/dv, but a share for a task: as even where the shares are, else the busiest core has more."""
+    even, odd = problem(seqlen=8192).replace(batch=1, heads_q=20, heads_kv=20), problem(seqlen=8192, window_right=0)
+    for call in (even, odd):
+        apart, fused = (cost.predict(fwd, call, kernel, 64, 64) for kernel in ("dkdv", "fused"))
+        assert apart.seconds <= fused.seconds <= 1.1 * apart.seconds
+        assert 0.9 < fused.balance <= 1.0
+    copies = [cost._tensor_bytes(even, kernel, 2) for kernel in ("dkdv", "fused")]
+    assert copies[0] == copies[1], "without the copies of dq"
+    one_head = problem(seqlen=65536).replace(batch=1, heads_q=1, heads_kv=1)
+    slow = hivm.Module(fwd.memory, True, 4, True, 0, [hivm.Loop(hivm.Work(loaded=1.0))], hivm.Work(), 1)
+    bound = cost.predict(slow, one_head, "fused", 64, 64)
+    assert bound.bottleneck == "device memory", "19 copies of dq, which have to be moved"
 
 
 def test_a_call_of_few_tasks_leaves_cores_idle(fwd: hivm.Module) -> None:
