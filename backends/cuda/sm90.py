@@ -74,18 +74,18 @@ _ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "455")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_H200 + "509/548")),
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "449")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_H200 + "514/558")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_H200 + "500/540")),
     ),
     (64, True): (
         (
             2048,
-            C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_H200 + "351"),
+            C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_H200 + "349"),
         ),
         (
             _ANY,
-            C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, by_warp=True, measured=_H200 + "459/518"),
+            C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, by_warp=True, measured=_H200 + "456/531"),
         ),
     ),
     (96, False): (
@@ -94,13 +94,13 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "370/486/539")),),
     (128, False): (
-        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "617/675")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "706")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "700")),
+        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "633/677")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "711")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "703")),
     ),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, measured=_H200 + "449")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "634/695")),
+        (2048, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, measured=_H200 + "467")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "624/682")),
     ),
     (192, False): (
         (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
@@ -108,19 +108,19 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, measured=_H200 + "395/527/595")),),
     (256, False): (
-        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "656")),
+        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "632")),
         (
             _ANY,
-            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "710/754"),
+            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "728/757"),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "709/743")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "709/750")),
     ),
     (256, True): (
         (
             2048,
-            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "482"),
+            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "497"),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "675/712")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "664/722")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
