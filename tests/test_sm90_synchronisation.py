@@ -60,12 +60,13 @@ SINGLE = (
     (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
 )
 # One cluster, which takes the tiles of both samples; two pieces, so that each of its programs loads one.
-SHARING = replace(PLAIN, cluster=2, piece=32, joined=True)
+SHARING = replace(PLAIN, cluster=2, piece=32, joined=True, block_n=64)
+SHARED_WALK = replace(WALK, seqlen_k=192)
 CLUSTER = (
-    (SHARING, WALK),
-    (replace(SHARING, own_o=False), WALK),
-    (replace(SHARING, q_held=2), WALK),
-    (replace(OWN_WALK, cluster=2, piece=32, joined=True, deal="balanced"), replace(WALK, causal=True)),
+    (replace(SHARING, own_walk=True, pingpong=True, deal="balanced"), replace(SHARED_WALK, causal=True)),
+    (SHARING, SHARED_WALK),
+    (replace(SHARING, own_o=False), SHARED_WALK),
+    (replace(SHARING, q_held=2), SHARED_WALK),
 )
 # Kinds of forms, and what is not theirs.
 KINDS = {

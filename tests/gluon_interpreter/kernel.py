@@ -66,6 +66,8 @@ def _argument(name: str, x: Any, memory: GlobalMemory) -> Any:
 class InterpretedKernel:
     """A `@gluon.jit` kernel that runs here. Stands wherever the compiled one does: `launches` counts the runs.
 
+    One with a constexpr CLUSTER runs in clusters of so many programs, which are always together; the grid counts them.
+
     Args:
         kernel: the function that `@gluon.jit` made.
         seed: which interleaving. 0: everybody as likely; 1: copies and products as late as possible; 2: as early as
