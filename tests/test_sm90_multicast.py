@@ -129,6 +129,15 @@ def test_kernels_that_copy_to_a_cluster_are_launched_in_clusters(name: str, clus
 
 
 @needs_triton
+def test_the_hook_of_somebody_else_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *arguments: calls.append(arguments))
+    ptx, expected = COMPLETED["all of them"]
+    assert stages_of(ptx)[0] == expected
+    assert [arguments[-1] for arguments in calls] == [90]
+
+
+@needs_triton
 def test_the_hook_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_somebody_else(*arguments: object) -> None:
         raise AssertionError("nothing is compiled here")

@@ -118,10 +118,17 @@ _LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas wo
 
 @contextmanager
 def completing() -> Iterator[None]:
-    """Kernels with marks that are compiled inside are completed; others are as ever."""
+    """Kernels with marks that are compiled inside are completed; others are as ever, and so is another's hook."""
     if not IS_KNOWN:
         yield
         return
     with _LOCK, triton.knobs.runtime.scope():
-        triton.knobs.runtime.add_stages_inspection_hook = _wrap_ptx_stage
+        other = triton.knobs.runtime.add_stages_inspection_hook
+
+        def both(*arguments: Any) -> None:
+            if other is not None:
+                other(*arguments)
+            _wrap_ptx_stage(*arguments)
+
+        triton.knobs.runtime.add_stages_inspection_hook = both
         yield
