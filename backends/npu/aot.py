@@ -554,6 +554,7 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
+    {"seq_lens": True, "sinks": True},
     {"window_left": 256, "window_right": 0},
     {"window_left": 256, "window_right": 128},
     {"window_left": 256},

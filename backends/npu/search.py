@@ -31,7 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.arch import NPU_SPECS, NPUArch, npu_spec
 from diyfa.backends.npu import aot, best_case, configs, cost, gate, hivm, tiles
 from diyfa.backends.npu.metrics import REFERENCE
 from diyfa.problem import AttentionProblem
@@ -353,10 +353,13 @@ class Search:
     def passes_gate(self, place: Place, candidate: Candidate) -> bool:
         """Whether every call that would use the row compiles as well as the candidate did."""
         key = configs.attention_key(place.problem(), place.kernel)
-        if candidate.tile == configs.ATTENTION_TILES[key]:  # the gate compiles it as it is
+        whole = configs.family(self.target) is NPUArch.A2  # of other chips the gate compiles each tile once
+        if whole and candidate.tile == configs.ATTENTION_TILES[key]:
             return True
         for job in self.gate.get((place.kernel, key), ()):
             assert job.problem is not None
+            if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
+                continue
             bias = job.constants.get("BIAS") or ""
             used = self.candidate(
                 aot.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), candidate.tile

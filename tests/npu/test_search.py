@@ -77,6 +77,20 @@ def test_every_row_of_the_shipped_file_is_used() -> None:
             assert "not timed" in tile.measured
 
 
+def test_every_row_of_the_table_was_searched() -> None:
+    """So each was compiled in its own mode, for the first chip of both families. The gate compiles the 950's tiles in
+    the most demanding mode that uses them only, and a tile may fit there and not in another one."""
+    searched = {(chip, row.key) for row in tiles.load() for chip in row.chips}
+    for first, family in zip(configs.FIRST_CHIPS, (NPUArch.A2, NPUArch.A5), strict=True):
+        keys = [key for key in configs.ATTENTION_TILES if key.family is family and not key.cores]
+        asked = [key for key in keys if not (key.kernel == "dkdv" and key.mode == "tail")]
+        assert len(asked) == 160
+        missing = [
+            key for key in asked if (first, tiles.RowKey(key.kernel, key.width, key.head_dim, key.mode)) not in searched
+        ]
+        assert not missing, missing
+
+
 def test_a_chip_with_a_row_of_its_own() -> None:
     """A row for 24 cores only where it says something else than that for 20."""
     ruled = dict(configs._ruled_rows())
@@ -161,6 +175,18 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place(mode="tail"))
     assert found is not None
     assert found.block_m == 128
+
+
+@pytest.mark.parametrize(("target", "asked"), [(A2, False), ("Ascend950PR_9589", True)])
+def test_the_tables_own_tile_is_tried_where_the_gate_is_lean(named: None, target: str, asked: bool) -> None:
+    """On the 950 the gate compiles each tile once, so the search looks at the calls that the row is for."""
+    at = replace(place(mode="tail"), target=target)
+    compiler = Compiler(256 * 512)
+    looking = search.Search(target, compiler, 1)
+    table = configs.attention_tile(at.problem(), "fwd")
+    assert looking.passes_gate(at, looking.one(at, table))
+    packed = [job for job in compiler.asked if job.constants["VARLEN"]]
+    assert bool(packed) == asked
 
 
 def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
