@@ -184,15 +184,27 @@ MUTANTS = {
 }
 
 
+def each_seed_raises(
+    error: type[Exception],
+    module: ModuleType,
+    form: Sm90Config,
+    case: AttentionCase,
+    monkeypatch: pytest.MonkeyPatch,
+    interleave: bool = False,
+) -> None:
+    for seed in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(sm90_tickets, "_counters", {})  # a kernel that failed leaves its own as they are
+            interpret(patch, form, seed, interleave, kernels=module)
+            with pytest.raises(error):
+                run(case)
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, replacement, error, form = MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
-    for seed in (0, 1, 3):
-        with monkeypatch.context() as patch:
-            interpret(patch, config(64, persistent=True, **form), seed, kernels=module)
-            with pytest.raises(error):
-                run(WALK)
+    each_seed_raises(error, module, config(64, persistent=True, **form), WALK, monkeypatch)
 
 
 # The same for what two programs share.
@@ -227,11 +239,7 @@ CLUSTER_MUTANTS = {
 def test_a_bug_in_sharing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, replacement, error = CLUSTER_MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
-    for seed in (0, 1, 3):
-        with monkeypatch.context() as patch:
-            interpret(patch, config(64, persistent=True, **CLUSTER), seed, kernels=module)
-            with pytest.raises(error):
-                run(WALK)
+    each_seed_raises(error, module, config(64, persistent=True, **CLUSTER), WALK, monkeypatch)
 
 
 # The same for what hands out tiles, with programs side by side, whose tickets come in any order.
@@ -267,10 +275,5 @@ DYNAMIC_MUTANTS = {
 def test_a_bug_in_dealing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, replacement, error = DYNAMIC_MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
-    monkeypatch.setattr(sm90_tickets, "_counters", {})
-    for seed in (0, 1, 3):
-        with monkeypatch.context() as patch:
-            interpret(patch, config(64, block_n=64, persistent=True, deal="dynamic"), seed, True, kernels=module)
-            with pytest.raises(error):
-                run(DEALT)
-            sm90_tickets._counters.clear()
+    form = config(64, block_n=64, persistent=True, deal="dynamic")
+    each_seed_raises(error, module, form, DEALT, monkeypatch, interleave=True)

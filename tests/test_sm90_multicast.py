@@ -298,25 +298,18 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("changes", "form", "expected"), SHARES, ids=str)
-def test_may_share(changes: dict, form: Sm90Config, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90_multicast, "IS_KNOWN", True)
+def test_may_share(changes: dict, form: Sm90Config, expected: bool) -> None:
     assert may_share(problem(**changes), form) == expected
-    monkeypatch.setattr(sm90_multicast, "IS_KNOWN", False)
-    assert may_share(problem(**changes), form) == (form.cluster == 1)
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_rows_for_clusters_are_taken_by_those_that_may_share(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each such row of the table: by long sequences, not by packed ones, nor where the PTX is not known."""
-    monkeypatch.setattr(sm90_multicast, "IS_KNOWN", known)
+def test_rows_for_clusters_are_taken_by_those_that_may_share() -> None:
+    """Each such row of the table: by long sequences, not by packed ones."""
     cases = {(case, most) for case, rows in sm90.CONFIGS.items() for most, row in rows if row.cluster > 1}
     assert cases
-    choose = sm90.config_of.__wrapped__  # what is chosen here must not be remembered
     for (columns, masked), most in cases:
         length = min(most, 16384)
         size = {"head_dim": columns, "head_dim_v": columns, "window_right": 0 if masked else -1}
         case = problem(**size, seqlen_q=length, seqlen_k=length)
-        assert choose(case).cluster == (2 if known else 1)
-        assert choose(case).by_warp <= known
-        assert choose(case.replace(layout=VARLEN, total_q=65536, total_k=65536)).cluster == 1
-        assert choose(case.replace(softcap=30.0)).cluster == 1
+        assert sm90.config_of(case).cluster == 2
+        assert sm90.config_of(case.replace(layout=VARLEN, total_q=65536, total_k=65536)).cluster == 1
+        assert sm90.config_of(case.replace(softcap=30.0)).cluster == 1

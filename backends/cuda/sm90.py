@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 
-from diyfa.backends.cuda import sm90_multicast
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
@@ -149,8 +148,6 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
-    if not sm90_multicast.IS_KNOWN:
-        config = replace(config, by_warp=False)
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         config = replace(config, consumer_registers=232, producer_registers=40)
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
@@ -168,8 +165,7 @@ def may_share(problem: AttentionProblem, config: Sm90Config) -> bool:
     rows = config.consumers * CONSUMER_ROWS
     tiles = cdiv(problem.seqlen_q, rows)
     lost = cdiv(tiles, config.cluster) * config.cluster - tiles
-    alike = sm90_multicast.IS_KNOWN and not problem.features & BUSY_PRODUCER and 32 * lost <= tiles
-    return config.cluster == 1 or alike
+    return config.cluster == 1 or (not problem.features & BUSY_PRODUCER and 32 * lost <= tiles)
 
 
 def keys_seen(problem: AttentionProblem) -> int:

@@ -44,31 +44,19 @@ def _say(text: gl.constexpr):
 @gluon.jit
 def cluster_rank(CLUSTER: gl.constexpr):
     """Which program of its cluster this one is."""
-    if CLUSTER == 1:
-        rank = 0
-    else:
-        rank = gl.program_id(0) % CLUSTER
-    return rank
+    return gl.program_id(0) % CLUSTER
 
 
 @gluon.jit
 def cluster_id(CLUSTER: gl.constexpr):
     """The number of this program's cluster: without clusters, its own."""
-    if CLUSTER == 1:
-        number = gl.program_id(0)
-    else:
-        number = gl.program_id(0) // CLUSTER
-    return number
+    return gl.program_id(0) // CLUSTER
 
 
 @gluon.jit
 def cluster_count(CLUSTER: gl.constexpr):
     """How many clusters the grid has."""
-    if CLUSTER == 1:
-        count = gl.num_programs(0)
-    else:
-        count = gl.num_programs(0) // CLUSTER
-    return count
+    return gl.num_programs(0) // CLUSTER
 
 
 @gluon.jit

@@ -24,8 +24,10 @@ from typing import Any
 
 import triton
 
+from diyfa.backends.cuda.sm90 import TRITON
+
 CLUSTER = 2  # programs
-TRITON = (3, 6)  # whose PTX the patterns below are made for
+# The patterns below are made for the PTX of this Triton, the only one that the kernel is compiled with.
 IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
 
 # Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
