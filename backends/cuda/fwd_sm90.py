@@ -51,8 +51,6 @@ from diyfa.backends.cuda.sm90_cluster import (
     wait_full,
 )
 from diyfa.backends.cuda.sm90_deal import (
-    announce,
-    await_announcement,
     draw_ticket,
     end_place,
     first_place,
@@ -61,6 +59,7 @@ from diyfa.backends.cuda.sm90_deal import (
     tile_number,
 )
 from diyfa.backends.cuda.sm90_multicast import completing
+from diyfa.backends.cuda.sm90_notices import allocate_notices, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -133,12 +132,12 @@ def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
-    lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
+    window_left, window_right, heads_q, seqlen_q, total_q,
+    lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, seqlen_k, total_k,
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
-    """One warp: copy what the consumers of each tile read."""
+    """One warp: find tile after tile, tell the consumers, and copy what they read."""
     meet(CLUSTER)
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     RAGGED: gl.constexpr = LENGTHS != EQUAL
@@ -148,20 +147,23 @@ def _producer(
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
     place = first_place(DEAL, CLUSTER)
     end = end_place(tiles, group, DEAL, CLUSTER)
-    drawn = 0
     while place < end:
         index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 1,
+            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
         )  # fmt: skip
         if exists & dealt:
+            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
+            write_notice(
+                turn, b, h, row0, first_block, end_block, first_q, n_queries, n_keys, notices, written
+            )  # fmt: skip
             end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
             end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
             end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
             item, ticket = _load_blocks(
-                h, h // group_size, row0 + cluster_rank(CLUSTER) * (ROWS * CONSUMERS), first_block, end_block,
+                h, h // group_size, row0, first_block, end_block,
                 end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
                 q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
                 tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
@@ -170,9 +172,7 @@ def _producer(
         else:
             ticket = draw_ticket(tickets_ptr, DEAL)
         place = next_place(place, ticket, DEAL, CLUSTER)
-        if DEAL == "dynamic":
-            announce(place, drawn, word, announced, read)
-            drawn += 1
+    write_notice(turn, 0, 0, 0, 0, 0, 0, 0, 0, notices, written)
     if DEAL == "dynamic":
         leave(tickets_ptr)
     meet(CLUSTER)
@@ -405,15 +405,11 @@ def _consumer(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
-    DEAL: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
-    lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    o_tensor, lse_ptr, o_buffers, scale, softcap,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
+    window_left, window_right, heads_q, seqlen_q, total_q, o_tensor, lse_ptr, o_buffers, scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
     meet(CLUSTER)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
     cap = softcap * LOG2E
     if not SOFTCAP:
@@ -422,34 +418,18 @@ def _consumer(
     turn = 0
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
-    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL, CLUSTER)
-    end = end_place(tiles, group, DEAL, CLUSTER)
-    drawn = 0
-    while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
-        exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
-            index, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 4,
+    b, h, row0, first_block, end_block, first_q, n_queries, n_keys = read_notice(turn, notices, written, BY_WARP)
+    while end_block > 0:
+        item = _attend_tile(
+            b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+            q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+            LENGTHS, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
-        if exists & dealt:
-            item = _attend_tile(
-                b, h, row0 + (cluster_rank(CLUSTER) * CONSUMERS + CONSUMER) * ROWS, first_block, end_block,
-                first_q, n_queries, n_keys, item, turn,
-                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-                heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, NEGATE, LAZY,
-            )  # fmt: skip
-            turn += 1
-        if DEAL == "dynamic":
-            place = await_announcement(drawn, word, announced, read)
-            drawn += 1
-        else:
-            place = next_place(place, 0, DEAL, CLUSTER)
+        turn += 1
+        b, h, row0, first_block, end_block, first_q, n_queries, n_keys = read_notice(turn, notices, written, BY_WARP)
     tma.store_wait(0)
     meet(CLUSTER)
 
@@ -505,30 +485,24 @@ def _fwd_sm90_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
-    if DEAL == "dynamic":  # where the producer announces the next tile
-        word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-        read = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-        mbarrier.init(announced.index(0), count=1)
-        mbarrier.init(read.index(0), count=CONSUMERS)
-        tickets = (tickets_ptr,)
-    else:  # nothing will be read there, and a tuple of values has no None
-        word = q_full
-        announced = q_full
-        read = q_full
-        tickets = (heads,)
+    notices, written = allocate_notices()
     fence_async_shared()
     show_barriers(CLUSTER)
 
-    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read)
+    both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
+    both += (window_left, window_right, heads_q, seqlen_q, total_q)
+    consume = both + (o_tensor, lse_ptr, o_buffers, scale, softcap)
+    # Where nothing will be read any value stands for a pointer: a tuple of values has no None.
     if LENGTHS == EQUAL:
-        sizes = (heads, heads)
+        lengths = (heads, heads)
     else:
-        sizes = (lengths_q_ptr, lengths_k_ptr)
-    sizes += (heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k)
-    sizes += (window_left, window_right)
-    consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
-    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
+        lengths = (lengths_q_ptr, lengths_k_ptr)
+    if DEAL == "dynamic":
+        tickets = (tickets_ptr,)
+    else:
+        tickets = (heads,)
+    produce = both + lengths + (heads, heads_at_once, batch, seqlen_k, total_k)
+    produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
@@ -538,7 +512,7 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -550,10 +524,10 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
                 (bystander, (CLUSTER,)),
@@ -567,13 +541,13 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
                 (bystander, (CLUSTER,)),
