@@ -157,7 +157,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"(read_notice\(turn, notices, written, BY_WARP\)\n)    tma\.store_wait\(0\)\n",
+        r"    tma\.store_wait\(0\)\n(    meet\(CLUSTER\)\n)",
         r"\1",
         KernelBug,
         {},

@@ -59,7 +59,7 @@ from diyfa.backends.cuda.sm90_deal import (
     tile_number,
 )
 from diyfa.backends.cuda.sm90_multicast import completing
-from diyfa.backends.cuda.sm90_notices import allocate_notices, read_notice, write_notice
+from diyfa.backends.cuda.sm90_notices import allocate_notices, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -93,38 +93,59 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _load_blocks(
-    h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, DEAL: gl.constexpr,
+def _anew(x):
+    """x, from which the compiler knows nothing to follow that it could compute once for all tiles and keep: the
+    reciprocals of divisors would take a producer more registers than it has."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_notice(
+    place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free -> (next item, next ticket)."""
-    ticket = 0
-    for c in gl.static_range(CONSUMERS):
-        # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1)
-    for i in range(end_block - first_block):
-        start_n = (end_block - 1 - i) * BLOCK_N
-        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
-        # a whole tile ahead: with 8 tiles for each they would not end together.
-        if i == end_block - first_block - 1:
-            ticket = draw_ticket(tickets_ptr, DEAL)
-        slot = item % SLOTS
-        mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
-        start_load(
-            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES, RAGGED, CLUSTER,
+    """Find the first tile from `place` on and leave the notice of it, or of there being none -> its place."""
+    heads_q = _anew(heads_q)
+    heads_at_once = _anew(heads_at_once)
+    seqlen_q = _anew(seqlen_q)
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
+    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    end = end_place(tiles, group, DEAL, CLUSTER)
+    searching = True
+    while searching:
+        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL, CLUSTER)
+        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
+            index, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
         )  # fmt: skip
-        slot = (item + 1) % SLOTS
-        mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
-        start_load(
-            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES_V, RAGGED, CLUSTER,
-        )  # fmt: skip
-        item += 2
-    return item, ticket
+        searching = (place < end) & ((exists & dealt) == 0)
+        if searching:
+            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL, CLUSTER)
+        else:
+            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
+            end_block = gl.where(place < end, end_block, 0)
+            write_notice(
+                turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
+            )  # fmt: skip
+    return place
+
+
+@gluon.jit
+def _load_block(
+    tensor, b, h, row, end, n_keys, buffers, item, kv_full, kv_empty,
+    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+):  # fmt: skip
+    """Start copying an item of the ring, as soon as its buffer is free."""
+    slot = item % SLOTS
+    mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
+    start_load(
+        tensor, b, h, row, end, n_keys, buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
+        PIECES, RAGGED, CLUSTER,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -133,46 +154,74 @@ def _producer(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
-    window_left, window_right, heads_q, seqlen_q, total_q,
-    lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, seqlen_k, total_k,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
+    lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, total_k,
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
-    """One warp: find tile after tile, tell the consumers, and copy what they read."""
+    """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free."""
     meet(CLUSTER)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
     turn = 0
-    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL, CLUSTER)
-    end = end_place(tiles, group, DEAL, CLUSTER)
-    while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
-        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
-            index, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
+    place = _give_notice(
+        first_place(DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+        heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+    )  # fmt: skip
+    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
+        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
+    )  # fmt: skip
+    while end_block > 0:
+        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
+        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
+        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
+        hk = h // group_size
+        for c in gl.static_range(CONSUMERS):
+            # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
+            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            start_load(
+                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
+            )  # fmt: skip
+        for i in range(1, end_block - first_block):
+            start_n = (end_block - i) * BLOCK_N
+            _load_block(
+                k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
+                SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, item + 1, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+            item += 2
+        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
+        # a whole tile ahead: with 8 tiles for each they would not end together.
+        ticket = draw_ticket(tickets_ptr, DEAL)
+        start_n = first_block * BLOCK_N
+        _load_block(
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
+            SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
         )  # fmt: skip
-        if exists & dealt:
-            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
-            write_notice(
-                turn, b, h, row0, first_block, end_block, first_q, n_queries, n_keys, notices, written
+        v_item = item + 1
+        if LENGTHS != PACKED:
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
             )  # fmt: skip
-            end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
-            end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
-            end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
-            item, ticket = _load_blocks(
-                h, h // group_size, row0, first_block, end_block,
-                end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
+        place = _give_notice(
+            next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+        )  # fmt: skip
+        if LENGTHS == PACKED:  # the search takes longer than the ring has work for: it begins while that is still full
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
             )  # fmt: skip
-            turn += 1
-        else:
-            ticket = draw_ticket(tickets_ptr, DEAL)
-        place = next_place(place, ticket, DEAL, CLUSTER)
-    write_notice(turn, 0, 0, 0, 0, 0, 0, 0, 0, notices, written)
+        item += 2
+        turn += 1
+        b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
+        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
+    )  # fmt: skip
     if DEAL == "dynamic":
         leave(tickets_ptr)
     meet(CLUSTER)
@@ -406,7 +455,7 @@ def _consumer(
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
-    window_left, window_right, heads_q, seqlen_q, total_q, o_tensor, lse_ptr, o_buffers, scale, softcap,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_buffers, scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
     meet(CLUSTER)
@@ -418,7 +467,9 @@ def _consumer(
     turn = 0
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
-    b, h, row0, first_block, end_block, first_q, n_queries, n_keys = read_notice(turn, notices, written, BY_WARP)
+    b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
+        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
+    )  # fmt: skip
     while end_block > 0:
         item = _attend_tile(
             b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
@@ -429,7 +480,9 @@ def _consumer(
             LENGTHS, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
         turn += 1
-        b, h, row0, first_block, end_block, first_q, n_queries, n_keys = read_notice(turn, notices, written, BY_WARP)
+        b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
+        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
+    )  # fmt: skip
     tma.store_wait(0)
     meet(CLUSTER)
 
@@ -490,7 +543,7 @@ def _fwd_sm90_kernel(
     show_barriers(CLUSTER)
 
     both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
-    both += (window_left, window_right, heads_q, seqlen_q, total_q)
+    both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
     consume = both + (o_tensor, lse_ptr, o_buffers, scale, softcap)
     # Where nothing will be read any value stands for a pointer: a tuple of values has no None.
     if LENGTHS == EQUAL:
@@ -501,7 +554,7 @@ def _fwd_sm90_kernel(
         tickets = (tickets_ptr,)
     else:
         tickets = (heads,)
-    produce = both + lengths + (heads, heads_at_once, batch, seqlen_k, total_k)
+    produce = both + lengths + (heads, heads_at_once, batch, total_k)
     produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
