@@ -34,6 +34,7 @@ from diyfa.backends.cuda.sm90 import (
     CONSUMER_ROWS,
     Sm90Config,
     config_of,
+    finds_ahead,
     grid_of,
     has_one_ring,
     heads_together,
@@ -93,9 +94,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _anew(x):
-    """x, from which the compiler knows nothing to follow that it could compute once for all tiles and keep: the
-    reciprocals of divisors would take a producer more registers than it has."""
+def _here(x):
+    """x as a number that nobody can know before this place. Else what follows from it, as reciprocals of divisors do,
+    would be computed before the first tile and wait in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -105,11 +106,13 @@ def _give_notice(
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Find the first tile from `place` on and leave the notice of it, or of there being none -> its place."""
-    heads_q = _anew(heads_q)
-    heads_at_once = _anew(heads_at_once)
-    seqlen_q = _anew(seqlen_q)
+    if AHEAD:  # more is alive there
+        heads_q = _here(heads_q)
+        heads_at_once = _here(heads_at_once)
+        seqlen_q = _here(seqlen_q)
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
@@ -153,12 +156,18 @@ def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
+    AHEAD: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
     window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
     lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, total_k,
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
-    """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free."""
+    """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free.
+
+    AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and the
+    ring is short, or another program waits as well, the consumers would stand still meanwhile; elsewhere they would
+    because the block comes later.
+    """
     meet(CLUSTER)
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
@@ -166,7 +175,7 @@ def _producer(
     place = _give_notice(
         first_place(DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
         heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
     )  # fmt: skip
     b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
         turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
@@ -183,19 +192,23 @@ def _producer(
                 q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
             )  # fmt: skip
         n_blocks = end_block - first_block
+        # The answer comes while a block waits for its buffers. Asking with the first block would commit programs a
+        # whole tile ahead: with 8 tiles for each they would not end together.
+        asking = n_blocks - 1
+        if AHEAD:
+            asking = gl.maximum(n_blocks - 2, 0)
         ticket = 0
         for i in range(n_blocks):
-            # Asking with the first block would commit programs a whole tile ahead: with 8 tiles for each they would not
-            # end together.
-            if i == gl.maximum(n_blocks - 2, 0):
+            if i == asking:
                 ticket = draw_ticket(tickets_ptr, DEAL)
-            if i == n_blocks - 1:  # while the ring is full: later, the consumers would wait for the search
-                place = _give_notice(
-                    next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written, lengths_q_ptr, lengths_k_ptr,
-                    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k,
-                    window_left, window_right, tickets_ptr,
-                    BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
-                )  # fmt: skip
+            if AHEAD:  # noqa: SIM102 (decided when it is compiled)
+                if i == n_blocks - 1:
+                    place = _give_notice(
+                        next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written,
+                        lengths_q_ptr, lengths_k_ptr, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k,
+                        total_q, total_k, window_left, window_right, tickets_ptr,
+                        BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+                    )  # fmt: skip
             start_n = (end_block - 1 - i) * BLOCK_N
             _load_block(
                 k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
@@ -207,9 +220,15 @@ def _producer(
             )  # fmt: skip
             item += 2
         turn += 1
+        if not AHEAD:
+            place = _give_notice(
+                next_place(place, ticket, DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+                heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+            )  # fmt: skip
         b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
-        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
-    )  # fmt: skip
+            turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
+        )  # fmt: skip
     if DEAL == "dynamic":
         leave(tickets_ptr)
     meet(CLUSTER)
@@ -500,7 +519,7 @@ def _fwd_sm90_kernel(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
-    DEAL: gl.constexpr,
+    DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
@@ -555,7 +574,7 @@ def _fwd_sm90_kernel(
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -570,7 +589,7 @@ def _fwd_sm90_kernel(
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
                 (bystander, (CLUSTER,)),
             ],
@@ -590,7 +609,7 @@ def _fwd_sm90_kernel(
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
                 (bystander, (CLUSTER,)),
             ],
@@ -627,6 +646,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "NEGATE": negate,
         "LAZY": config.lazy,
         "DEAL": config.deal,
+        "AHEAD": finds_ahead(problem, config),
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
     }

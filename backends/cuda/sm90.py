@@ -148,12 +148,18 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
-        config = replace(config, consumer_registers=232, producer_registers=40)
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
             config = replace(
                 config, persistent=False, pingpong=False, own_walk=False, pairs=False, deal="static", q_held=0
             )
+        if not finds_ahead(problem, config):
+            config = replace(config, consumer_registers=232, producer_registers=40)
     return config
+
+
+def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether the producer looks for its next tile before it copies the last keys of one, see `_producer`."""
+    return config.cluster > 1 or ("varlen" in problem.features and config.persistent and config.slots <= 4)
 
 
 def may_share(problem: AttentionProblem, config: Sm90Config) -> bool:
