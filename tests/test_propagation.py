@@ -6,18 +6,11 @@ import importlib
 
 import pytest
 import torch
+from nonfinite import assert_reaches_what_depends
 from targets import TARGETS, Target
 
 import diyfa
-from diyfa.testing import (
-    AttentionCase,
-    Inputs,
-    Results,
-    assert_within_budget,
-    attention_function,
-    make_inputs,
-    run_case,
-)
+from diyfa.testing import AttentionCase
 
 SEQLEN, AT = 70, 37  # the poisoned position lies inside a tile that the diagonal crosses
 
@@ -121,45 +114,6 @@ CUT = (
     (AttentionCase("bfloat16", heads=1, seqlen_q=40, causal=True, dtype="bfloat16"), "v dout"),
     (AttentionCase("wide", heads=1, seqlen_q=40, head_dim=136, causal=True), "v dout"),
 )  # fmt: skip
-
-
-def poison(inputs: Inputs, case: AttentionCase, name: str, value: float, at: int) -> Inputs:
-    """`inputs` with `value` in one element of row `at` of the first sample and head of one of its tensors."""
-    x = inputs.options["attn_bias"] if name == "attn_bias" else getattr(inputs, name)
-    with torch.no_grad():
-        if name == "attn_bias":
-            x.view(-1)[at] = value
-        else:
-            row = x[at, 0] if case.layout == "thd" else x[0, at, 0] if case.layout == "bshd" else x[0, 0, at]
-            row[..., 3] = value
-    return inputs
-
-
-def assert_reaches_what_depends(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
-    """Exactly what is not finite on the CPU backend is not, and the rest is as right as without the poison."""
-    at = 23
-    got, want = (
-        run_case(
-            attention_function(case, backend=backend, variant=how),
-            poison(make_inputs(case, device), case, name, value, at),
-        )
-        for backend, device, how in ((target.backend, target.device, variant), ("cpu", "cpu", "auto"))
-    )
-    clean = run_case(
-        attention_function(case, backend=target.backend, variant=variant), make_inputs(case, target.device)
-    )
-    rest = []
-    for field, x, y, z in zip(Results._fields, got, want, clean, strict=True):
-        if x is None:
-            rest.append(None)
-            continue
-        # lse is +inf where a row sees nothing, poison or not
-        reached = ~x.isfinite() & z.isfinite()
-        assert torch.equal(reached, ~y.isfinite() & z.isfinite()), f"{field}: {reached.sum()} elements are not finite"
-        if field == "out":
-            assert torch.equal(x[reached].nan_to_num(0.0), y[reached].nan_to_num(0.0)), f"{field}: NaN and signs"
-        rest.append(torch.where(reached, z, x))
-    assert_within_budget(Results(*rest), case, target.oracle_device)
 
 
 EXACT = sorted(TARGETS.keys() - {"cpu"})  # compared with the CPU backend

@@ -31,6 +31,15 @@ def nonfinite(x):
 
 
 @triton.jit
+def spoiled(x):
+    """How many columns of x [ROWS, COLUMNS] fp32 hold what is not finite, a scalar.
+
+    A finite number times 0 is 0, anything else NaN: a product and a sum for each element, and the rest on one row.
+    """
+    return tl.sum(nonfinite(tl.sum(x * 0.0, 0)), 0)
+
+
+@triton.jit
 def undecided(old, new):
     """How many elements of a line that were not finite (`old`; both [COLUMNS]) may still become anything."""
     return tl.sum(tl.where(new == new, nonfinite(old), 0.0), 0)
@@ -131,12 +140,19 @@ def key_bias(bias_ptr, b, h, stride_b, stride_h, stride_m, i, n0, end, LINES: tl
 
 
 @triton.jit
-def query_bias(bias_ptr, b, h, stride_b, stride_h, stride_m, j, m0, end, LINES: tl.constexpr, BIAS: tl.constexpr):
-    """The bias between key `j` and the queries from `m0` on, fp32 [LINES]; BIAS as in bias.py."""
+def query_bias(bias_ptr, b, h, stride_b, stride_h, stride_m, j, sk, m0, end, LINES: tl.constexpr,
+               BIAS: tl.constexpr):  # fmt: skip
+    """The bias between key `j` and the queries from `m0` on, fp32 [LINES]; BIAS as in bias.py.
+
+    A column by itself would be loaded with 32 bytes between its elements, and all that it is added to laid out so.
+    """
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     if BIAS == "qk":
-        column = tl.make_block_ptr(base + j, (end, 1), (stride_m, 1), (m0, 0), (LINES, 1), (1, 0))
-        bias = tl.sum(tl.load(column, boundary_check=(0,), padding_option="zero").to(tl.float32), 1)
+        first = j // 16 * 16
+        columns = tl.make_block_ptr(base, (end, sk), (stride_m, 1), (m0, first), (LINES, 16), (1, 0))
+        tile = tl.load(columns, boundary_check=(0, 1), padding_option="zero").to(tl.float32)
+        own = positions(first - j, 16)[None, :] == 0.0
+        bias = tl.sum(tl.where(own, tile, 0.0), 1)
     elif BIAS == "q":
         bias = load_row(base, m0, end, LINES).to(tl.float32)
     elif BIAS == "k":

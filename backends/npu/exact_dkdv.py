@@ -18,6 +18,7 @@ from diyfa.backends.npu.exact import (
     queries_of,
     query_bias,
     replaced,
+    spoiled,
     store_line,
     undecided,
 )
@@ -72,9 +73,9 @@ def _exact_dkdv_kernel(
             dk_base = base_of(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, VARLEN)
             dv_base = base_of(dv_ptr, b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, VARLEN)
             looked_at = load_lines(dk_base, stride_dkn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N)
-            found = tl.sum(tl.sum(nonfinite(looked_at), 1), 0)
+            found = spoiled(looked_at)
             looked_at_v = load_lines(dv_base, stride_dvn, key0, sk, HEAD_DIM_V, BLOCK_DV, BLOCK_N)
-            found += tl.sum(tl.sum(nonfinite(looked_at_v), 1), 0)
+            found += spoiled(looked_at_v)
             keys = 0
             if found > 0.0:
                 keys = tl.minimum(BLOCK_N, sk - key0)
@@ -111,7 +112,18 @@ def _exact_dkdv_kernel(
                             )  # fmt: skip
                             if BIAS != "":
                                 s = s + query_bias(
-                                    bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, j, m0, hi, LINES, BIAS
+                                    bias_ptr,
+                                    b,
+                                    h,
+                                    stride_bias_b,
+                                    stride_bias_h,
+                                    stride_bias_m,
+                                    j,
+                                    sk,
+                                    m0,
+                                    hi,
+                                    LINES,
+                                    BIAS,
                                 )
                             inside = positions(m0, LINES) < hi.to(tl.float32)
                             p = tl.where(inside, tl.exp(s - lse), 0.0)  # [LINES]

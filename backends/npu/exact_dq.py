@@ -19,6 +19,7 @@ from diyfa.backends.npu.exact import (
     nonfinite,
     positions,
     replaced,
+    spoiled,
     store_line,
     undecided,
 )
@@ -75,7 +76,7 @@ def _exact_dq_kernel(
             delta_base = row_base_of(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
             looked_at = load_lines(dq_base, stride_dqm, row0, sq, HEAD_DIM, BLOCK_D, BLOCK_M)
             rows = 0
-            if tl.sum(tl.sum(nonfinite(looked_at), 1), 0) > 0.0:
+            if spoiled(looked_at) > 0.0:
                 rows = tl.minimum(BLOCK_M, sq - row0)
             for i in range(row0, row0 + rows):
                 old = load_line(dq_base, i, stride_dqm, HEAD_DIM, BLOCK_D)  # [BLOCK_D]

@@ -28,6 +28,7 @@ from diyfa.backends.npu.exact import (
     nonfinite,
     positions,
     replaced,
+    spoiled,
     store_line,
     undecided,
 )
@@ -83,7 +84,7 @@ def _exact_out_kernel(
             lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
             looked_at = load_lines(out_base, stride_om, row0, sq, HEAD_DIM_V, BLOCK_DV, BLOCK_M)
             rows = 0
-            if tl.sum(tl.sum(nonfinite(looked_at), 1), 0) > 0.0:
+            if spoiled(looked_at) > 0.0:
                 rows = tl.minimum(BLOCK_M, sq - row0)
             for i in range(row0, row0 + rows):
                 old = load_line(out_base, i, stride_om, HEAD_DIM_V, BLOCK_DV)  # [BLOCK_DV]

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
+from nonfinite import assert_reaches_what_depends
+from targets import Target
 
 from diyfa import triton_matmul
+from diyfa.backends.npu import configs
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     assert_within_budget,
@@ -63,12 +66,12 @@ SMALL = [case for case in CASES.values() if not case.large]
 
 
 def run(case: Case, variant: str = "auto", **how: Any) -> Any:
-    """(results, log) of the case through compiled kernels."""
+    """(results, log) of the case through compiled kernels; those that look for NaN have tests of their own."""
     from hivm.launch import compiled_on_cpu
 
     inputs = make_inputs(case)
     attend = attention_function(case, backend="npu", variant=variant)
-    with compiled_on_cpu(**how) as log, poisoned_allocations():
+    with compiled_on_cpu(**how) as log, poisoned_allocations(), configs.use_exact_nonfinite(FULL):
         return run_case(attend, inputs), log
 
 
@@ -109,6 +112,29 @@ def test_fused_backward(case: Case) -> None:
     assert not log.races, "\n".join(log.races)
     assert "_bwd_dq_kernel" not in log.launches
     assert 0 in case.sizes or "_bwd_dq_sum_kernel" in log.launches
+
+
+# Several tiles of what is searched and of what a row is formed anew from, partial ones too.
+NONFINITE = [
+    (Case("causal_d64", heads=2, heads_kv=1, seqlen_q=130, seqlen_k=150, head_dim=64, causal=True), "q k v dout"),
+    (Case("varlen_d128", heads=1, head_dim=128, layout="thd", lens_q=(37, 0, 70), lens_k=(37, 5, 80), window=(9, 3)),
+     "v"),
+    (Case("everything", batch=2, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50, seq_lens=(46, 29), window=(20, 3),
+          softcap=20.0, alibi="h", bias="hqk", sinks=True, dropout_p=0.2), "v dout"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case, names in NONFINITE for name in names.split()], ids=lambda x: getattr(x, "name", x)
+)
+def test_nan_reaches_what_depends_on_it(case: Case, name: str) -> None:
+    """Rows formed anew, where the NaN that is in the way has really been multiplied by."""
+    from hivm.launch import compiled_on_cpu
+
+    with compiled_on_cpu() as log, poisoned_allocations():
+        assert_reaches_what_depends(Target("npu", "cpu", False), case, "auto", name, float("nan"))
+    assert {"_exact_out_kernel", "_exact_dq_kernel", "_exact_dkdv_kernel"} <= set(log.launches)
+    assert not log.races, "\n".join(log.races)
 
 
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])

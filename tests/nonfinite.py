@@ -1,0 +1,55 @@
+"""NaN and infinities put into the inputs of a call, and what of its results they may reach."""
+
+from __future__ import annotations
+
+import torch
+from targets import Target
+
+from diyfa.testing import (
+    AttentionCase,
+    Inputs,
+    Results,
+    assert_within_budget,
+    attention_function,
+    make_inputs,
+    run_case,
+)
+
+
+def poison(inputs: Inputs, case: AttentionCase, name: str, value: float, at: int) -> Inputs:
+    """`inputs` with `value` in one element of row `at` of the first sample and head of one of its tensors."""
+    x = inputs.options["attn_bias"] if name == "attn_bias" else getattr(inputs, name)
+    with torch.no_grad():
+        if name == "attn_bias":
+            x.view(-1)[at] = value
+        else:
+            row = x[at, 0] if case.layout == "thd" else x[0, at, 0] if case.layout == "bshd" else x[0, 0, at]
+            row[..., 3] = value
+    return inputs
+
+
+def assert_reaches_what_depends(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
+    """Exactly what is not finite on the CPU backend is not, and the rest is as right as without the poison."""
+    at = 23
+    got, want = (
+        run_case(
+            attention_function(case, backend=backend, variant=how),
+            poison(make_inputs(case, device), case, name, value, at),
+        )
+        for backend, device, how in ((target.backend, target.device, variant), ("cpu", "cpu", "auto"))
+    )
+    clean = run_case(
+        attention_function(case, backend=target.backend, variant=variant), make_inputs(case, target.device)
+    )
+    rest = []
+    for field, x, y, z in zip(Results._fields, got, want, clean, strict=True):
+        if x is None:
+            rest.append(None)
+            continue
+        # lse is +inf where a row sees nothing, poison or not
+        reached = ~x.isfinite() & z.isfinite()
+        assert torch.equal(reached, ~y.isfinite() & z.isfinite()), f"{field}: {reached.sum()} elements are not finite"
+        if field == "out":
+            assert torch.equal(x[reached].nan_to_num(0.0), y[reached].nan_to_num(0.0)), f"{field}: NaN and signs"
+        rest.append(torch.where(reached, z, x))
+    assert_within_budget(Results(*rest), case, target.oracle_device)
