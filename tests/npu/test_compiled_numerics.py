@@ -125,7 +125,9 @@ NONFINITE = [
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [(case, name) for case, names in NONFINITE for name in names.split()], ids=lambda x: getattr(x, "name", x)
+    ("case", "name"),
+    [(case, name) for case, names in NONFINITE for name in names.split()],
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_nan_reaches_what_depends_on_it(case: Case, name: str) -> None:
     """Rows formed anew, where the NaN that is in the way has really been multiplied by."""
