@@ -390,7 +390,7 @@ def exact_job(problem: AttentionProblem, kernel: str, bias: str = "qk", bias_dty
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature["bias_ptr"] = "*" + _TRITON_DTYPES[bias_dtype]
     return Job(
-        "attention_fwd/exact" if kernel == "out" else f"attention_bwd/exact/{kernel}",
+        f"attention_{'fwd' if kernel == 'out' else 'bwd'}/exact_{kernel}",
         f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {rows} from {lines}",
         function,
         signature,
