@@ -9,7 +9,8 @@ So after the kernels with products, those of exact_out.py, exact_dq.py and exact
 look at what they wrote, and form each row anew that is not finite: a *line* (one query, or one key) against tiles of
 what it sees, elementwise products and sums in fp32. What a line sees is one range of keys (or queries), so a load that
 ends there leaves the rest out, and only dropout needs a select. A line is done as soon as all that was not finite has
-become NaN again; where whole tensors are NaN that is after its first tile. Elements that were finite stay as they are.
+become NaN again. Elements that were finite stay as they are. Rows that are NaN for a reason of their own, which their
+log-sum-exp, delta or key tells, are not looked into, so a call whose inputs are all NaN costs no more than another.
 
 A branch inside the kernels with products would cost the ordinary call less, but does not compile (docs/npu.md). Calls
 without a mask and without dropout, in which everything depends on everything, launch none of this.
@@ -31,12 +32,12 @@ def nonfinite(x):
 
 
 @triton.jit
-def spoiled(x):
-    """How many columns of x [ROWS, COLUMNS] fp32 hold what is not finite, a scalar.
+def spoiled_rows(x):
+    """1.0 for each row of x [ROWS, COLUMNS] fp32 that holds what is not finite, else 0.0: [ROWS].
 
-    A finite number times 0 is 0, anything else NaN: a product and a sum for each element, and the rest on one row.
+    A finite number times 0 is 0, anything else NaN: a product and a sum for each element, the rest once for a row.
     """
-    return tl.sum(nonfinite(tl.sum(x * 0.0, 0)), 0)
+    return nonfinite(tl.sum(x * 0.0, 1))
 
 
 @triton.jit
@@ -52,35 +53,32 @@ def replaced(old, new):
 
 
 @triton.jit
-def keys_of(i, sq, sk, window_left, window_right, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-            HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Keys [lo, hi) that query `i` sees."""
-    position = i + sk - sq
+def range_of(position, count, below, above, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """What of 0 to `count` a line at `position` sees, [lo, hi): as far as `below` below it and `above` above it.
+
+    For a query `position` is i + Sk - Sq, below and above are the window's left and right. For a key it is j - Sk + Sq,
+    and they are the right and the left.
+    """
     lo = 0
-    hi = sk
-    if CAUSAL:
-        hi = tl.minimum(sk, position + 1)
-    if HAS_RIGHT:
-        hi = tl.minimum(sk, position + window_right + 1)
-    if HAS_LEFT:
-        lo = tl.maximum(0, position - window_left)
+    hi = count
+    if HAS_BELOW:
+        lo = tl.maximum(0, position - below)
+    if HAS_ABOVE:
+        hi = tl.minimum(count, position + above + 1)
     return lo, hi
 
 
 @triton.jit
-def queries_of(j, sq, sk, window_left, window_right, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Queries [lo, hi) that see key `j`."""
-    position = j - sk + sq
-    lo = 0
-    hi = sq
-    if CAUSAL:
-        lo = tl.maximum(0, position)
-    if HAS_RIGHT:
-        lo = tl.maximum(0, position - window_right)
-    if HAS_LEFT:
-        hi = tl.minimum(sq, position + window_left + 1)
-    return lo, hi
+def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Which of the lines at position `first` and the next see nothing, 1.0 or 0.0 [ROWS]; the rest as in `range_of`."""
+    position = positions(first, ROWS)
+    lo = tl.zeros([ROWS], tl.float32)
+    hi = lo + count.to(tl.float32)
+    if HAS_BELOW:
+        lo = tl.maximum(lo, position - below.to(tl.float32))
+    if HAS_ABOVE:
+        hi = tl.minimum(hi, position + (above + 1).to(tl.float32))
+    return tl.where(lo < hi, 0.0, 1.0)
 
 
 @triton.jit

@@ -15,10 +15,11 @@ from diyfa.backends.npu.exact import (
     load_lines,
     nonfinite,
     positions,
-    queries_of,
     query_bias,
+    range_of,
     replaced,
-    spoiled,
+    sees_nothing,
+    spoiled_rows,
     store_line,
     undecided,
 )
@@ -72,13 +73,19 @@ def _exact_dkdv_kernel(
             v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
             dk_base = base_of(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, VARLEN)
             dv_base = base_of(dv_ptr, b, hk, start_k, stride_dvb, stride_dvh, stride_dvn, VARLEN)
-            looked_at = load_lines(dk_base, stride_dkn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N)
-            found = spoiled(looked_at)
-            looked_at_v = load_lines(dv_base, stride_dvn, key0, sk, HEAD_DIM_V, BLOCK_DV, BLOCK_N)
-            found += spoiled(looked_at_v)
+            spoiled = spoiled_rows(load_lines(dk_base, stride_dkn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N))
+            spoiled += spoiled_rows(load_lines(dv_base, stride_dvn, key0, sk, HEAD_DIM_V, BLOCK_DV, BLOCK_N))
+            found = tl.sum(spoiled, 0)
             keys = 0
             if found > 0.0:
-                keys = tl.minimum(BLOCK_N, sk - key0)
+                if not DROPOUT:  # a key that is NaN makes all of its row so, unless no query sees it
+                    own = spoiled_rows(load_lines(k_base, stride_kn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N))
+                    blind = sees_nothing(
+                        key0 - sk + sq, sq, window_right, window_left, BLOCK_N, CAUSAL or HAS_RIGHT, HAS_LEFT
+                    )  # fmt: skip
+                    found = tl.sum(tl.where(own > 0.0, spoiled * blind, spoiled), 0)
+                if found > 0.0:
+                    keys = tl.minimum(BLOCK_N, sk - key0)
             for j in range(key0, key0 + keys):
                 old_dk = load_line(dk_base, j, stride_dkn, HEAD_DIM, BLOCK_D)  # [BLOCK_D]
                 old_dv = load_line(dv_base, j, stride_dvn, HEAD_DIM_V, BLOCK_DV)  # [BLOCK_DV]
@@ -86,7 +93,7 @@ def _exact_dkdv_kernel(
                 if left > 0.0:
                     k = load_line(k_base, j, stride_kn, HEAD_DIM, BLOCK_D).to(tl.float32)  # [BLOCK_D]
                     v = load_line(v_base, j, stride_vn, HEAD_DIM_V, BLOCK_DV).to(tl.float32)  # [BLOCK_DV]
-                    lo, hi = queries_of(j, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+                    lo, hi = range_of(j - sk + sq, sq, window_right, window_left, CAUSAL or HAS_RIGHT, HAS_LEFT)
                     steps = tl.cdiv(tl.maximum(hi - lo, 0), LINES)
                     dk = tl.zeros([BLOCK_D], tl.float32)
                     dv = tl.zeros([BLOCK_DV], tl.float32)

@@ -12,19 +12,21 @@ from diyfa.backends.npu.dropout import head_keys
 from diyfa.backends.npu.exact import (
     kept_line,
     key_bias,
-    keys_of,
     line_scores,
     load_line,
     load_lines,
     nonfinite,
     positions,
+    range_of,
     replaced,
-    spoiled,
+    sees_nothing,
+    spoiled_rows,
     store_line,
     undecided,
 )
 from diyfa.backends.npu.primitives import (
     base_of,
+    load_row,
     narrow,
     row_base_of,
     sequence,
@@ -74,9 +76,16 @@ def _exact_dq_kernel(
             dq_base = base_of(dq_ptr, b, h, start_q, stride_dqb, stride_dqh, stride_dqm, VARLEN)
             lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
             delta_base = row_base_of(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
-            looked_at = load_lines(dq_base, stride_dqm, row0, sq, HEAD_DIM, BLOCK_D, BLOCK_M)
+            spoiled = spoiled_rows(load_lines(dq_base, stride_dqm, row0, sq, HEAD_DIM, BLOCK_D, BLOCK_M))
+            # Where the log-sum-exp or delta is NaN, so is all of a row, unless it sees nothing.
+            lse_rows = load_row(lse_base, row0, sq, BLOCK_M)
+            known = tl.where(lse_rows == lse_rows, load_row(delta_base, row0, sq, BLOCK_M), lse_rows)
+            blind = sees_nothing(
+                row0 + sk - sq, sk, window_left, window_right, BLOCK_M, HAS_LEFT, CAUSAL or HAS_RIGHT
+            )  # fmt: skip
+            spoiled = tl.where(known == known, spoiled, spoiled * blind)
             rows = 0
-            if spoiled(looked_at) > 0.0:
+            if tl.sum(spoiled, 0) > 0.0:
                 rows = tl.minimum(BLOCK_M, sq - row0)
             for i in range(row0, row0 + rows):
                 old = load_line(dq_base, i, stride_dqm, HEAD_DIM, BLOCK_D)  # [BLOCK_D]
@@ -94,7 +103,7 @@ def _exact_dq_kernel(
                     if DROPOUT:
                         delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
                         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-                    lo, hi = keys_of(i, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+                    lo, hi = range_of(i + sk - sq, sk, window_left, window_right, HAS_LEFT, CAUSAL or HAS_RIGHT)
                     dq = tl.zeros([BLOCK_D], tl.float32)
                     for n0 in range(lo, hi, LINES):
                         if left > 0.0:

@@ -21,20 +21,21 @@ from diyfa.backends.npu.dropout import head_keys
 from diyfa.backends.npu.exact import (
     kept_line,
     key_bias,
-    keys_of,
     line_scores,
     load_line,
     load_lines,
     nonfinite,
     positions,
+    range_of,
     replaced,
-    spoiled,
+    spoiled_rows,
     store_line,
     undecided,
 )
 from diyfa.backends.npu.launch import vector_programs
 from diyfa.backends.npu.primitives import (
     base_of,
+    load_row,
     narrow,
     row_base_of,
     sequence,
@@ -82,9 +83,11 @@ def _exact_out_kernel(
             v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
             out_base = base_of(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, VARLEN)
             lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
-            looked_at = load_lines(out_base, stride_om, row0, sq, HEAD_DIM_V, BLOCK_DV, BLOCK_M)
+            spoiled = spoiled_rows(load_lines(out_base, stride_om, row0, sq, HEAD_DIM_V, BLOCK_DV, BLOCK_M))
+            lse_rows = load_row(lse_base, row0, sq, BLOCK_M)
+            spoiled = tl.where(lse_rows == lse_rows, spoiled, 0.0)  # else its scores are NaN, and so is all of it
             rows = 0
-            if spoiled(looked_at) > 0.0:
+            if tl.sum(spoiled, 0) > 0.0:
                 rows = tl.minimum(BLOCK_M, sq - row0)
             for i in range(row0, row0 + rows):
                 old = load_line(out_base, i, stride_om, HEAD_DIM_V, BLOCK_DV)  # [BLOCK_DV]
@@ -99,7 +102,7 @@ def _exact_out_kernel(
                         slope = tl.load(slopes_ptr + b * stride_slope_b + h)
                     if DROPOUT:
                         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-                    lo, hi = keys_of(i, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+                    lo, hi = range_of(i + sk - sq, sk, window_left, window_right, HAS_LEFT, CAUSAL or HAS_RIGHT)
                     out = tl.zeros([BLOCK_DV], tl.float32)
                     for n0 in range(lo, hi, LINES):
                         if left > 0.0:
