@@ -102,6 +102,8 @@ CUT = (
     (AttentionCase("bias", heads=1, batch=2, seqlen_q=40, bias="bhqk", causal=True), "v dout attn_bias"),
     (AttentionCase("bias_keys", heads=1, seqlen_q=40, bias="k", window=(9, 9)), "v attn_bias"),
     (AttentionCase("bias_queries", heads=1, seqlen_q=40, bias="q1", causal=True), "v attn_bias"),
+    # No mask, but rows beyond the sequence: their gradients of the bias are 0.
+    (AttentionCase("bias_lengths", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), bias="bhqk"), "k v"),
     (AttentionCase("softcap_alibi", heads=1, seqlen_q=40, softcap=20.0, alibi="h", causal=True), "q k"),
     (
         AttentionCase(
