@@ -17,11 +17,12 @@ from diyfa.testing import (
 
 
 def poison(inputs: Inputs, case: AttentionCase, name: str, value: float, at: int) -> Inputs:
-    """`inputs` with `value` in one element of row `at` of the first sample and head of one of its tensors."""
-    x = inputs.options["attn_bias"] if name == "attn_bias" else getattr(inputs, name)
+    """`inputs` with `value` in one element of row `at` of the first sample and head of one of its tensors; of the bias
+    in its element `at`, of the sinks in one of them."""
+    x = inputs.options[name] if name in ("attn_bias", "sinks") else getattr(inputs, name)
     with torch.no_grad():
-        if name == "attn_bias":
-            x.view(-1)[at] = value
+        if name in ("attn_bias", "sinks"):
+            x.view(-1)[at % x.numel()] = value
         else:
             row = x[at, 0] if case.layout == "thd" else x[0, at, 0] if case.layout == "bshd" else x[0, 0, at]
             row[..., 3] = value

@@ -91,7 +91,7 @@ CUT = (
     (AttentionCase("more_keys", heads=1, seqlen_q=40, seqlen_k=60, causal=True, head_dim_v=16), "v q"),
     # Rows that see nothing, or the sink alone.
     (AttentionCase("more_queries", heads=1, seqlen_q=60, seqlen_k=30, causal=True, all_variants=True), "v dout"),
-    (AttentionCase("sinks", heads=1, seqlen_q=40, seqlen_k=30, sinks=True, causal=True), "k v"),
+    (AttentionCase("sinks", heads=2, seqlen_q=40, seqlen_k=30, sinks=True, causal=True), "k v sinks"),
     (AttentionCase("groups", heads=4, heads_kv=2, seqlen_q=40, causal=True, layout="bshd"), "v dout"),
     (AttentionCase("lengths", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), causal=True, all_variants=True), "v q"),
     (AttentionCase("lengths_window", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), window=(12, 2)), "k dout"),
@@ -155,3 +155,20 @@ def test_what_is_timed_against_it_leaks(backend: str) -> None:
     with configs.use_exact_nonfinite(False):
         out, *_ = attend(TARGETS[backend], "v", float("nan"))
     assert bool((rows(out) & ~expected_rows(at=True, after=True)).any())
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), [(60, 30, (-1, 0)), (20, 60, (4, 0))])
+@pytest.mark.parametrize("backend", EXACT)
+def test_who_sees_nothing_stays_zero(backend: str, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> None:
+    """All inputs are NaN: queries without keys have output and gradient 0, as keys without queries have gradients 0."""
+    target = TARGETS[backend]
+    q, dout = (torch.full((1, 1, seqlen_q, 16), float("nan")).half().to(target.device) for _ in range(2))
+    k, v = (torch.full((1, 1, seqlen_k, 16), float("nan")).half().to(target.device) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = diyfa.flash_attention(*leaves, window=window, backend=backend)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+    seen = (j <= i) & ((j >= i - window[0]) if window[0] >= 0 else True)
+    for x, sees in zip(results, (seen.any(1), seen.any(1), seen.any(0), seen.any(0)), strict=True):
+        x = x.cpu()[0, 0]
+        assert bool(x[sees].isnan().all()) and bool((x[~sees] == 0).all())
