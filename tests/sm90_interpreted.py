@@ -17,7 +17,7 @@ from diyfa.backends.cuda.launch import Launches
 from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
-KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_products", "sm90_tiles", "fwd_sm90")
+KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_notices", "sm90_products", "sm90_tiles", "fwd_sm90")
 MULTIPROCESSORS = 2
 
 

@@ -157,7 +157,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"(next_place\(place, 0, DEAL, CLUSTER\)\n)    tma\.store_wait\(0\)\n",
+        r"    tma\.store_wait\(0\)\n(    meet\(CLUSTER\)\n)",
         r"\1",
         KernelBug,
         {},
@@ -228,8 +228,8 @@ CLUSTER_MUTANTS = {
     "a program expects what it loads itself": (r"(mbarrier\.expect\(full, SIZE)", r"\1 // CLUSTER", KernelBug),
     "queries are loaded for both": (r"(q_full\.index\(c\), PIECES, RAGGED, )1", r"\1CLUSTER", KernelBug),
     "both programs write the same rows": (
-        r"\(cluster_rank\(CLUSTER\) \* CONSUMERS \+ CONSUMER\)",
-        "CONSUMER",
+        r" +row0 \+= cluster_rank\(CLUSTER\) \* \(ROWS \* CONSUMERS\)\n",
+        "",
         Race,
     ),
 }
@@ -251,23 +251,18 @@ DYNAMIC_MUTANTS = {
         "drawn = ticket",
         InvalidOperand,
     ),
-    "an announcement replaces one that nobody has read": (r" +mbarrier\.wait\(read\.index.*\n", "", KernelBug),
-    "an announcement is read before it is there": (r" +mbarrier\.wait\(announced\.index.*\n", "", KernelBug),
-    "an announcement is released before it is read": (
-        r"( +place = gl\.max\(word.*\n)( +mbarrier\.arrive\(read.*\n)",
+    "a notice replaces one that nobody has read": (
+        r"NOTICES = gl\.constexpr\(2\)",
+        "NOTICES = gl.constexpr(1)",
+        KernelBug,
+    ),
+    "a notice is read before it is there": (r" +wait_full\(written\.index.*\n", "", KernelBug),
+    "a notice is there before it is written": (
+        r"( +notices\.index\(place\)\.store.*\n)( +mbarrier\.arrive\(written.*\n)",
         r"\2\1",
-        Race,
-    ),
-    "one consumer's reading counts for all": (
-        r"mbarrier\.init\(read\.index\(0\), count=CONSUMERS\)",
-        "mbarrier.init(read.index(0), count=1)",
         KernelBug,
     ),
-    "consumers do not listen": (
-        r"place = await_announcement\(.*\)",
-        "place = next_place(place, 0, 'static', CLUSTER)",
-        KernelBug,
-    ),
+    "a notice is read twice": (r"(turn \+= 1\n.*read_notice\()turn", r"\1turn - 1", KernelBug),
 }
 
 

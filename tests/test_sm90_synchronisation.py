@@ -46,7 +46,6 @@ HARMLESS = ("_say(_WAIT_BY_WARP)",)
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
-# With more slots than blocks the ring does not order announcements of tiles too.
 DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
 # With shorter blocks than tiles, the first consumer has some to pass over.
 OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
@@ -71,7 +70,7 @@ CLUSTER = (
 # Kinds of forms, and what is not theirs.
 KINDS = {
     "single": (SINGLE, ("meet(", "show_barriers(", "_say(")),
-    "cluster": (CLUSTER, ("announced.index", "read.index", "mbarrier.arrive(empty, count=1)")),
+    "cluster": (CLUSTER, ("mbarrier.arrive(empty, count=1)",)),
 }
 
 

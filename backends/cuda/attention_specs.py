@@ -257,7 +257,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
         aligned=frozenset({"lse_ptr"}),
         # A few scalars that are stored before the registers are handed out and read once for each tile.
-        spill_budget=64 if problem.features & {"window", "varlen"} else 0,
+        spill_budget=64 if problem.features & {"window", "varlen"} else config.spill_budget,
     )
 
 

@@ -51,8 +51,6 @@ from diyfa.backends.cuda.sm90_cluster import (
     wait_full,
 )
 from diyfa.backends.cuda.sm90_deal import (
-    announce,
-    await_announcement,
     draw_ticket,
     end_place,
     first_place,
@@ -61,6 +59,7 @@ from diyfa.backends.cuda.sm90_deal import (
     tile_number,
 )
 from diyfa.backends.cuda.sm90_multicast import completing
+from diyfa.backends.cuda.sm90_notices import allocate_notices, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -94,38 +93,59 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _load_blocks(
-    h, hk, row0, first_block, end_block, end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, DEAL: gl.constexpr,
+def _anew(x):
+    """x, from which the compiler knows nothing to follow that it could compute once for all tiles and keep: the
+    reciprocals of divisors would take a producer more registers than it has."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_notice(
+    place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q of a tile, then its K and V blocks, each as soon as a buffer is free -> (next item, next ticket)."""
-    ticket = 0
-    for c in gl.static_range(CONSUMERS):
-        # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-        start_load(q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1)
-    for i in range(end_block - first_block):
-        start_n = (end_block - 1 - i) * BLOCK_N
-        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
-        # a whole tile ahead: with 8 tiles for each they would not end together.
-        if i == end_block - first_block - 1:
-            ticket = draw_ticket(tickets_ptr, DEAL)
-        slot = item % SLOTS
-        mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
-        start_load(
-            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES, RAGGED, CLUSTER,
+    """Find the first tile from `place` on and leave the notice of it, or of there being none -> its place."""
+    heads_q = _anew(heads_q)
+    heads_at_once = _anew(heads_at_once)
+    seqlen_q = _anew(seqlen_q)
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
+    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
+    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
+    end = end_place(tiles, group, DEAL, CLUSTER)
+    searching = True
+    while searching:
+        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL, CLUSTER)
+        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
+            index, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
         )  # fmt: skip
-        slot = (item + 1) % SLOTS
-        mbarrier.wait(kv_empty.index(slot), (((item + 1) // SLOTS) & 1) ^ 1)
-        start_load(
-            v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-            PIECES_V, RAGGED, CLUSTER,
-        )  # fmt: skip
-        item += 2
-    return item, ticket
+        searching = (place < end) & ((exists & dealt) == 0)
+        if searching:
+            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL, CLUSTER)
+        else:
+            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
+            end_block = gl.where(place < end, end_block, 0)
+            write_notice(
+                turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
+            )  # fmt: skip
+    return place
+
+
+@gluon.jit
+def _load_block(
+    tensor, b, h, row, end, n_keys, buffers, item, kv_full, kv_empty,
+    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+):  # fmt: skip
+    """Start copying an item of the ring, as soon as its buffer is free."""
+    slot = item % SLOTS
+    mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
+    start_load(
+        tensor, b, h, row, end, n_keys, buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
+        PIECES, RAGGED, CLUSTER,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -133,46 +153,75 @@ def _producer(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
-    lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
+    lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, total_k,
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
 ):  # fmt: skip
-    """One warp: copy what the consumers of each tile read."""
+    """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free."""
     meet(CLUSTER)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
     turn = 0
-    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL, CLUSTER)
-    end = end_place(tiles, group, DEAL, CLUSTER)
-    drawn = 0
-    while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
-        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
-            index, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 1,
-        )  # fmt: skip
-        if exists & dealt:
-            end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
-            end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
-            end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
-            item, ticket = _load_blocks(
-                h, h // group_size, row0 + cluster_rank(CLUSTER) * (ROWS * CONSUMERS), first_block, end_block,
-                end_q, end_k, end_v, n_queries, n_keys, b, item, turn,
-                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, q_tensor, k_tensor, v_tensor,
-                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING, RAGGED, DEAL,
+    place = _give_notice(
+        first_place(DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+        heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+    )  # fmt: skip
+    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
+        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
+    )  # fmt: skip
+    while end_block > 0:
+        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
+        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
+        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
+        hk = h // group_size
+        for c in gl.static_range(CONSUMERS):
+            # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
+            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            start_load(
+                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
             )  # fmt: skip
-            turn += 1
-        else:
-            ticket = draw_ticket(tickets_ptr, DEAL)
-        place = next_place(place, ticket, DEAL, CLUSTER)
-        if DEAL == "dynamic":
-            announce(place, drawn, word, announced, read)
-            drawn += 1
+        for i in range(1, end_block - first_block):
+            start_n = (end_block - i) * BLOCK_N
+            _load_block(
+                k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
+                SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, item + 1, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+            item += 2
+        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
+        # a whole tile ahead: with 8 tiles for each they would not end together.
+        ticket = draw_ticket(tickets_ptr, DEAL)
+        start_n = first_block * BLOCK_N
+        _load_block(
+            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
+            SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
+        )  # fmt: skip
+        v_item = item + 1
+        if LENGTHS != PACKED:
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+        place = _give_notice(
+            next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+        )  # fmt: skip
+        if LENGTHS == PACKED:  # the search takes longer than the ring has work for: it begins while that is still full
+            _load_block(
+                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
+                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+            )  # fmt: skip
+        item += 2
+        turn += 1
+        b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
+        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
+    )  # fmt: skip
     if DEAL == "dynamic":
         leave(tickets_ptr)
     meet(CLUSTER)
@@ -405,15 +454,11 @@ def _consumer(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
-    DEAL: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read,
-    lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    o_tensor, lse_ptr, o_buffers, scale, softcap,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_buffers, scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
     meet(CLUSTER)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
     cap = softcap * LOG2E
     if not SOFTCAP:
@@ -422,34 +467,22 @@ def _consumer(
     turn = 0
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
-    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    place = first_place(DEAL, CLUSTER)
-    end = end_place(tiles, group, DEAL, CLUSTER)
-    drawn = 0
-    while place < end:
-        index, dealt = tile_number(place, tiles, group, DEAL, CLUSTER)
-        exists, b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = tile_of(
-            index, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, 4,
+    b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
+        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
+    )  # fmt: skip
+    while end_block > 0:
+        item = _attend_tile(
+            b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+            q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
+            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+            LENGTHS, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
-        if exists & dealt:
-            item = _attend_tile(
-                b, h, row0 + (cluster_rank(CLUSTER) * CONSUMERS + CONSUMER) * ROWS, first_block, end_block,
-                first_q, n_queries, n_keys, item, turn,
-                q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-                heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-                CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, NEGATE, LAZY,
-            )  # fmt: skip
-            turn += 1
-        if DEAL == "dynamic":
-            place = await_announcement(drawn, word, announced, read)
-            drawn += 1
-        else:
-            place = next_place(place, 0, DEAL, CLUSTER)
+        turn += 1
+        b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
+        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
+    )  # fmt: skip
     tma.store_wait(0)
     meet(CLUSTER)
 
@@ -505,30 +538,24 @@ def _fwd_sm90_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
-    if DEAL == "dynamic":  # where the producer announces the next tile
-        word = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        announced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-        read = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-        mbarrier.init(announced.index(0), count=1)
-        mbarrier.init(read.index(0), count=CONSUMERS)
-        tickets = (tickets_ptr,)
-    else:  # nothing will be read there, and a tuple of values has no None
-        word = q_full
-        announced = q_full
-        read = q_full
-        tickets = (heads,)
+    notices, written = allocate_notices()
     fence_async_shared()
     show_barriers(CLUSTER)
 
-    pipe = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, word, announced, read)
+    both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
+    both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
+    consume = both + (o_tensor, lse_ptr, o_buffers, scale, softcap)
+    # Where nothing will be read any value stands for a pointer: a tuple of values has no None.
     if LENGTHS == EQUAL:
-        sizes = (heads, heads)
+        lengths = (heads, heads)
     else:
-        sizes = (lengths_q_ptr, lengths_k_ptr)
-    sizes += (heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k)
-    sizes += (window_left, window_right)
-    consume = pipe + sizes + (o_tensor, lse_ptr, o_buffers, scale, softcap)
-    produce = pipe + sizes + (q_tensor, k_tensor, v_tensor, group_size) + tickets
+        lengths = (lengths_q_ptr, lengths_k_ptr)
+    if DEAL == "dynamic":
+        tickets = (tickets_ptr,)
+    else:
+        tickets = (heads,)
+    produce = both + lengths + (heads, heads_at_once, batch, total_k)
+    produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
     # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
@@ -538,7 +565,7 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
             ],
@@ -550,10 +577,10 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
                 (bystander, (CLUSTER,)),
@@ -567,13 +594,13 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, DEAL) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL) + produce),
                 (bystander, (CLUSTER,)),

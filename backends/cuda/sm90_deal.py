@@ -9,8 +9,9 @@ Tiles are numbered so that in each group of heads whose keys share the L2 cache 
   goes backwards, and every second group is the mirror image of the one before. What a round gives to the first
   programs the next gives to the last, and so do groups: no program has more than 4 % above its share.
 * "dynamic": whoever comes first takes the next one. The producer draws a ticket when it comes to the last block of the
-  tile before, number of programs + ticket is its next tile, and announces that to the consumers through one word of
-  shared memory.
+  tile before; number of programs + ticket is its next tile.
+
+Only the producer deals; consumers read its notices (`sm90_notices.py`).
 
 A cluster of programs (`sm90_cluster.py`) takes part as one, with tiles as large as those of its programs together; not
 in a dynamic deal, where the tickets of one program would have to reach the other.
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.sm90_cluster import cluster_count, cluster_id
 
@@ -96,25 +96,6 @@ def next_place(place, ticket, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
         place += 1
     else:
         place += cluster_count(CLUSTER)
-    return place
-
-
-@gluon.jit
-def announce(place, turn, word, announced, read):
-    """Tell the consumers where the program goes on, as soon as all of them have read the announcement before."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(read.index(0), (turn & 1) ^ 1)
-    word.store(gl.full([1], place, gl.int32, LAYOUT))
-    mbarrier.arrive(announced.index(0), count=1)
-
-
-@gluon.jit
-def await_announcement(turn, word, announced, read):
-    """Where the producer says that the program goes on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(announced.index(0), turn & 1)
-    place = gl.max(word.load(LAYOUT), 0)
-    mbarrier.arrive(read.index(0), count=1)
     return place
 
 

@@ -49,7 +49,7 @@ def _clamped(pointer, most):
 
 @gluon.jit
 def _packed_tile(
-    index, batch, total_q, cu_seqlens_q_ptr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr,
+    index, batch, total_q, cu_seqlens_q_ptr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Tile number -> (sequence, head, which of the sequence's tiles: negative or too large for an empty one).
 
@@ -57,7 +57,7 @@ def _packed_tile(
     enough behind, since floor(x + n) - floor(x) + 1 >= ceil(n), and at most one number in between stays empty. So the
     sequence is found by counting beginnings, one for each lane, without sums over lengths or a word from the host.
     """
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp counts for itself
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots = total_q // BLOCK_M + batch
     h = index // slots
     slot = index % slots
@@ -77,11 +77,11 @@ def tile_of(
     index, lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Tile number -> (exists, sample, head, first query, key blocks from, to, first rows in q and k, queries, keys).
 
-    At least one block is visited.
+    For partitions of one warp. At least one block is visited.
     `heads_at_once` heads take turns, so that their keys stay in L2 while the longest tiles of all of them start first;
     packed, a head's sequences follow each other, longest tiles first in each.
     """
@@ -90,7 +90,7 @@ def tile_of(
     n_queries = seqlen_q
     n_keys = seqlen_k
     if LENGTHS == PACKED:
-        b, h, tile_m = _packed_tile(index, batch, total_q, lengths_q_ptr, BLOCK_M, WARPS)
+        b, h, tile_m = _packed_tile(index, batch, total_q, lengths_q_ptr, BLOCK_M)
         first_q = _clamped(lengths_q_ptr + b, total_q)
         first_k = _clamped(lengths_k_ptr + b, total_k)
         n_queries = gl.maximum(_clamped(lengths_q_ptr + b + 1, total_q) - first_q, 0)

@@ -183,6 +183,8 @@ def translate(value: Any) -> Any:
         return _Module(value)
     if tl_core.is_builtin(value):
         return _with_semantic(value)
+    if isinstance(value, tl_core.constexpr) and type(value.value) in (int, float):
+        return value.value  # a constexpr does not take part in everything that a number does
     return value
 
 

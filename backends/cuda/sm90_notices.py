@@ -1,0 +1,97 @@
+"""How the consumers of the Hopper kernel learn about their next tile: Gluon helpers of `fwd_sm90.py`.
+
+Finding a tile takes divisions, and packed also reads of the sequences' offsets, one depending on another: some hundred
+to two thousand clocks. The producer does it, behind the copy of the last keys of the tile before, when the ring is as
+full as it gets, and leaves the result in shared memory. A notice without key blocks says that there is no tile left.
+
+There are two notices, in turns. The notice of turn t + 1 replaces that of turn t - 1, which all consumers have read:
+the producer has loaded the queries of turn t, so it has waited for the consumers to have done with those of t - 1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from diyfa.backends.cuda.sm90_cluster import wait_full
+from diyfa.backends.cuda.tiles import EQUAL, PACKED
+
+NOTICES = gl.constexpr(2)
+FIELDS = gl.constexpr(9)
+WORDS = gl.constexpr(16)  # a power of two
+
+
+@gluon.jit
+def allocate_notices():
+    """-> (notices, their barriers)."""
+    notices = gl.allocate_shared_memory(gl.int32, [NOTICES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    written = gl.allocate_shared_memory(gl.int64, [NOTICES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NOTICES):
+        mbarrier.init(written.index(i), count=1)
+    return notices, written
+
+
+@gluon.jit
+def write_notice(turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written):
+    """Leave the tile of this turn. For partitions of one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
+    field = gl.arange(0, WORDS, layout=LAYOUT)
+    notice = gl.where(field == 0, b, h)
+    notice = gl.where(field == 2, row0, notice)
+    notice = gl.where(field == 3, first_block, notice)
+    notice = gl.where(field == 4, end_block, notice)
+    notice = gl.where(field == 5, first_q, notice)
+    notice = gl.where(field == 6, first_k, notice)
+    notice = gl.where(field == 7, n_queries, notice)
+    notice = gl.where(field == 8, n_keys, notice)
+    place = turn % NOTICES
+    notices.index(place).store(notice)
+    mbarrier.arrive(written.index(place), count=1)
+
+
+@gluon.jit
+def _uniform(x):
+    """x, the same in all lanes, in a register of the warp. What comes from memory ptxas keeps in one of each thread, and
+    consumers have none left for that."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fields(notice, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, LAYOUT: gl.constexpr):
+    """A notice that every thread has all of, as scalars; what is the same for all tiles takes no registers."""
+    field = gl.arange(0, WORDS, layout=LAYOUT)
+    values = ()
+    for i in gl.static_range(FIELDS):
+        values += (_uniform(gl.sum(gl.where(field == i, notice, 0), 0)),)
+    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = values
+    if not HAS_LEFT:
+        first_block = 0
+    if LENGTHS != PACKED:
+        first_q = 0
+        first_k = 0
+    if LENGTHS == EQUAL:
+        n_queries = seqlen_q
+        n_keys = seqlen_k
+    return b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys
+
+
+@gluon.jit
+def own_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """What the same warp has given to `write_notice`: from there, it need not be kept during a search for the next."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
+    return _fields(notices.index(turn % NOTICES).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
+
+
+@gluon.jit
+def read_notice(
+    turn, notices, written, seqlen_q, seqlen_k,
+    LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, BY_WARP: gl.constexpr,
+):  # fmt: skip
+    """The tile of this turn -> what was given to `write_notice`. For partitions of four warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
+    place = turn % NOTICES
+    wait_full(written.index(place), (turn // NOTICES) & 1, BY_WARP)
+    return _fields(notices.index(place).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
