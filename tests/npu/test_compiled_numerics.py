@@ -138,6 +138,27 @@ def test_nan_reaches_what_depends_on_it(case: Case, name: str) -> None:
     assert not log.races, "\n".join(log.races)
 
 
+def test_a_diverged_call_costs_hardly_more() -> None:
+    """Where everything is NaN no row is formed anew: as many library calls as without but for a look at the keys, in
+    forward and backward."""
+    from hivm.launch import compiled_on_cpu
+
+    case = NONFINITE[0][0]
+    attend = attention_function(case, backend="npu")
+    calls = []
+    for value in (1.0, float("nan")):
+        inputs = make_inputs(case)
+        with torch.no_grad():
+            for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+                x.fill_(value)
+        with compiled_on_cpu() as log:
+            results = run_case(attend, inputs)
+        calls.append(log.instructions)
+        assert "_exact_dkdv_kernel" in log.launches
+    assert all(bool(x.isnan().all()) for x in results if x is not None)
+    assert calls[0] < calls[1] < 1.1 * calls[0]  # one row takes over 30, and there are 410
+
+
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
 def test_matmul(layout: str) -> None:
     """Operands as stored and transposed, sizes that fill no tile."""
