@@ -10,7 +10,7 @@ look at what they wrote, and form each row anew that is not finite: a *line* (on
 what it sees, elementwise products and sums in fp32. What a line sees is one range of keys (or queries), so a load that
 ends there leaves the rest out, and only dropout needs a select. A line is done as soon as all that was not finite has
 become NaN again. Elements that were finite stay as they are. Rows that are NaN for a reason of their own, which their
-log-sum-exp, delta or key tells, are not looked into, so a call whose inputs are all NaN costs no more than another.
+log-sum-exp, delta or key tells, are not looked into, so a call whose inputs are all NaN costs hardly more than another.
 
 A branch inside the kernels with products would cost the ordinary call less, but does not compile (docs/npu.md). Calls
 without a mask and without dropout, in which everything depends on everything, launch none of this.

@@ -79,7 +79,8 @@ def _exact_dkdv_kernel(
             keys = 0
             if found > 0.0:
                 if not DROPOUT:  # a key that is NaN makes all of its row so, unless no query sees it
-                    own = spoiled_rows(load_lines(k_base, stride_kn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N))
+                    k_rows = load_lines(k_base, stride_kn, key0, sk, HEAD_DIM, BLOCK_D, BLOCK_N)
+                    own = tl.sum(tl.where(k_rows == k_rows, 0.0, 1.0), 1)
                     blind = sees_nothing(
                         key0 - sk + sq, sq, window_right, window_left, BLOCK_N, CAUSAL or HAS_RIGHT, HAS_LEFT
                     )  # fmt: skip
@@ -119,19 +120,9 @@ def _exact_dkdv_kernel(
                             )  # fmt: skip
                             if BIAS != "":
                                 s = s + query_bias(
-                                    bias_ptr,
-                                    b,
-                                    h,
-                                    stride_bias_b,
-                                    stride_bias_h,
-                                    stride_bias_m,
-                                    j,
-                                    sk,
-                                    m0,
-                                    hi,
-                                    LINES,
-                                    BIAS,
-                                )
+                                    bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, j, sk, m0, hi,
+                                    LINES, BIAS,
+                                )  # fmt: skip
                             inside = positions(m0, LINES) < hi.to(tl.float32)
                             p = tl.where(inside, tl.exp(s - lse), 0.0)  # [LINES]
                             dout = load_lines(dout_base, stride_dom, m0, hi, HEAD_DIM_V, BLOCK_DV, LINES)
