@@ -182,8 +182,21 @@ def _producer(
             start_load(
                 q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
             )  # fmt: skip
-        for i in range(1, end_block - first_block):
-            start_n = (end_block - i) * BLOCK_N
+        n_blocks = end_block - first_block
+        ticket = 0
+        for i in range(n_blocks):
+            # Asking with the first block would commit programs a whole tile ahead: with 8 tiles for each they would not
+            # end together.
+            if i == gl.maximum(n_blocks - 2, 0):
+                ticket = draw_ticket(tickets_ptr, DEAL)
+            if i == n_blocks - 1:  # while the ring is full: later, the consumers would wait for the search
+                place = _give_notice(
+                    next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written, lengths_q_ptr, lengths_k_ptr,
+                    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k,
+                    window_left, window_right, tickets_ptr,
+                    BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
+                )  # fmt: skip
+            start_n = (end_block - 1 - i) * BLOCK_N
             _load_block(
                 k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
                 SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
@@ -193,31 +206,6 @@ def _producer(
                 SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
             )  # fmt: skip
             item += 2
-        # The answer comes while the last block waits for its buffers. Asking with the first block would commit programs
-        # a whole tile ahead: with 8 tiles for each they would not end together.
-        ticket = draw_ticket(tickets_ptr, DEAL)
-        start_n = first_block * BLOCK_N
-        _load_block(
-            k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
-            SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
-        )  # fmt: skip
-        v_item = item + 1
-        if LENGTHS != PACKED:
-            _load_block(
-                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
-                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
-            )  # fmt: skip
-        place = _give_notice(
-            next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL,
-        )  # fmt: skip
-        if LENGTHS == PACKED:  # the search takes longer than the ring has work for: it begins while that is still full
-            _load_block(
-                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, v_item, kv_full, kv_empty,
-                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
-            )  # fmt: skip
-        item += 2
         turn += 1
         b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
         turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT

@@ -49,7 +49,6 @@ class Sm90Config:
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
-    spill_budget: int = 0  # bytes that ptxas may spill, which must be at the ends of tiles
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -99,19 +98,13 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "703")),
     ),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, measured=_H200 + "467")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "624/682")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "467/624/682")),
     ),
     (192, False): (
         (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
         (_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "594")),
     ),
-    (192, True): (
-        (
-            _ANY,
-            C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, spill_budget=40, measured=_H200 + "395/527/595"),
-        ),
-    ),
+    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, measured=_H200 + "395/527/595")),),
     (256, False): (
         (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "632")),
         (
@@ -123,20 +116,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (256, True): (
         (
             2048,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_DYNAMIC,
-                pingpong=True,
-                own_walk=True,
-                lazy=True,
-                spill_budget=8,
-                measured=_H200 + "497",
-            ),
+            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "497"),
         ),
         (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "664/722")),
     ),

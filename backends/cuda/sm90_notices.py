@@ -51,21 +51,12 @@ def write_notice(turn, b, h, row0, first_block, end_block, first_q, first_k, n_q
 
 
 @gluon.jit
-def _uniform(x):
-    """x, the same in all lanes, in a register of the warp. What comes from memory ptxas keeps in one of each thread, and
-    consumers have none left for that."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
 def _fields(notice, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, LAYOUT: gl.constexpr):
     """A notice that every thread has all of, as scalars; what is the same for all tiles takes no registers."""
     field = gl.arange(0, WORDS, layout=LAYOUT)
     values = ()
     for i in gl.static_range(FIELDS):
-        values += (_uniform(gl.sum(gl.where(field == i, notice, 0), 0)),)
+        values += (gl.sum(gl.where(field == i, notice, 0), 0),)
     b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = values
     if not HAS_LEFT:
         first_block = 0

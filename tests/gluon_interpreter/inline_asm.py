@@ -130,7 +130,7 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _draw(values[0])
     if _SHARE.fullmatch(asm):
         return values[0].value if isinstance(values[0], OfFirstLane) else values[0]
-    if asm in ("mov.b32 $0, $1;", "redux.sync.or.b32 $0, $1, 0xffffffff;"):  # of a scalar: itself
+    if asm == "mov.b32 $0, $1;":
         return values[0]
     if found := _PAIR.fullmatch(asm):
         return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
