@@ -305,7 +305,10 @@ class Tile:
 @pytest.fixture
 def tuner(monkeypatch, tmp_path):
     """The real autotuner with a fake timer, asked by an attention that computes nothing."""
-    tune = pytest.importorskip("diyfa.backends.cuda.tune")
+    if not hasattr(pytest.importorskip("triton"), "knobs"):
+        pytest.skip("triton-ascend's Triton 3.2 is too old for the cuda backend")
+    from diyfa.backends.cuda import tune
+
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
     times = itertools.cycle([2.0, 1.0])  # of the two tiles, in turns
     tuner = tune.Tuner(lambda run: next(times), device=lambda: (0, "Test GPU"), may_measure=lambda: True)

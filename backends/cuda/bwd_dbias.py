@@ -164,7 +164,8 @@ def _bwd_dbias_kernel(
             n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
-        total += tl.where(visible, ds, 0.0)  # a pair that is not seen weighs 0, which times NaN is NaN
+        # A pair that is not seen, or a query beyond the sequence, weighs 0, which times NaN is NaN.
+        total += tl.where(visible & (offs_m < n_queries)[:, None], ds, 0.0)
 
     out_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     out_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)

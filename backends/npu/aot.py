@@ -282,11 +282,27 @@ def example(target: str, **changes: Any) -> AttentionProblem:
     return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "") -> str:
+def _features(problem: AttentionProblem, bias: str) -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
-    if problem.bias:
-        features = features.replace("attn_bias", f"attn_bias[{bias}]")
-    return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
+    return features.replace("attn_bias", f"attn_bias[{bias}]") if problem.bias else features
+
+
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "") -> str:
+    return f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {tile.block_m}x{tile.block_n}"
+
+
+def _absent(problem: AttentionProblem) -> dict[str, None]:
+    """The pointers that a call without these features passes as None."""
+    used = {
+        "seq_lens_ptr": problem.seq_lens,
+        "cu_seqlens_q_ptr": problem.varlen,
+        "cu_seqlens_k_ptr": problem.varlen,
+        "slopes_ptr": problem.alibi,
+        "bias_ptr": problem.bias,
+        "rng_state_ptr": problem.dropout,
+        "sinks_ptr": problem.sinks,
+    }
+    return dict.fromkeys(name for name, is_used in used.items() if not is_used)
 
 
 def attention_job(
@@ -327,18 +343,8 @@ def attention_job(
         "BIAS": bias if problem.bias else "",
         "INTERPRET": False,
     }
-    absent = {
-        "seq_lens_ptr": problem.seq_lens,
-        "cu_seqlens_q_ptr": problem.varlen,
-        "cu_seqlens_k_ptr": problem.varlen,
-        "slopes_ptr": problem.alibi,
-        "bias_ptr": problem.bias,
-        "rng_state_ptr": problem.dropout,
-        "sinks_ptr": problem.sinks,
-        "parts_ptr": fused,
-        "new_parts_ptr": fused,
-    }
-    constants |= {name: None for name, used in absent.items() if not used}
+    constants |= _absent(problem)
+    constants |= {} if fused else {"parts_ptr": None, "new_parts_ptr": None}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
     signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
@@ -352,6 +358,43 @@ def attention_job(
         problem=problem,
         step=kernel,
         tile=tile,
+    )
+
+
+def exact_job(problem: AttentionProblem, kernel: str, bias: str = "qk", bias_dtype: str = "float32") -> Job:
+    """The job of a kernel that forms rows anew which are not finite: of "out", "dq" or "dkdv". It has no matrix
+    product, so the gate asks for nothing but that it compiles and fits.
+    """
+    from diyfa.backends.npu import exact_dkdv, exact_dq, exact_out
+    from diyfa.backends.npu.compat import padded_head_dim
+
+    function = {
+        "out": exact_out._exact_out_kernel,
+        "dq": exact_dq._exact_dq_kernel,
+        "dkdv": exact_dkdv._exact_dkdv_kernel,
+    }[kernel]
+    rows, lines = configs.exact_rows(problem)
+    constants: dict[str, Any] = {
+        **configs.exact_flags(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": rows,
+        "BLOCK_N": rows,
+        "LINES": lines,
+        "BIAS": bias if problem.bias else "",
+        "INTERPRET": False,
+    }
+    constants |= _absent(problem)
+    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
+    signature["bias_ptr"] = "*" + _TRITON_DTYPES[bias_dtype]
+    return Job(
+        f"attention_{'fwd' if kernel == 'out' else 'bwd'}/exact_{kernel}",
+        f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {rows} from {lines}",
+        function,
+        signature,
+        {name: value for name, value in constants.items() if name in function.arg_names},
     )
 
 
@@ -631,6 +674,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
+    yield from exact_jobs(target, lean)
     yield from matmul_jobs(target)
 
 
@@ -719,6 +763,24 @@ def helper_jobs(target: str) -> Iterator[Job]:
         yield dbias_rows_job(dims, sinks, has_dlse)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
         yield dbias_rows_job(dims, True, True, dtype)
+
+
+# Of the kernels that form rows anew: all features, a mask alone, packed sequences, and the widest.
+EXACT_CASES: tuple[dict[str, Any], ...] = (
+    {**MODE_CASES["crowded"], "dtype": "float32"},
+    {"window_right": 0},
+    {"layout": VARLEN, "window_left": 256, "window_right": 0, "dropout": True, "dtype": "bfloat16", "head_dim": 64},
+    {"window_right": 0, "head_dim": 576, "head_dim_v": 512, "bias": "k"},
+)
+
+
+def exact_jobs(target: str, lean: bool) -> Iterator[Job]:
+    """The kernels that form rows anew, of the output and of the gradients; `lean`: with all features only."""
+    for case in EXACT_CASES[:1] if lean else EXACT_CASES:
+        dims = case.get("bias", "")
+        problem = example(target, **{**case, "bias": bool(dims)})
+        for kernel in ("out", "dkdv", "dq"):
+            yield exact_job(problem, kernel, dims)
 
 
 def matmul_jobs(target: str) -> Iterator[Job]:

@@ -4,7 +4,8 @@
 2. bwd_dkdv.py: dk and dv;
 3. bwd_dq.py: dq;
 4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
-5. bwd_dsinks.py: the gradient of the sinks, when there are any.
+5. bwd_dsinks.py: the gradient of the sinks, when there are any;
+6. exact_bwd.py: rows of dk, dv and dq that are not finite, again, where a mask or dropout takes pairs out.
 
 In the variant "fused" dq comes from the same scores as dk and dv: the second step sums it in as many parts as the keys
 of a head are shared out into (`key_shares`), and the third, bwd_dq_sum.py, adds those up.
@@ -40,6 +41,7 @@ from diyfa.backends.npu.configs import (
     preprocess_rows,
     sum_rows,
 )
+from diyfa.backends.npu.exact_bwd import exact_gradients
 from diyfa.backends.npu.launch import (
     addressed,
     cube_cores,
@@ -207,10 +209,13 @@ def attention_bwd(
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
                 **launch_options(tile, problem.arch),
             )  # fmt: skip
+        tensors = tensors._replace(q=q, k=k, v=v)
         if dbias is not None:
-            tensors = tensors._replace(q=q, k=k, v=v)
             _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, slope_stride, sizes, shared)
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, *row_sizes, BLOCK_M=PREPROCESS_ROWS
             )
+        exact_gradients(
+            problem, tensors, bias, lse, dout, delta, gradients, stride, slope_stride, sizes, shared
+        )  # fmt: skip

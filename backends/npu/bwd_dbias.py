@@ -129,8 +129,8 @@ def _bwd_dbias_kernel(
                 ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
             )  # fmt: skip
-            if CAUSAL and SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
-                # Beyond the sequence a causal mask cuts nothing, not even what no product wrote.
+            if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
+                # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN.
                 if row0 + BLOCK_M > sq:
                     rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
                     ds = tl.where(rows < (sq - row0).to(tl.float32), ds, 0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -403,6 +404,52 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
         "SINKS": problem.sinks,
         "DROPOUT": problem.dropout,
     }
+
+
+# Whether NaN and infinities are kept apart by rows (exact.py) or by tiles.
+_exact_nonfinite = True
+# Elements of the tile that is searched for rows that are not finite, and of one that a row is formed anew from: as many
+# as fit, in fp32 and with what is computed from them, beside each other.
+SEARCHED_ELEMENTS, LINE_ELEMENTS = 8192, 4096
+
+
+def exact_nonfinite() -> bool:
+    """Whether NaN and infinities are kept apart by rows, as the contract says."""
+    return _exact_nonfinite
+
+
+@contextmanager
+def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
+    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
+    global _exact_nonfinite
+    before, _exact_nonfinite = _exact_nonfinite, enabled
+    try:
+        yield
+    finally:
+        _exact_nonfinite = before
+
+
+def is_masked(problem: AttentionProblem) -> bool:
+    """Whether a query may not see all keys of its sequence."""
+    return problem.window_left >= 0 or problem.window_right >= 0
+
+
+def may_leak(problem: AttentionProblem) -> bool:
+    """Whether the kernels of exact.py run at all. Without a mask and without dropout all of a sequence depends on all
+    of it."""
+    return _exact_nonfinite and (is_masked(problem) or problem.dropout)
+
+
+def exact_rows(problem: AttentionProblem) -> tuple[int, int]:
+    """(rows that are searched together, keys - for dk and dv queries - of a tile that a row is formed anew from)."""
+    columns = 1 << (max(problem.head_dim, problem.head_dim_v) - 1).bit_length()
+    return max(8, min(64, SEARCHED_ELEMENTS // columns)), max(8, min(64, LINE_ELEMENTS // columns))
+
+
+def exact_flags(problem: AttentionProblem) -> dict[str, bool]:
+    """The compile-time features of the kernels of exact.py, which have no tile with a form of its own."""
+    flags = attention_flags(problem, "fwd")
+    return {name: on for name, on in flags.items() if name not in ("MASKED", "ALWAYS_MASK", "SINKS")}
 
 
 def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:

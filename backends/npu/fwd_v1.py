@@ -22,9 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.bias import Bias
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import preprocess_rows
 from diyfa.backends.npu.configs_v1 import v1_flags, v1_tile
+from diyfa.backends.npu.exact_out import exact_out
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
     dot,
@@ -159,7 +161,8 @@ def _fwd_v1_finish_kernel(
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
     inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
-    (q, k, v, out), (q_strides, k_strides, v_strides, out_strides) = zip(*inputs, strict=True)
+    (q, k, v, out), strides = zip(*inputs, strict=True)
+    q_strides, k_strides, v_strides, out_strides = strides
     tile = v1_tile(problem)
     rows = preprocess_rows(problem)
     heads = problem.batch * problem.heads_q
@@ -186,3 +189,4 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             problem.batch, problem.heads_q, problem.seqlen_q,
             HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_v, BLOCK_M=rows, INTERPRET=INTERPRETED,
         )  # fmt: skip
+        exact_out(problem, tensors._replace(q=q, k=k, v=v), out, lse, strides, Bias())

@@ -84,8 +84,8 @@ def narrow(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def running_max(m_i, row_max, INTERPRET: tl.constexpr):
     """max(m_i, row_max). One vector operation when NaN may propagate, seven when the compiler must filter it."""
-    if INTERPRET:
-        m_new = tl.maximum(m_i, row_max)
+    if INTERPRET:  # its maximum filters NaN whatever it is asked for
+        m_new = tl.where((m_i == m_i) & (row_max == row_max), tl.maximum(m_i, row_max), m_i + row_max)
     else:
         m_new = tl.maximum(m_i, row_max, propagate_nan=tl.PropagateNan.ALL)
     return m_new

@@ -195,7 +195,7 @@ class Core:
         if method is None:
             raise NotImplementedError("no such operation here")
         result = method(operation, *operands)
-        return [] if result is None else [result]
+        return [] if result is None else result if isinstance(result, list) else [result]
 
     def _arith_constant(self, operation: Operation) -> Any:
         if operation.cache is None:
@@ -295,6 +295,10 @@ class Core:
 
     def _memref_cast(self, operation: Operation, source: Ref) -> Ref:
         return source
+
+    def _memref_extract_strided_metadata(self, operation: Operation, source: Ref) -> list[Any]:
+        """The buffer as a whole, and where in it `source` lies: offset, sizes, strides."""
+        return [source.with_layout(offset=0, sizes=(), strides=()), source.offset, *source.sizes, *source.strides]
 
     def _memref_collapse_shape(self, operation: Operation, source: Ref) -> Ref:
         sizes, strides = [], []

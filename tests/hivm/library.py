@@ -166,6 +166,7 @@ TABLE: dict[str, Function] = {
     "vsel_vv": Function(_V, "rrrwt", np.where),
     "vsel_vs": Function(_V, "rrswt", np.where),
     "vsel_sv": Function(_V, "rsrwt", np.where),
+    "vsel_ss": Function(_V, "rsswt", np.where),
     "vcast_bool_to_half": Function(_V, "rwts", _same),
     "vcast_half_to_float": Function(_V, "rws", _same),
     "vcast_bfloat16_t_to_float": Function(_V, "rws", _same),
