@@ -174,3 +174,47 @@ def test_the_hopper_kernel_is_compiled_for_hopper_only(tmp_path):
     assert done.returncode == 0, done.stderr
     refusal, archs = json.loads(done.stdout)
     assert archs == ([] if refusal else ["sm_90"])
+
+
+# Of the machine code's backward branches, those around products are the consumers' loops over keys, masked or not, and
+# the loop over tiles around them, which is longer. An address behind a branch is where it goes.
+LOOPS = """
+import json, re, subprocess, sys, tempfile
+import triton
+from diyfa.backends.cuda import aot, attention_specs, sm90
+from diyfa.backends.cuda.sm90_multicast import completing
+head_dim, causal = int(sys.argv[1]), sys.argv[2] == "causal"
+problem = attention_specs._problem("sm_90", "bfloat16", head_dim, causal).replace(seqlen_q=4096, seqlen_k=4096, batch=4)
+spec = attention_specs._hopper_spec(problem, sm90.config_of(problem))
+options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+with completing():
+    compiled = triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(compiled.asm["cubin"])
+    file.flush()
+    text = subprocess.check_output([triton.knobs.nvidia.cuobjdump.path, "-sass", file.name], text=True)
+code = [(int(address, 16), line) for address, line in re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", text)]
+number = {address: i for i, (address, _) in enumerate(code)}
+loops = []
+for i, (address, line) in enumerate(code):
+    to = re.search(r"BRA.* 0x([0-9a-f]+)", line)
+    if to and int(to[1], 16) < address:
+        body = [line for _, line in code[number[int(to[1], 16)] : i + 1]]
+        if any("HGMMA" in line for line in body):
+            loops.append((len(body), sum("LDL" in line or "STL" in line for line in body)))
+print(json.dumps(sorted(loops)))
+"""
+
+
+@pytest.mark.parametrize(("head_dim", "mask"), [(64, "full"), (128, "causal"), (192, "causal"), (256, "causal")])
+def test_loops_over_keys_do_not_spill(tmp_path, head_dim, mask):
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6")
+    done = run_python("-c", LOOPS, str(head_dim), mask, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    loops = json.loads(done.stdout)
+    # Each consumer has one, and with a mask another.
+    inner = loops[: {64: 3, 128: 4, 192: 4, 256: 4}[head_dim]]
+    assert all(200 < length < 900 for length, _ in inner), loops
+    assert all(spills == 0 for _, spills in inner), loops
