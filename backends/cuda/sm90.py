@@ -98,20 +98,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "703")),
     ),
     (128, True): (
-        (
-            _ANY,
-            C(
-                2,
-                128,
-                4,
-                True,
-                240,
-                24,
-                **_WHOLE_Q | _DYNAMIC,
-                **_ALONE,
-                measured=f"{_H200}-/624/682; at 1k on 2026-11-22 462",
-            ),
-        ),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "from 4k on 624/682")),
     ),
     (192, False): (
         (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
