@@ -488,8 +488,8 @@ def _consumer(
         )  # fmt: skip
         turn += 1
         b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
-        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
-    )  # fmt: skip
+            turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
+        )  # fmt: skip
     tma.store_wait(0)
     meet(CLUSTER)
 

@@ -1,8 +1,8 @@
 """How the consumers of the Hopper kernel learn about their next tile: Gluon helpers of `fwd_sm90.py`.
 
 Finding a tile takes divisions, and packed also reads of the sequences' offsets, one depending on another: some hundred
-to two thousand clocks. The producer does it, behind the copy of the last keys of the tile before, when the ring is as
-full as it gets, and leaves the result in shared memory. A notice without key blocks says that there is no tile left.
+to two thousand clocks. The producer does it, while the ring still has work for the consumers, and leaves the result in
+shared memory. A notice without key blocks says that there is no tile left.
 
 There are two notices, in turns. The notice of turn t + 1 replaces that of turn t - 1, which all consumers have read:
 the producer has loaded the queries of turn t, so it has waited for the consumers to have done with those of t - 1.
