@@ -206,7 +206,7 @@ print(json.dumps(sorted(loops)))
 """
 
 
-@pytest.mark.parametrize(("head_dim", "mask"), [(64, "full"), (128, "causal"), (192, "causal"), (256, "causal")])
+@pytest.mark.parametrize(("head_dim", "mask"), [(64, "full"), (128, "causal")])
 def test_loops_over_keys_do_not_spill(tmp_path, head_dim, mask):
     triton = pytest.importorskip("triton")
     if not triton.__version__.startswith("3.6."):
@@ -215,6 +215,6 @@ def test_loops_over_keys_do_not_spill(tmp_path, head_dim, mask):
     assert done.returncode == 0, done.stderr
     loops = json.loads(done.stdout)
     # Each consumer has one, and with a mask another.
-    inner = loops[: {64: 3, 128: 4, 192: 4, 256: 4}[head_dim]]
+    inner = loops[: {64: 3, 128: 4}[head_dim]]
     assert all(200 < length < 900 for length, _ in inner), loops
     assert all(spills == 0 for _, spills in inner), loops
