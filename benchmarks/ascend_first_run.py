@@ -39,6 +39,7 @@ from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
 from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
+from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import attention_function, check_budget, make_inputs, measure_error, run_case
 
 RESULTS = Path(__file__).parent / "results"
@@ -289,7 +290,7 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
                 row = {**case, "dtype": dtype_, "implementation": name}
                 by_tiles = name == "diyfa NaN by tiles"
                 try:
-                    with tiles(chosen), configs.use_exact_nonfinite(False) if by_tiles else nullcontext():
+                    with tiles(chosen), use_exact_nonfinite(False) if by_tiles else nullcontext():
                         for direction, fn in make().items():
                             work = flops * (BACKWARD_FACTOR if direction == "backward" else 1)
                             ms, p20, p80 = quantiles_of(time_calls(fn, device, grid.warmup, grid.rep))

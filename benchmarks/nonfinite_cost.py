@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from diyfa import flash_attention
-from diyfa.backends.cuda.configs import use_exact_nonfinite
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import time_calls
+from diyfa.problem import use_exact_nonfinite
 from diyfa.validation import dtype_name
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from nonfinite import assert_reaches_what_depends
 from targets import TARGETS, Target
 
 import diyfa
+from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import AttentionCase
 
 SEQLEN, AT = 70, 37  # the poisoned position lies inside a tile that the diagonal crosses
@@ -151,8 +150,7 @@ def test_infinities(backend: str, case: str, name: str, value: float) -> None:
 @pytest.mark.parametrize("backend", EXACT)
 def test_what_is_timed_against_it_leaks(backend: str) -> None:
     """Switched off, as the benchmarks of its cost do, a weight of 0 times NaN is NaN again."""
-    configs = importlib.import_module(f"diyfa.backends.{backend}.configs")
-    with configs.use_exact_nonfinite(False):
+    with use_exact_nonfinite(False):
         out, *_ = attend(TARGETS[backend], "v", float("nan"))
     assert bool((rows(out) & ~expected_rows(at=True, after=True)).any())
 

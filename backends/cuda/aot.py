@@ -3,7 +3,8 @@
 Each kernel file lists what it wants compiled as `compile_specs(arch) -> Iterator[CompileSpec]`; `compile_all` turns
 the lists into reports with registers, spills and shared memory, taken from the log of the very ptxas run that made the
 binary. A kernel passes the gate (`ok`) when it compiles, spills no more than its spec's budget (0 unless the spec says
-why), fits the architecture's shared memory, and, where the architecture has wgmma, ptxas did not serialise it.
+why) and, where the spec asks for clean loops, nothing in those with products, fits the architecture's shared memory,
+and, where the architecture has wgmma, ptxas did not serialise it.
 
     python -m diyfa.backends.cuda.aot sm_90 [--only matmul] [--jobs 2]
 """
@@ -32,6 +33,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from diyfa.arch import GPUSpec, gpu_spec
+from diyfa.backends.cuda.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.sm90_multicast import completing
 from diyfa.problem import CompileReport
 
@@ -65,6 +67,7 @@ class CompileSpec:
     options: dict[str, Any] = field(default_factory=dict)
     aligned: frozenset[str] = frozenset()
     spill_budget: int = 0
+    clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
 
 
 SpecSource = Callable[[str], Iterator[CompileSpec]]
@@ -121,11 +124,22 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
             reason = f"{type(error).__name__}: {error}"[:2000]
             seconds = time.perf_counter() - start
             return CompileReport("cuda", arch, spec.kernel, spec.case, False, seconds, notes=(reason,))
-    return judge(arch, limits, spec, log.getvalue(), compiled.metadata.shared, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    loops = spills_in_loops(disassembled(compiled.asm["cubin"])) if spec.clean_loops else None
+    return judge(arch, limits, spec, log.getvalue(), compiled.metadata.shared, seconds, loops)
 
 
-def judge(arch: str, limits: GPUSpec, spec: CompileSpec, ptxas_log: str, shared: int, seconds: float) -> CompileReport:
-    """The gate: a report from ptxas's log and the kernel's shared memory in bytes."""
+def judge(
+    arch: str,
+    limits: GPUSpec,
+    spec: CompileSpec,
+    ptxas_log: str,
+    shared: int,
+    seconds: float,
+    loops: list[int] | None = None,
+) -> CompileReport:
+    """The gate: a report from ptxas's log, the kernel's shared memory in bytes, and where loops must be clean what
+    `spills_in_loops` says."""
     registers = [int(n) for n in _REGISTERS.findall(ptxas_log)]
     spills = sum(int(stores) + int(loads) for stores, loads in _SPILL.findall(ptxas_log))
     notes = []
@@ -133,6 +147,8 @@ def judge(arch: str, limits: GPUSpec, spec: CompileSpec, ptxas_log: str, shared:
         notes.append("ptxas reported nothing, so the gate cannot judge this kernel")
     if spills > spec.spill_budget:
         notes.append(f"spills {spills} bytes, {spec.spill_budget} allowed")
+    if loops is not None and (not loops or any(loops)):
+        notes.append(f"spilling instructions in each loop with products: {loops}")
     if shared > limits.shared_per_block:
         notes.append(f"needs {shared} bytes of shared memory, {arch} has {limits.shared_per_block}")
     if limits.has_wgmma:

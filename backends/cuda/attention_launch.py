@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 
 from diyfa.backends.cuda import tune
-from diyfa.backends.cuda.configs import AttentionConfig, candidates, exact_nonfinite
+from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.backends.cuda.dropout import keep_threshold
 from diyfa.backends.cuda.tiles import lengths_of, padded_head_dim
-from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.problem import AttentionProblem, AttentionTensors, exact_nonfinite
 
 _forced: dict[str, AttentionConfig] = {}
 

@@ -109,8 +109,8 @@ FEATURE_SPILLS: dict[str, dict[str, int]] = {
 }
 
 
-# The Hopper kernel's: numbers that are stored once for each tile, at its ends or by the producer; the consumers' loops
-# over keys have none (`tests/test_cuda_aot.py`).
+# The Hopper kernel's: numbers that are stored once for each tile, at its ends or by the producer; loops over keys may
+# not have any (`clean_loops`).
 HOPPER_SPILLS = 96
 
 
@@ -262,6 +262,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
         aligned=frozenset({"lse_ptr"}),
         spill_budget=HOPPER_SPILLS,
+        clean_loops=True,
     )
 
 

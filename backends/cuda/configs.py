@@ -8,12 +8,11 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
-from diyfa.problem import AttentionProblem
+from diyfa.problem import AttentionProblem, exact_nonfinite
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -51,30 +50,12 @@ def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
 
 
-# Whether kernels keep NaN and infinities apart by rows (exact.py) or by tiles.
-_exact_nonfinite = True
 # Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
 # (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
 # One at a time, without matrix instructions, where blocks of 16 would: for float32, whose products are multiply-adds on
 # registers, and for wide heads.
 EXACT_BLOCK = 16
 EXACT_BLOCK_MAX_HEAD_DIM = 128
-
-
-def exact_nonfinite() -> bool:
-    """Whether kernels keep NaN and infinities apart by rows, as the contract says."""
-    return _exact_nonfinite
-
-
-@contextmanager
-def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
-    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
-    global _exact_nonfinite
-    before, _exact_nonfinite = _exact_nonfinite, enabled
-    try:
-        yield
-    finally:
-        _exact_nonfinite = before
 
 
 def exact_block(problem: AttentionProblem) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from diyfa.backends.cuda import attention_launch, configs
+from diyfa.backends.cuda import attention_launch
 from diyfa.backends.cuda.launch import Launch, current_device, launches_are_hooked
+from diyfa.problem import exact_nonfinite
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -42,12 +43,12 @@ def holds_as_now() -> Callable[[], bool]:
     That is: the tuner's switch and memory, tiles forced in a context, what non-finite numbers may reach, and that no
     profiler wants to see Triton's launches.
     """
-    choice, exact = attention_launch.choice(), configs.exact_nonfinite()
+    choice, exact = attention_launch.choice(), exact_nonfinite()
 
     def holds() -> bool:
         return (
             attention_launch.choice() == choice
-            and configs.exact_nonfinite() is exact
+            and exact_nonfinite() is exact
             and not launches_are_hooked()
         )  # fmt: skip
 

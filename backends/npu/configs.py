@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu import l0, tiles
 from diyfa.dropout import drop_threshold
-from diyfa.problem import AttentionProblem, MatmulProblem
+from diyfa.problem import AttentionProblem, MatmulProblem, exact_nonfinite
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
@@ -406,27 +405,9 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
     }
 
 
-# Whether NaN and infinities are kept apart by rows (exact.py) or by tiles.
-_exact_nonfinite = True
 # Elements of the tile that is searched for rows that are not finite, and of one that a row is formed anew from: as many
 # as fit, in fp32 and with what is computed from them, beside each other.
 SEARCHED_ELEMENTS, LINE_ELEMENTS = 8192, 4096
-
-
-def exact_nonfinite() -> bool:
-    """Whether NaN and infinities are kept apart by rows, as the contract says."""
-    return _exact_nonfinite
-
-
-@contextmanager
-def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
-    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
-    global _exact_nonfinite
-    before, _exact_nonfinite = _exact_nonfinite, enabled
-    try:
-        yield
-    finally:
-        _exact_nonfinite = before
 
 
 def is_masked(problem: AttentionProblem) -> bool:
@@ -437,7 +418,7 @@ def is_masked(problem: AttentionProblem) -> bool:
 def may_leak(problem: AttentionProblem) -> bool:
     """Whether the kernels of exact.py run at all. Without a mask and without dropout all of a sequence depends on all
     of it."""
-    return _exact_nonfinite and (is_masked(problem) or problem.dropout)
+    return exact_nonfinite() and (is_masked(problem) or problem.dropout)
 
 
 def exact_rows(problem: AttentionProblem) -> tuple[int, int]:

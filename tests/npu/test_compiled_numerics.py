@@ -19,7 +19,7 @@ from nonfinite import assert_reaches_what_depends
 from targets import Target
 
 from diyfa import triton_matmul
-from diyfa.backends.npu import configs
+from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     assert_within_budget,
@@ -71,7 +71,7 @@ def run(case: Case, variant: str = "auto", **how: Any) -> Any:
 
     inputs = make_inputs(case)
     attend = attention_function(case, backend="npu", variant=variant)
-    with compiled_on_cpu(**how) as log, poisoned_allocations(), configs.use_exact_nonfinite(FULL):
+    with compiled_on_cpu(**how) as log, poisoned_allocations(), use_exact_nonfinite(FULL):
         return run_case(attend, inputs), log
 
 
@@ -289,7 +289,7 @@ def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
         # Rows formed anew would mend some of it.
         with (
             launch.compiled_on_cpu(programs=1) as log, torch.no_grad(), poisoned_allocations(),
-            configs.use_exact_nonfinite(False),
+            use_exact_nonfinite(False),
         ):  # fmt: skip
             out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     except (Deadlock, FlagError):
