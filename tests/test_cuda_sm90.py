@@ -8,13 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from nonfinite import poison, same_nonfinite
 
 import diyfa
 from diyfa import registry
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda import configs, sm90
 from diyfa.problem import VARLEN, AttentionProblem
-from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
+from diyfa.testing import (
+    AttentionCase,
+    Results,
+    assert_within_budget,
+    attention_function,
+    check_budget,
+    make_inputs,
+    run_case,
+)
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_kernel = pytest.mark.skipif(
@@ -248,6 +257,52 @@ def test_results_of_clusters(case: AttentionCase, monkeypatch: pytest.MonkeyPatc
     assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
 
 
+MASKS = {
+    "causal": {"causal": True},
+    "more_queries": {"causal": True, "seqlen_k": 500},
+    "window": {"window": (200, 0)},
+    "window_both": {"window": (150, 100), "seqlen_k": 900},
+    "window_left": {"window": (300, -1)},
+    "window_right": {"window": (-1, 30)},
+    "seq_lens": {"causal": True, "seq_lens": (690, 333)},
+    "softcap": {"causal": True, "softcap": 20.0, "sm_scale": -0.2},
+    "packed": {"causal": True, "batch": 1, "layout": "thd", "lens_q": (500, 0, 300, 77), "lens_k": (450, 9, 300, 200)},
+    "long": {"causal": True, "seqlen_q": 2500, "heads": 2, "heads_kv": 2},
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
+def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and infinities in v: no other row, and the rest as right as without. One in the last column of out, too."""
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
+    case = AttentionCase(f"{mask}_{head_dim}", **{**sizes, **MASKS[mask]})
+
+    def attend(device: str, where: list[tuple[int, int, float]], **how: str) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = make_inputs(case, device)
+        for at, feature, value in where:
+            poison(inputs, case, "v", value, at, feature)
+        with torch.no_grad():
+            return attention_function(case, **how)(*inputs.leaves, return_lse=True, **inputs.options)
+
+    inf = float("inf")
+    where = [(300, 3, float("nan")), (301, 20, inf), (330, 20, -inf), (40, head_dim - 1, inf)]
+    clean, lse = attend("cuda", [], variant="sm90")
+    assert lse.isfinite().any()
+    for poisoned in (where[:1], where):
+        got, same_lse = attend("cuda", poisoned, variant="sm90")
+        want, _ = attend("cpu", poisoned, backend="cpu")
+        assert same_nonfinite(got.cpu(), want) and not want.isfinite().all()
+        assert torch.equal(same_lse, lse)
+        rest = torch.where(got.isfinite(), got, clean)
+        results = Results(rest.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2))
+        checks = check_budget(results, case, "cuda")
+        assert checks["out"].share <= 1, checks["out"]
+
+
 @needs_kernel
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [1024, 3000, 16384])
@@ -266,7 +321,7 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
 @needs_kernel
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
-    from diyfa.backends.cuda import fwd_sm90, sm90_tickets
+    from diyfa.backends.cuda import fwd_sm90, sm90_counters
 
     def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
         return replace(sm90.config_of(problem), persistent=True, deal="dynamic")
@@ -294,4 +349,4 @@ def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: 
                 outs.append(call())
     torch.cuda.synchronize()
     assert all(torch.equal(out, first) for out in outs + captured)
-    assert all(counter.tolist() == [0, 0] for counter in sm90_tickets._counters.values())
+    assert all(not counter.any() for counter in sm90_counters._counters.values())

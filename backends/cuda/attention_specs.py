@@ -239,6 +239,11 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+    addresses = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
+    if constants["EXACT"]:
+        signature |= dict.fromkeys(addresses, f"*{element}")
+    else:
+        constants |= dict.fromkeys(addresses)
     if config.deal == "dynamic":
         signature["tickets_ptr"] = "*i32"
     else:
@@ -260,7 +265,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         4,
         1,
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
-        aligned=frozenset({"lse_ptr"}),
+        aligned=frozenset({"lse_ptr", *(addresses if constants["EXACT"] else ())}),
         spill_budget=HOPPER_SPILLS,
         clean_loops=True,
     )

@@ -38,11 +38,15 @@ from diyfa.backends.cuda.sm90 import (
     grid_of,
     has_one_ring,
     heads_together,
+    is_exact,
+    notices_of,
     pieces_of,
     schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.sm90_cluster import (
+    await_kernels_before,
+    await_stores,
     bystander,
     cluster_rank,
     meet,
@@ -59,8 +63,9 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
+from diyfa.backends.cuda.sm90_exact import allocate_votes, is_spoiled, look, matrix, nothing_found, rewrite_tiles, vote
 from diyfa.backends.cuda.sm90_multicast import completing
-from diyfa.backends.cuda.sm90_notices import allocate_notices, own_notice, read_notice, write_notice
+from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -82,6 +87,7 @@ from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
     end_of,
     group_count,
+    here,
     start_load,
     start_store,
     tile_count,
@@ -94,13 +100,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _here(x):
-    """x as a number that nobody can know before this place. Else what follows from it, as reciprocals of divisors do,
-    would be computed before the first tile and wait in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _give_notice(
     place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
@@ -110,9 +109,9 @@ def _give_notice(
 ):  # fmt: skip
     """Find the first tile from `place` on and leave the notice of it, or of there being none -> its place."""
     if AHEAD:  # more is alive there
-        heads_q = _here(heads_q)
-        heads_at_once = _here(heads_at_once)
-        seqlen_q = _here(seqlen_q)
+        heads_q = here(heads_q)
+        heads_at_once = here(heads_at_once)
+        seqlen_q = here(seqlen_q)
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
@@ -125,12 +124,13 @@ def _give_notice(
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
             BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
         )  # fmt: skip
-        searching = (place < end) & ((exists & dealt) == 0)
+        more = (place < end) & (is_last_turn(turn - 1, notices, DEAL) == 0)
+        searching = more & ((exists & dealt) == 0)
         if searching:
             place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL, CLUSTER)
         else:
             row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
-            end_block = gl.where(place < end, end_block, 0)
+            end_block = gl.where(more, end_block, 0)
             write_notice(
                 turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
             )  # fmt: skip
@@ -197,6 +197,8 @@ def _producer(
         asking = n_blocks - 1
         if AHEAD:
             asking = gl.maximum(n_blocks - 2, 0)
+        if is_last_turn(turn, notices, DEAL):  # a ticket that is drawn must be used
+            asking = n_blocks
         ticket = 0
         for i in range(n_blocks):
             if i == asking:
@@ -271,7 +273,7 @@ def _attend_blocks(
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -286,9 +288,11 @@ def _attend_blocks(
         if PINGPONG:
             _wait_turn(CONSUMER)
         s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
+        if PINGPONG and EARLY:
+            _hand_over(CONSUMER, CONSUMERS)
         wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, BY_WARP)
         o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
-        if PINGPONG:
+        if PINGPONG and not EARLY:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
@@ -333,14 +337,15 @@ def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+    found,  # whether what came with V was not finite, see `look`
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of a tile, the first of them row0: from scores to the rows of out and lse; returns the next item."""
+    """64 queries of a tile, the first of them row0: from scores to the rows of out and lse -> (next item, `found`)."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
     DTYPE: gl.constexpr = o_tensor.dtype
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
@@ -395,14 +400,14 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
@@ -410,7 +415,7 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
@@ -432,6 +437,8 @@ def _attend_tile(
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     o = finish_values(o, PIECES_V, JOINED)
     release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
+    if EXACT:
+        found = look(o, found, PIECES_V, JOINED)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
     tma.store_wait(0)
@@ -449,20 +456,21 @@ def _attend_tile(
     if not OWN_O:  # out lies where the next queries will
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    return item + 2
+    return item + 2, found
 
 
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_buffers, scale, softcap,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_buffers, votes,
+    scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
     meet(CLUSTER)
@@ -472,25 +480,30 @@ def _consumer(
         scale = scale * LOG2E
     item = 0
     turn = 0
+    found = nothing_found()
     if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
         _hand_over(CONSUMER, CONSUMERS)
     b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
         turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
     )  # fmt: skip
     while end_block > 0:
-        item = _attend_tile(
+        item, found = _attend_tile(
             b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
             heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
-            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            found,
+            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, NEGATE, LAZY,
+            LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT,
         )  # fmt: skip
         turn += 1
         b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
             turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
         )  # fmt: skip
     tma.store_wait(0)
+    if EXACT:
+        vote(found, votes.index(CONSUMER))
+        await_stores()
     meet(CLUSTER)
 
 
@@ -507,6 +520,7 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
+    q_ptr, k_ptr, v_ptr, o_ptr,  # the tensors' addresses: for EXACT
     tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -514,12 +528,13 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
-    DEAL: gl.constexpr, AHEAD: gl.constexpr,
+    EXACT: gl.constexpr,  # NaN and infinities in V reach exactly the rows that see them (`sm90_exact.py`)
+    NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_tensor.dtype
@@ -545,14 +560,19 @@ def _fwd_sm90_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
-    notices, written = allocate_notices()
+    notices, written = allocate_notices(NOTICES)
     fence_async_shared()
     show_barriers(CLUSTER)
+    await_kernels_before()
 
     both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
     both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
-    consume = both + (o_tensor, lse_ptr, o_buffers, scale, softcap)
-    # Where nothing will be read any value stands for a pointer: a tuple of values has no None.
+    # Where nothing will be read any value stands for a pointer or memory: a tuple of values has no None.
+    if EXACT:
+        votes = allocate_votes(CONSUMERS)
+    else:
+        votes = heads
+    consume = both + (o_tensor, lse_ptr, o_buffers, votes, scale, softcap)
     if LENGTHS == EQUAL:
         lengths = (heads, heads)
     else:
@@ -570,9 +590,9 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
             ],
@@ -582,12 +602,12 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
@@ -599,15 +619,15 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
@@ -616,6 +636,18 @@ def _fwd_sm90_kernel(
             [4, 4, 1, 1, 2],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+    if EXACT:  # noqa: SIM102 (decided when it is compiled)
+        if is_spoiled(votes, CONSUMERS) != 0:
+            if SOFTCAP:
+                unit = scale
+            else:
+                unit = scale * LOG2E
+            rewrite_tiles(
+                matrix(q_ptr, q_tensor, steps_qb), matrix(k_ptr, k_tensor, steps_kb), matrix(v_ptr, v_tensor, steps_vb),
+                matrix(o_ptr, o_tensor, 0), lse_ptr, votes, notices, group_size,
+                heads_q, seqlen_q, seqlen_k, total_q, window_left, window_right, unit, softcap * LOG2E,
+                BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE,
+            )  # fmt: skip
 
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> dict[str, object]:
@@ -628,6 +660,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
+        "EARLY": config.early,
         "BY_WARP": config.by_warp or config.cluster > 1,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
@@ -645,6 +678,8 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SOFTCAP": problem.softcap != 0.0,
         "NEGATE": negate,
         "LAZY": config.lazy,
+        "EXACT": is_exact(problem),
+        "NOTICES": notices_of(problem, config),
         "DEAL": config.deal,
         "AHEAD": finds_ahead(problem, config),
         "CONSUMER_REGISTERS": config.consumer_registers,
@@ -670,7 +705,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 4,  # lengths, lse, tickets
+            *(None,) * 8,  # lengths, lse, addresses, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -692,7 +727,8 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
         grid = grid_of(problem, config, q.device)
         return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
-    key = (config, problem, tensors.sm_scale, q.stride(), k.stride(), v.stride(), out.stride(), q.device)
+    strides = (q.stride(), k.stride(), v.stride(), out.stride())
+    key = (config, problem, is_exact(problem), tensors.sm_scale, strides, q.device)
     return _launches.get(key, make)
 
 
@@ -707,7 +743,8 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            launch(q, k, v, out, *lengths, lse, tickets)
+            addresses = (q, k, v, out) if is_exact(problem) else (None,) * 4
+            launch(q, k, v, out, *lengths, lse, *addresses, tickets)
 
 
 def repeat(
@@ -717,12 +754,16 @@ def repeat(
     decide, known = config_of, _launches
     config = decide(problem)
     launch = _launch(problem, tensors, out, config)
-    if config.deal == "dynamic":
-        again = repeat_forward(
-            launch, out, lse, lambda q, k, v, out, lse: (q, k, v, out, None, None, lse), ticket_counter
-        )
-    else:
-        again = repeat_forward(launch, out, lse, lambda q, k, v, out, lse: (q, k, v, out, None, None, lse, None))
+    no_tickets = () if config.deal == "dynamic" else (None,)
+
+    def with_addresses(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, out, None, None, lse, q, k, v, out, *no_tickets
+
+    def without(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, out, None, None, lse, None, None, None, None, *no_tickets
+
+    arguments = with_addresses if is_exact(problem) else without
+    again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:
         return None
 

@@ -12,7 +12,7 @@ import triton
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
-from diyfa.problem import AttentionProblem, refuse_features
+from diyfa.problem import AttentionProblem, exact_nonfinite, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap"})
 ARCH = "sm_90"
@@ -25,6 +25,7 @@ BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
+KEPT_NOTICES = 128  # that fit beside the buffers of every form: 8 KB
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
 
 
@@ -49,6 +50,7 @@ class Sm90Config:
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
+    early: bool = False  # a consumer hands its turn over with its scores issued, before its values (`_attend_blocks`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -147,6 +149,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
+    if config.deal == "balanced" and not fills_rounds(problem, config):
+        config = replace(config, deal="dynamic")
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
             config = replace(
@@ -183,9 +187,10 @@ def keys_seen(problem: AttentionProblem) -> int:
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
     """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
-    if config.consumers != 1:
-        return {"num_warps": 4}
-    return {"num_warps": 4, "maxnreg": cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8}
+    options = {"num_warps": 4, "launch_pdl": True}
+    if config.consumers == 1:
+        options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
+    return options
 
 
 def pieces_of(head_dim: int, other: int, piece: int = 0) -> tuple[int, int]:
@@ -226,6 +231,21 @@ def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
     return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
+def tiles_of_group(problem: AttentionProblem, config: Sm90Config) -> int:
+    """How many tiles the heads have that take turns."""
+    tiles = tiles_of(problem, config)
+    heads = config.together or heads_together(problem)
+    of_head = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS * config.cluster)
+    return tiles if problem.varlen else min(tiles, heads * of_head)
+
+
+def fills_rounds(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether a balanced deal is one. Each group of heads begins a round, and what is missing from its last one must be
+    the shortest tiles: with a window they are as long as the others. Turns are as many as groups, or more."""
+    groups = cdiv(tiles_of(problem, config), tiles_of_group(problem, config))
+    return problem.window_left < 0 and groups <= KEPT_NOTICES // 2
+
+
 def heads_together(problem: AttentionProblem) -> int:
     """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
     if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
@@ -233,6 +253,25 @@ def heads_together(problem: AttentionProblem) -> int:
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
     return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
+
+
+def is_exact(problem: AttentionProblem) -> bool:
+    """The kernel's EXACT. Without a mask every row sees every key: nothing can leak."""
+    return (problem.window_left >= 0 or problem.window_right >= 0) and exact_nonfinite()
+
+
+def notices_of(problem: AttentionProblem, config: Sm90Config) -> int:
+    """How many notices a program has room for (`sm90_notices.py`)."""
+    return KEPT_NOTICES if config.persistent and is_exact(problem) else 2
+
+
+def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) -> int:
+    """How many tiles a program of so many takes at most; of a dynamic deal, must be able to take."""
+    tiles = tiles_of(problem, config)
+    if config.deal != "balanced":
+        return cdiv(tiles, programs)
+    group = tiles_of_group(problem, config)
+    return tiles // group * cdiv(group, programs) + cdiv(tiles % group, programs)
 
 
 @lru_cache(maxsize=16)
@@ -243,7 +282,12 @@ def _multiprocessors(device: torch.device) -> int:
 def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
     """Programs, or clusters of programs, to launch."""
     tiles = tiles_of(problem, config)
-    return min(tiles, _multiprocessors(device) // config.cluster) if config.persistent else tiles
+    if not config.persistent:
+        return tiles
+    at_once = programs = min(tiles, _multiprocessors(device) // config.cluster)
+    while is_exact(problem) and _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
+        programs += at_once
+    return programs
 
 
 def refuses(problem: AttentionProblem) -> str | None:

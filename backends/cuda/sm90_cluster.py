@@ -67,6 +67,20 @@ def show_barriers(CLUSTER: gl.constexpr):
 
 
 @gluon.jit
+def await_kernels_before():
+    """Wait for what ran before on the stream: the kernel is launched while that may still end (programmatic dependent
+    launch), and until here it has touched nothing but its own shared memory."""
+    _say("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def await_stores():
+    """Wait until all that this partition has copied to global memory is written there; `tma.store_wait` waits until it
+    has been read."""
+    _say("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
+
+
+@gluon.jit
 def meet(CLUSTER: gl.constexpr):
     """Wait for all threads of the cluster: at the start, because all barriers must be there, and at the end, because
     copies and arrivals come from the other program until it is done. Every warp of the program has to take part."""

@@ -6,6 +6,10 @@ shared memory. A notice without key blocks says that there is no tile left.
 
 There are two notices, in turns. The notice of turn t + 1 replaces that of turn t - 1, which all consumers have read:
 the producer has loaded the queries of turn t, so it has waited for the consumers to have done with those of t - 1.
+
+EXACT kernels go through their tiles again where one was spoiled (`sm90_exact.py`). They keep the notices of all turns,
+for which there is room: the grid has enough programs (`grid_of` in `sm90.py`), and in a dynamic deal none takes more
+than its share of notices. The barriers take turns as ever.
 """
 
 from __future__ import annotations
@@ -17,19 +21,30 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from diyfa.backends.cuda.sm90_cluster import wait_full
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
-NOTICES = gl.constexpr(2)
+BARRIERS = gl.constexpr(2)
 FIELDS = gl.constexpr(9)
 WORDS = gl.constexpr(16)  # a power of two
 
 
 @gluon.jit
-def allocate_notices():
-    """-> (notices, their barriers)."""
+def allocate_notices(NOTICES: gl.constexpr):
+    """-> (NOTICES notices, their barriers)."""
     notices = gl.allocate_shared_memory(gl.int32, [NOTICES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    written = gl.allocate_shared_memory(gl.int64, [NOTICES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NOTICES):
+    written = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
         mbarrier.init(written.index(i), count=1)
     return notices, written
+
+
+@gluon.jit
+def is_last_turn(turn, notices, DEAL: gl.constexpr):
+    """Whether the notice behind that of this turn must say that there is no tile left. Only a dynamic deal is asked: in
+    others it is known beforehand."""
+    if DEAL == "dynamic" and notices.shape[0] > BARRIERS:
+        last = turn == notices.shape[0] - 2
+    else:
+        last = False
+    return last
 
 
 @gluon.jit
@@ -45,9 +60,8 @@ def write_notice(turn, b, h, row0, first_block, end_block, first_q, first_k, n_q
     notice = gl.where(field == 6, first_k, notice)
     notice = gl.where(field == 7, n_queries, notice)
     notice = gl.where(field == 8, n_keys, notice)
-    place = turn % NOTICES
-    notices.index(place).store(notice)
-    mbarrier.arrive(written.index(place), count=1)
+    notices.index(turn % notices.shape[0]).store(notice)
+    mbarrier.arrive(written.index(turn % BARRIERS), count=1)
 
 
 @gluon.jit
@@ -73,7 +87,15 @@ def _fields(notice, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.cons
 def own_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr):
     """What the same warp has given to `write_notice`: from there, it need not be kept during a search for the next."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
-    return _fields(notices.index(turn % NOTICES).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
+    return _fields(notices.index(turn % notices.shape[0]).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
+
+
+@gluon.jit
+def kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """The tile of this turn, which is known to be written. For partitions of four warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
+    notice = notices.index(turn % notices.shape[0]).load(LAYOUT)
+    return _fields(notice, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
 
 
 @gluon.jit
@@ -82,7 +104,5 @@ def read_notice(
     LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, BY_WARP: gl.constexpr,
 ):  # fmt: skip
     """The tile of this turn -> what was given to `write_notice`. For partitions of four warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
-    place = turn % NOTICES
-    wait_full(written.index(place), (turn // NOTICES) & 1, BY_WARP)
-    return _fields(notices.index(place).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
+    wait_full(written.index(turn % BARRIERS), (turn // BARRIERS) & 1, BY_WARP)
+    return kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT)

@@ -20,6 +20,17 @@ def any_in_warp(alpha):
 
 
 @gluon.jit
+def scores_log2(s, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
+    """Products -> (scores, their unit): one times the other is in units of log2."""
+    if NEGATE:
+        s = -s
+    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1
+        s = cap - (2.0 * cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
+        scale = 1.0
+    return s, scale
+
+
+@gluon.jit
 def softmax_step(
     s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -33,11 +44,7 @@ def softmax_step(
     The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
     at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
     """
-    if NEGATE:
-        s = -s
-    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1
-        s = cap - (2.0 * cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
-        scale = 1.0
+    s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
     if MASKED:
         # A thread's columns are those of its lane, 2 * (lane % 4), plus constants. Moving the lane's part to the other
         # side leaves comparisons with constants; else the columns would fill up to 32 registers during the loop.

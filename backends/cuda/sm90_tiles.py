@@ -22,6 +22,14 @@ BOUND = gl.constexpr(ROW_BOUND)
 
 
 @gluon.jit
+def here(x):
+    """x (32 bits) as a number that nobody can know before this place. Else what follows from it, as reciprocals or
+    addresses do, would be computed before the first tile, and would wait in registers that the loops have none of to
+    spare."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@gluon.jit
 def tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
     """How many tiles the grid has; packed, some of them are empty (see `_packed_tile`)."""
     if LENGTHS == PACKED:

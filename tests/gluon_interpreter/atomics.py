@@ -71,6 +71,7 @@ class OfFirstLane(TensorHandle):
 def add_scalar(pointer: TensorHandle, value: TensorHandle, semantics: Any) -> TensorHandle:
     """An atomic addition to one number of the running program's global memory."""
     program = current().program
+    program.touch_global("atomic addition")
     dtype = stored(value.dtype.scalar)
     if pointer.data.size != 1:
         raise NotImplementedError(f"atomic addition of a block at {location()}")

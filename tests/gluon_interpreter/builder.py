@@ -20,6 +20,7 @@ from .atomics import add_scalar
 from .cluster import CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
+from .mma import product
 from .numerics import narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
@@ -147,14 +148,19 @@ class Builder(InterpreterBuilder):
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
         # Where nothing is loaded and nothing given instead, the value is undefined.
         fallback = np.full((), _undefined(np_dtype, dtype), np_dtype) if other is None else other.data
+        self.program.touch_global("load")
         self.program.memory.atomics.plain(ptrs.data[mask_data], "load")
-        return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader), dtype)
+        known = current().clock.known
+        return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader, known), dtype)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> None:
         writer = self.program.writer_of(current())
         mask_data = np.broadcast_to(mask.data, ptrs.data.shape)
+        self.program.touch_global("store")
         self.program.memory.atomics.plain(ptrs.data[mask_data], "store")
-        self.program.memory.store(ptrs.data, mask_data, value.data, writer)
+        task = current()
+        self.program.memory.store(ptrs.data, mask_data, value.data, writer, task.clock.known)
+        self.program.memory.written[writer] = task, task.step()
 
     def create_atomic_rmw(self, op: Any, ptr: Any, value: Any, mask: Any, semantics: Any, scope: Any) -> TensorHandle:
         if op != ir.ATOMIC_OP.ADD or scope != ir.MEM_SYNC_SCOPE.GPU or not mask.data.all():
@@ -207,7 +213,8 @@ class Builder(InterpreterBuilder):
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
         if ty.element_ty != view.dtype or not isinstance(ty.layout, gl.NVMMASharedLayout):
             raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
-        return view.joined([int(n) for n in ty.shape], ty.layout)
+        shape = [int(n) for n in ty.shape]
+        return view.joined(shape, ty.layout)
 
     def create_fence_async_shared(self, cluster: bool) -> None:
         current().clock.fence()
@@ -251,6 +258,7 @@ class Builder(InterpreterBuilder):
         self, descriptor: Any, coordinates: list[TensorHandle], barrier: SharedView, view: SharedView, pred: Any
     ) -> None:
         self.program.scheduler.pause()
+        self.program.touch_global("copy")
         to_all = copies_to_all()
         if _scalar(pred):
             load(descriptor, [_scalar(c) for c in coordinates], barrier, view, to_all)
@@ -259,16 +267,25 @@ class Builder(InterpreterBuilder):
         self, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
     ) -> None:
         self.program.scheduler.pause()
+        self.program.touch_global("copy")
         self.program.stores(current()).issue(descriptor, [_scalar(c) for c in coordinates], view)
 
     def create_async_tma_reduce(
         self, kind: Any, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
     ) -> None:
         self.program.scheduler.pause()
+        self.program.touch_global("copy")
         self.program.stores(current()).issue(descriptor, [_scalar(c) for c in coordinates], view, kind)
 
     def create_async_tma_store_wait(self, pending: int) -> None:
         self.program.stores(current()).wait(pending)
+
+    # ---- mma.sync
+
+    def create_dot(
+        self, a: TensorHandle, b: TensorHandle, acc: TensorHandle, precision: Any, imprecise: Any
+    ) -> TensorHandle:
+        return product(a, b, acc)
 
     # ---- wgmma
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 import torch
 
+from .clock import Steps
 from .errors import OutOfBounds, Race, location
 
 REGION_BITS = 44
@@ -26,6 +28,7 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self.writers = 0  # how many have been numbered
+        self.written: dict[int, tuple[Hashable, int]] = {}  # by writer: whose step it is to know of all it wrote
         self.atomics: Any = None  # `Atomics`, which need this
         self._storages: list[_Storage] = []
         self._by_pointer: dict[int, _Storage] = {}
@@ -61,27 +64,48 @@ class GlobalMemory:
     def _items(storage: _Storage, dtype: np.dtype[Any]) -> np.ndarray:
         return storage.bytes[: len(storage.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
 
+    def _is_race(self, before: np.ndarray, own: int, known: Steps) -> bool:
+        """Whether one of the writers `before` is somebody else of whose writing is not known that it came before."""
+        for writer in {int(w) for w in before} - {0, own}:
+            agent, step = self.written.get(writer, (None, 1))
+            if known.get(agent, 0) < step:
+                return True
+        return False
+
     def load(
-        self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype[Any], reader: int
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray,
+        other: np.ndarray,
+        dtype: np.dtype[Any],
+        reader: int,
+        known: Steps | None = None,
     ) -> np.ndarray:
-        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read."""
+        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read, unless
+        it is `known` to have been written before."""
         result = np.broadcast_to(other, addresses.shape).astype(dtype)
         if mask.any():
             storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
-            written = storage.writers[index * dtype.itemsize]
-            if ((written != 0) & (written != reader)).any():
+            if self._is_race(storage.writers[index * dtype.itemsize], reader, known or {}):
                 raise Race(f"load at {location()}: somebody else writes {storage.name} there in the same launch")
             result[mask] = self._items(storage, dtype)[index]
         return result
 
-    def store(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, writer: int) -> None:
-        """Write items where the mask is set. Two writers of one item in one launch are a race, whatever they write."""
+    def store(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray,
+        values: np.ndarray,
+        writer: int,
+        known: Steps | None = None,
+    ) -> None:
+        """Write items where the mask is set. Two writers of one item in one launch are a race, whatever they write,
+        unless the second one has `known` of the first."""
         if not mask.any():
             return
         values = np.broadcast_to(values, addresses.shape)
         storage, index = self._locate(addresses[mask], values.itemsize, "store")
-        before = storage.writers[index * values.itemsize]
-        if ((before != 0) & (before != writer)).any():
+        if self._is_race(storage.writers[index * values.itemsize], writer, known or {}):
             raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]

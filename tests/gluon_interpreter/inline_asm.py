@@ -56,11 +56,22 @@ def _show_barriers() -> None:
     task.clock.show(task)
 
 
+def _await_kernels_before() -> None:
+    current().program.is_alone = True
+
+
+def _await_stores() -> None:
+    task = current()
+    task.program.stores(task).wait_written()
+
+
 # What stands beside `mov.b32 $0, 0;`, which gives the text a result.
 _RESULT = "mov.b32 $0, 0;"
 _SAID: dict[str, Callable[[], None]] = {
     "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;": _meet,
     "fence.mbarrier_init.release.cluster;": _show_barriers,
+    "griddepcontrol.wait;": _await_kernels_before,
+    "cp.async.bulk.wait_group 0;": _await_stores,
     COPY_MARK: begin_copies,
     COPIED_MARK: end_copies,
     **{text: partial(mark, text) for text in MARKS},
@@ -80,6 +91,16 @@ def _draw(pointer: TensorHandle) -> TensorHandle:
     if task.num_warps != 1:
         raise InvalidOperand(f"{task.name} draws a ticket at {location()} in each of its {task.num_warps} warps")
     return OfFirstLane(add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELAXED))
+
+
+# A value as itself, which keeps compilers from computing what follows from it before this place.
+_ITSELF = re.compile(r"mov\.b(32|64) \$0, \$1;")
+
+
+def _itself(value: TensorHandle, bits: int) -> TensorHandle:
+    if value.dtype.primitive_bitwidth != bits:
+        raise InvalidOperand(f"mov.b{bits} at {location()} of {value.dtype}")
+    return value
 
 
 _PAIR = re.compile(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$1, \$2;")
@@ -130,8 +151,8 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _draw(values[0])
     if _SHARE.fullmatch(asm):
         return values[0].value if isinstance(values[0], OfFirstLane) else values[0]
-    if asm == "mov.b32 $0, $1;":
-        return values[0]
+    if found := _ITSELF.fullmatch(asm):
+        return _itself(values[0], int(found[1]))
     if found := _PAIR.fullmatch(asm):
         return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
     if _HALVES.fullmatch(asm):

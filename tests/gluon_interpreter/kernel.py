@@ -32,7 +32,7 @@ DTYPES = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 # The constexpr by which a kernel knows how many programs make up a cluster; the grid counts clusters then.
 CLUSTER_SIZE = "CLUSTER"
 
@@ -113,7 +113,7 @@ class InterpretedKernel:
             for indices in members:
                 made.append(Cluster())
                 for index in indices:
-                    self._spawn(scheduler, memory, made[-1], index, grid, values, options.get("num_warps", 4))
+                    self._spawn(scheduler, memory, made[-1], index, grid, values, options)
             try:
                 with language_as_imported():
                     scheduler.run()
@@ -132,9 +132,10 @@ class InterpretedKernel:
         index: Any,
         grid: Any,
         values: dict[str, Any],
-        num_warps: int,
+        options: dict[str, Any],
     ) -> None:
         program = Program(scheduler, memory, index, grid, cluster)
+        program.is_alone = not options.get("launch_pdl", False)
 
         def body() -> None:
             program.semantic = Semantic(program)
@@ -142,6 +143,6 @@ class InterpretedKernel:
             leave_no_mark()
             program.finish()
 
-        task = Task(body, f"program {index[0]}", program, num_warps, Clock())
+        task = Task(body, f"program {index[0]}", program, options.get("num_warps", 4), Clock())
         program.partitions.append(task)
         scheduler.spawn(task)

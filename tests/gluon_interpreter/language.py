@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import triton.language.core as tl_core
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from . import mma
 from .errors import InvalidOperand, Race, location
 from .loops import CARRIED, carrying_code
 from .scheduler import current
@@ -129,6 +130,13 @@ def _warpgroup_mma(a: Any, b: Any, acc: Any, **kwargs: Any) -> Any:
     return lift(hopper.warpgroup_mma(a, b, acc, **kwargs, _semantic=_semantic()))
 
 
+def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
+    if isinstance(acc, Accumulator):
+        _refuse("mma_v2")(acc)
+    mma.check_operands(a, b, acc, current().num_warps)
+    return lift(ampere.mma_v2(a, b, acc, _semantic=_semantic()))
+
+
 def _range(*bounds: Any, **hints: Any) -> Iterator[Any]:
     """The loop variable is a number of the running kernel, whose division rounds towards zero."""
     for i in builtins.range(*(int(unwrap(bound)) for bound in bounds)):
@@ -152,6 +160,7 @@ _REPLACED = {
     id(gl.min): _reduction("min", np.min),
     id(gl.sum): _reduction("sum", np.sum),
     id(hopper.warpgroup_mma): _warpgroup_mma,
+    id(ampere.mma_v2): _mma_v2,
     id(gl.static_range): _static_range,
 }
 

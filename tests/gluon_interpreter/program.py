@@ -35,6 +35,7 @@ class Program:
         self.padding = 0  # warps that the compiler adds to fill a warpgroup, and that do nothing
         self.met_alone: str | None = None  # where, when there were no partitions yet
         self.ended = False
+        self.is_alone = True  # kernels before on the stream are known to have ended
         self.reserved_barriers = COMPILER_BARRIERS
         self._allocations: list[Allocation] = []
         self._named: dict[int, NamedBarrier] = {}
@@ -53,6 +54,11 @@ class Program:
         where = location()
         allocation.place = (where, sum(place[0] == where for place in self._places))
         self._places[allocation.place] = allocation
+
+    def touch_global(self, what: str) -> None:
+        """Called before each access to global memory."""
+        if not self.is_alone:
+            raise Race(f"{what} at {location()} in a dependent launch, before griddepcontrol.wait")
 
     # ---- the cluster
 

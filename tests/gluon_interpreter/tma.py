@@ -156,6 +156,7 @@ class Stores:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.agent = ("TMA stores", task)
+        self.writing = ("writes of TMA stores", task)
         self.issued = 0
         self.waited = 0
         self._reading: set[int] = set()
@@ -172,6 +173,7 @@ class Stores:
         self._reading.add(number)
         program = self.task.program
         writer = program.new_writer()
+        program.memory.written[writer] = self.writing, number
 
         def read() -> None:
             if reduction is None:
@@ -191,3 +193,8 @@ class Stores:
         )
         self.waited = max(self.waited, last)
         self.task.clock.learn(self.agent, last)
+
+    def wait_written(self) -> None:
+        """Until all have written what they read, which a wait for reading does not say."""
+        self.wait(0)
+        self.task.clock.learn(self.writing, self.issued)
