@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -270,3 +271,62 @@ def take_tickets(out_ptr, tickets_ptr, n, BUG: gl.constexpr):
     if left == last:
         gl.store(tickets_ptr, 0)
         gl.store(tickets_ptr + 1, 0)
+
+
+@gluon.jit
+def multiply_by_warps(a_ptr, b_ptr, c_ptr, BUG: gl.constexpr):
+    """c = a @ b + a @ b, [64, 32] from [64, 16] and [16, 32], all in registers."""
+    VERSION: gl.constexpr = 3 if BUG == "version" else 2
+    WARPS: gl.constexpr = 8 if BUG == "warps" else 4
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([VERSION, 0], [WARPS, 1], [16, 32, 16] if VERSION == 3 else [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(1 if BUG == "operand" else 0, MMA, 4 if BUG == "k_width" else 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    K: gl.constexpr = 8 if BUG == "short" else 16
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LEFT))
+    along_a = gl.arange(0, K, layout=gl.SliceLayout(0, LEFT))
+    along_b = gl.arange(0, K, layout=gl.SliceLayout(1, RIGHT))
+    columns = gl.arange(0, 32, layout=gl.SliceLayout(0, RIGHT))
+    a = gl.load(a_ptr + rows[:, None] * 16 + along_a[None, :])
+    b = gl.load(b_ptr + along_b[:, None] * 32 + columns[None, :])
+    if BUG == "dtype":
+        a = a.to(gl.float32)
+        b = b.to(gl.float32)
+    c = gl.zeros([64, 32], gl.float32, MMA)
+    c = mma_v2(a, b, mma_v2(a, b, c))
+    out_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    out_columns = gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))
+    gl.store(c_ptr + out_rows[:, None] * 32 + out_columns[None, :], c)
+
+
+@gluon.jit
+def double_behind_partitions(x_tensor, x_ptr, BUG: gl.constexpr):
+    """A partition fills x [64, 64] fp16 with ones through TMA, and the program doubles it once that has ended."""
+    if BUG != "early":
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )
+    buffer = gl.allocate_shared_memory(gl.float16, [64, 64], x_tensor.layout)
+    gl.warp_specialize([(_idle, ()), (_fill_with_ones, (x_tensor, buffer, BUG))], [4], [24])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    places = x_ptr + rows[:, None] * 64 + columns[None, :]
+    gl.store(places, gl.load(places) * 2.0)
+
+
+@gluon.jit
+def _idle():
+    pass
+
+
+@gluon.jit
+def _fill_with_ones(x_tensor, buffer, BUG: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    buffer.store(gl.full([64, 64], 1.0, gl.float16, LAYOUT))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(x_tensor, [0, 0], buffer)
+    tma.store_wait(0)
+    if BUG != "read_only":
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        )

@@ -68,13 +68,13 @@ def run(case: AttentionCase) -> dict[str, str]:
     }
 
 
-def load_kernel(sources: dict[str, str], folder: Path) -> ModuleType:
-    """The kernel's module, made anew with these sources (by module, as in KERNEL_MODULES) in place of its own."""
+def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] = KERNEL_MODULES) -> ModuleType:
+    """The kernel's module, the last of `modules`, made anew with these sources (by module) in place of its own."""
     package = "diyfa.backends.cuda"
     before = {}
     module = None
     try:
-        for name in KERNEL_MODULES:
+        for name in modules:
             path = folder / f"{name}_mutant.py"  # a file, which the interpreter reads again
             path.write_text(sources.get(name) or source_of(name))
             spec = importlib.util.spec_from_file_location(path.stem, path)

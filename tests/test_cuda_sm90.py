@@ -257,6 +257,32 @@ def test_results_of_clusters(case: AttentionCase, monkeypatch: pytest.MonkeyPatc
     assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("seqlen", [300, 4096, 65536, 1 << 20])
+@pytest.mark.parametrize("batch", [1, 64, 2048])
+def test_programs_have_room_for_all_their_notices(
+    head_dim: int, seqlen: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a mask: each deal gives a program fewer tiles than notices, and a window leaves nobody out of a round."""
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    for changes in ({}, {"window_left": seqlen // 2}, {"heads_kv": 16}, {"seqlen_k": 100}):
+        size = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch}
+        some = problem(window_right=0, **{**size, **changes})
+        form = sm90.config_of(some)
+        if not form.persistent:
+            continue
+        assert sm90.notices_of(some, form) == sm90.KEPT_NOTICES
+        tiles, programs = sm90.tiles_of(some, form), sm90.grid_of(some, form, torch.device("cpu"))
+        assert tiles <= programs * (sm90.KEPT_NOTICES - 1)
+        if form.deal == "balanced":
+            assert "window_left" not in changes
+            if tiles < 400_000:
+                taken = [len(mine) for mine in dealt(tiles, sm90.tiles_of_group(some, form), programs)]
+                assert max(taken) < sm90.KEPT_NOTICES and sum(taken) == tiles
+        else:
+            assert form.deal == "dynamic" or -(-tiles // programs) < sm90.KEPT_NOTICES
+
+
 MASKS = {
     "causal": {"causal": True},
     "more_queries": {"causal": True, "seqlen_k": 500},

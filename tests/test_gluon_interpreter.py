@@ -132,6 +132,56 @@ def test_a_planted_bug_of_the_product_is_reported(bug: str, error: type, message
             multiply(bug, seed)
 
 
+def multiply_by_warps(bug: str = "") -> None:
+    a, b = torch.randn(64, 16).half(), torch.randn(16, 32).half()
+    c = torch.full((64, 32), float("nan"))
+    InterpretedKernel(kernels.multiply_by_warps)[(1,)](a, b, c, BUG=bug)
+    torch.testing.assert_close(c, 2 * (a.float() @ b.float()), rtol=1e-3, atol=1e-2)
+
+
+def test_a_product_of_registers_passes() -> None:
+    multiply_by_warps()
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("version", r"of version \[3, 0\], not \[2, 0\]"),
+        ("warps", "a layout for 8 warps, 4 run there"),
+        ("operand", "a needs DotOperandLayout"),
+        ("k_width", "a needs DotOperandLayout"),
+        ("short", "8 is no multiple of 16"),
+        ("dtype", "products of fp32 and fp32"),
+    ],
+)
+def test_a_planted_bug_of_registers_is_reported(bug: str, message: str) -> None:
+    with pytest.raises(InvalidOperand, match=message):
+        multiply_by_warps(bug)
+
+
+def double_behind_partitions(bug: str = "", **options: bool) -> None:
+    x = torch.full((64, 64), float("nan"), dtype=torch.float16)
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    InterpretedKernel(kernels.double_behind_partitions)[(1,)](
+        TensorDescriptor.from_tensor(x, [64, 64], layout), x, BUG=bug, **options
+    )
+    assert (x == 2).all()
+
+
+def test_what_a_partition_has_written_can_be_read_behind_it() -> None:
+    double_behind_partitions(launch_pdl=True)
+    double_behind_partitions("early")
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [("read_only", "somebody else writes x_tensor"), ("early", "before griddepcontrol.wait")],
+)
+def test_a_planted_bug_of_order_in_global_memory_is_reported(bug: str, message: str) -> None:
+    with pytest.raises(Race, match=message):
+        double_behind_partitions(bug, launch_pdl=True)
+
+
 def take_turns(bug: str = "", seed: int = 0) -> None:
     out = torch.zeros(128, dtype=torch.int32)
     InterpretedKernel(kernels.take_turns, seed)[(1,)](out, TURNS=3, BUG=bug)

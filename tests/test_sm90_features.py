@@ -170,7 +170,7 @@ def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_a_score_that_is_nan_reaches_its_row(where: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other one. (One in v reaches the rows of its tile, see docs/numerics.md.)"""
+    """And no other one. (For those in v see `test_sm90_nonfinite.py`.)"""
     interpret(monkeypatch, TWO, seed=3)
     torch.manual_seed(0)
     inputs = {name: torch.randn(1, 2, n, 64).bfloat16() for name, n in (("q", 150), ("k", 200), ("v", 200))}

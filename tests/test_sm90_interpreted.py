@@ -157,7 +157,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(store\(out\.to\(DTYPE\)\)\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"    tma\.store_wait\(0\)\n(    meet\(CLUSTER\)\n)",
+        r"    tma\.store_wait\(0\)\n(    if EXACT:\n +vote)",
         r"\1",
         KernelBug,
         {},
@@ -256,13 +256,13 @@ DYNAMIC_MUTANTS = {
         InvalidOperand,
     ),
     "a notice replaces one that nobody has read": (
-        r"NOTICES = gl\.constexpr\(2\)",
-        "NOTICES = gl.constexpr(1)",
+        r"int32, \[NOTICES, WORDS\]",
+        "int32, [1, WORDS]",
         KernelBug,
     ),
     "a notice is read before it is there": (r" +wait_full\(written\.index.*\n", "", KernelBug),
     "a notice is there before it is written": (
-        r"( +notices\.index\(place\)\.store.*\n)( +mbarrier\.arrive\(written.*\n)",
+        r"( +notices\.index\(.*\)\.store.*\n)( +mbarrier\.arrive\(written.*\n)",
         r"\2\1",
         KernelBug,
     ),

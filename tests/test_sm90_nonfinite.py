@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
+from gluon_interpreter import Race  # noqa: E402
 from nonfinite import poison, same_nonfinite  # noqa: E402
-from sm90_interpreted import interpret  # noqa: E402
+from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, source_of  # noqa: E402
 from test_sm90_features import (  # noqa: E402
     BALANCED,
     DYNAMIC,
@@ -119,6 +122,54 @@ def test_what_it_does_not_reach_is_as_before(monkeypatch: pytest.MonkeyPatch) ->
     other = torch.arange(64) != 3
     assert torch.equal(got[..., other], clean[..., other])
     assert torch.equal(got[0, 0, :128], clean[0, 0, :128]) and got[0, 0, 256:, 3].isnan().all()
+
+
+MUTANTS = {
+    "finished tiles are read before they are written": (r" +await_stores\(\)\n", "", Race),
+    "out is not looked at": (r"found = look\(.*", "pass", None),
+    "the second consumer has no vote": (
+        r"is_spoiled\(votes, CONSUMERS\) !",
+        "is_spoiled(votes, 1) !",
+        None,
+    ),
+    "only the first tile is gone through": (r"while( end_block > 0:\n        for)", r"if\1", None),
+    "the last notices overwrite the first": (r"\"NOTICES\": notices_of\(problem, config\)", '"NOTICES": 2', None),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with one thing wrong, whose program has three tiles. The NaN spoils one of them, the last one in what
+    only its second consumer sees."""
+    pattern, replacement, error = MUTANTS[name]
+    modules = (*KERNEL_MODULES[:-1], "sm90_exact", "fwd_sm90")
+    changed = {module: re.subn(pattern, replacement, source_of(module)) for module in modules}
+    assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
+    kernels = load_kernel({module: source for module, (source, _) in changed.items()}, tmp_path, modules)
+    monkeypatch.setattr(fwd_sm90, "constants", kernels.constants)
+    interpret(monkeypatch, replace(TWO, persistent=True, own_walk=True), kernels=kernels, multiprocessors=1)
+    some = case("tiles", heads=1, seqlen_q=384, seqlen_k=384, causal=True)
+    for where in (10, 370):
+        if error is not None:
+            with pytest.raises(error):
+                attend(some, [(where, 3, NAN)], backend="cuda", variant="sm90")
+        else:
+            got, want = (attend(some, [(where, 3, NAN)], backend=b)[0] for b in ("cuda", "cpu"))
+            if not same_nonfinite(got, want):
+                return
+    assert error is not None, "nothing shows it"
+
+
+@pytest.mark.parametrize("deal", ["static", "balanced", "dynamic"])
+def test_more_tiles_than_a_program_keeps_notices_of(deal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more programs than multiprocessors then, none of which takes more tiles than that."""
+    monkeypatch.setattr(sm90, "KEPT_NOTICES", 4)
+    kernel = interpret(monkeypatch, replace(TWO, persistent=True, deal=deal), seed=3, interleave=True)
+    grids = []
+    monkeypatch.setattr(fwd_sm90, "grid_of", lambda *args: grids.append(sm90.grid_of(*args)) or grids[-1])
+    many = case("many", batch=2, heads=4, seqlen_q=300, seqlen_k=300, causal=True)
+    assert_reaches(many, [(100, 3, NAN), (290, 7, NAN)])
+    assert min(grids) >= 8 > 2 and kernel.launches == 2
 
 
 def test_what_is_timed_against_it_leaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,9 +205,11 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((96, True), "float16", {"head_dim_v": 64}),
         ((64, False), "float16", {"head_dim_v": 256}),
         ((128, True), "bfloat16", {"window_left": 1000}),
+        ((64, True), "bfloat16", {"window_left": 3000}),
+        ((192, True), "bfloat16", {"window_left": 1000}),
         ((64, False), "bfloat16", {"window_left": 1000}),
         ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
-        *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (256, True))),
+        *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (192, True), (256, True))),
         ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
         *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),
     ):

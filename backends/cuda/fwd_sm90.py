@@ -273,7 +273,7 @@ def _attend_blocks(
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
-    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -288,11 +288,9 @@ def _attend_blocks(
         if PINGPONG:
             _wait_turn(CONSUMER)
         s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
-        if PINGPONG and EARLY:
-            _hand_over(CONSUMER, CONSUMERS)
         wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, BY_WARP)
         o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
-        if PINGPONG and not EARLY:
+        if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
@@ -340,7 +338,7 @@ def _attend_tile(
     found,  # whether what came with V was not finite, see `look`
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
@@ -400,14 +398,14 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
     o, p, m_i, l_i, item = _attend_blocks(
         o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
     )  # fmt: skip
@@ -415,7 +413,7 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, EARLY, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
@@ -463,7 +461,7 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -492,7 +490,7 @@ def _consumer(
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
             heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
             found,
-            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
             LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT,
         )  # fmt: skip
@@ -528,7 +526,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, EARLY: gl.constexpr, BY_WARP: gl.constexpr,
+    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -590,7 +588,7 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -602,10 +600,10 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -619,13 +617,13 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, EARLY, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -660,7 +658,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "PINGPONG": config.pingpong,
-        "EARLY": config.early,
         "BY_WARP": config.by_warp or config.cluster > 1,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),

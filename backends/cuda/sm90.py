@@ -50,7 +50,6 @@ class Sm90Config:
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
-    early: bool = False  # a consumer hands its turn over with its scores issued, before its values (`_attend_blocks`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -156,6 +155,8 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
             config = replace(
                 config, persistent=False, pingpong=False, own_walk=False, pairs=False, deal="static", q_held=0
             )
+        if tile_class(problem)[0] == 192:  # else the loops spill up to 370 bytes with a window or a softcap
+            config = replace(config, lazy=True)
         if not finds_ahead(problem, config):
             config = replace(config, consumer_registers=232, producer_registers=40)
     return config

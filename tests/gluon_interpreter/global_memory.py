@@ -81,8 +81,8 @@ class GlobalMemory:
         reader: int,
         known: Steps | None = None,
     ) -> np.ndarray:
-        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read, unless
-        it is `known` to have been written before."""
+        """Items where the mask is set, `other` elsewhere. What others write in the same launch is a race to read,
+        unless it is `known` to have been written before."""
         result = np.broadcast_to(other, addresses.shape).astype(dtype)
         if mask.any():
             storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
