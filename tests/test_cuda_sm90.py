@@ -347,7 +347,7 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
 @needs_kernel
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
-    from diyfa.backends.cuda import fwd_sm90, sm90_counters
+    from diyfa.backends.cuda import fwd_sm90, sm90_tickets
 
     def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
         return replace(sm90.config_of(problem), persistent=True, deal="dynamic")
@@ -375,4 +375,4 @@ def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: 
                 outs.append(call())
     torch.cuda.synchronize()
     assert all(torch.equal(out, first) for out in outs + captured)
-    assert all(not counter.any() for counter in sm90_counters._counters.values())
+    assert all(not counter.any() for counter in sm90_tickets._counters.values())
