@@ -9,8 +9,7 @@ There are three ways to reach it, and this file is the one place that knows them
   fills what lies outside with zeros, so neither registers nor instructions are spent on them.
 
 The first two also exist WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
-float32. Left to itself Triton 3.6 widens an operand before each product, and ptxas then holds whole operands in
-registers: docs/cuda.md has what that costs.
+float32. Left to itself Triton 3.6 widens an operand before each product: docs/cuda.md has what that costs.
 """
 
 from __future__ import annotations
