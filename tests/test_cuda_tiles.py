@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
@@ -28,17 +29,18 @@ KINDS = ("fwd", "dkdv", "dq")
 
 
 def tiles() -> Iterator[tuple[str, int, str, AttentionConfig]]:
-    """(kind, head_dim, dtype, tile): of both forms, TMA's where a large problem would take it."""
-    arch = cuda.arch(torch.device(TARGET.device))
-    for head_dim in (32,) if TARGET.interpreted else (64, 128, 256):
-        for dtype in ("float16", "float32"):
-            for aligned in (True, False):
-                problem = AttentionProblem(
-                    "cuda", arch, dtype, "bhsd", 4, 8, 8, 4096, 4096, head_dim, head_dim, aligned=aligned
-                )
-                for kind in KINDS:
-                    for tile in list(candidates(kind, problem))[: 1 if TARGET.interpreted else None]:
-                        yield kind, head_dim, dtype, tile
+    """(kind, head_dim, dtype, tile): of every form, TMA's where a large problem would take it."""
+    here = cuda.arch(torch.device(TARGET.device))
+    for arch, head_dim, dtype, aligned in (
+        *product((here,), (32,) if TARGET.interpreted else (64, 128, 256), ("float16", "float32"), (True, False)),
+        *(product(("sm_75",), (32,), ("float16",), (True,)) if TARGET.interpreted else ()),
+    ):
+        problem = AttentionProblem(
+            "cuda", arch, dtype, "bhsd", 4, 8, 8, 4096, 4096, head_dim, head_dim, aligned=aligned
+        )
+        for kind in KINDS:
+            for tile in list(candidates(kind, problem))[: 1 if TARGET.interpreted else None]:
+                yield kind, head_dim, dtype, tile
 
 
 CASES = sorted(set(tiles()), key=repr)

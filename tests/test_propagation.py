@@ -138,6 +138,23 @@ def test_exactly_what_depends(backend: str, variant: str, case: AttentionCase, n
     assert_reaches_what_depends(TARGETS[backend], case, variant, name, float("nan"))
 
 
+# Kernels of one architecture have their own tiles and forms; the interpreter takes another's where it is told to.
+TURING = {
+    "causal": "v dout",
+    "lengths": "v",
+    "packed_groups": "dout",
+    "dropout": "dout",
+    "wide": "v",
+}
+
+
+@pytest.mark.skipif(not TARGETS["cuda"].interpreted if "cuda" in TARGETS else True, reason="needs the interpreter")
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, names in TURING.items() for name in names.split()])
+def test_half_precision_without_tensor_cores(monkeypatch: pytest.MonkeyPatch, case: str, name: str) -> None:
+    monkeypatch.setenv("DIYFA_ARCH", "sm_75")
+    assert_reaches_what_depends(TARGETS["cuda"], next(x for x, _ in CUT if x.name == case), "v2", name, float("nan"))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["v", "dout"])
 @pytest.mark.parametrize("case", ["dropout_causal", "wide"])

@@ -103,8 +103,8 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # without features is in the table of tiles.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
-    "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 6144},
-    "dq": {"wgmma": 128, "large": 384, "small": 32},
+    "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 32},
+    "dq": {"wgmma": 128, "large": 384, "small": 32, "turing": 32},
     "dbias": {"turing": 1280},
 }
 

@@ -2,7 +2,7 @@
 
 `default_config(kind, problem)` is a pure function of the problem; the same `fits` prunes the table and the candidates.
 Form "tma" reads through host descriptors (sm_90 and later, aligned tensors), "portable" through block pointers or plain
-addresses.
+addresses, "widened" as "portable" and makes the tiles float32 at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, padded_head_dim
+from diyfa.backends.cuda.tiles import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
 from diyfa.problem import AttentionProblem, exact_nonfinite
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -37,7 +37,7 @@ def schedule(config: AttentionConfig) -> dict[str, int]:
 
 def form_of(config: AttentionConfig) -> int:
     """The kernels' FORM constant of a config."""
-    return DESCRIPTOR.value if config.form == "tma" else PORTABLE_FORM
+    return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
 
 
 def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
@@ -52,24 +52,23 @@ def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
 
 # Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
 # (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
-# One at a time, without matrix instructions, where blocks of 16 would: for float32, whose products are multiply-adds on
-# registers, and for wide heads.
+# One at a time, without matrix instructions, where blocks of 16 would: for wide heads, and for products that are
+# multiply-adds on registers, those of float32 and on Turing all.
 EXACT_BLOCK = 16
 EXACT_BLOCK_MAX_HEAD_DIM = 128
+MULTIPLY_ADD = frozenset({"float32", "turing"})  # classes of `gpu_class`
 
 
 def exact_block(problem: AttentionProblem) -> int:
     """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
 
-    Without a mask and without dropout every pair depends on each other. On Turing the loops of dK/dV fill the
-    registers, and any form beside them makes them spill; so there it stays at tiles.
+    Without a mask and without dropout every pair depends on each other.
     """
     masked = problem.window_left >= 0 or problem.window_right >= 0
-    which = gpu_class(problem)
-    if not exact_nonfinite() or not (masked or problem.dropout) or which == "turing":
+    if not exact_nonfinite() or not (masked or problem.dropout):
         return 0
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or which == "float32" else EXACT_BLOCK
+    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK
 
 
 def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
@@ -80,10 +79,11 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
 # memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
-# are multiply-adds on registers: correct, slow, and beyond head_dim 64 not without spills). "unaligned" is
-# for rows that are not 16-byte aligned, whose tiles pass through registers, and for a V narrower than K where there is
-# wgmma: Triton 3.6 then emits wgmma that read V beyond its shared memory (wrong results or an illegal address; H200,
-# 2026-11-21, compute-sanitizer names the instruction). Tiles of 32 rows make it use mma.sync, which is right.
+# are multiply-adds: correct and slow; of the backward pass at 256 features widened tiles do not fit, and others spill).
+# "unaligned" is for rows that are not 16-byte aligned, whose tiles pass through registers, and for a V narrower than K
+# where there is wgmma: Triton 3.6 then emits wgmma that read V beyond its shared memory (wrong results or an illegal
+# address; H200, 2026-11-21, compute-sanitizer names the instruction). Tiles of 32 rows make it use mma.sync, which is
+# right.
 #
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
@@ -134,10 +134,10 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (256, C(16, 16, 4, 1)),
     ),
     "turing": (
-        (64, C(64, 32, 8, 1)),
-        (64, C(32, 32, 4, 1)),
-        (128, C(32, 16, 4, 1)),
-        (256, C(16, 16, 4, 1)),
+        (64, C(64, 32, 8, 1, "widened")),
+        (64, C(32, 32, 4, 1, "widened")),
+        (128, C(32, 32, 8, 1, "widened")),
+        (256, C(16, 16, 4, 1, "widened")),
     ),
     "unaligned": (
         (128, C(32, 32, 4, 1)),
@@ -178,9 +178,9 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(16, 32, 8, 1)),
     ),
     "turing": (
-        (64, C(32, 16, 4, 1)),
-        (128, C(16, 16, 4, 1, spill_budget=2048)),
-        (256, C(16, 16, 4, 1, spill_budget=10240)),
+        (64, C(32, 16, 8, 1, "widened", spill_budget=32)),
+        (128, C(16, 32, 8, 1, "widened")),
+        (256, C(16, 16, 8, 1, spill_budget=2176)),
     ),
     "unaligned": (
         (128, C(32, 32, 4, 1)),
@@ -223,9 +223,9 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(16, 16, 4, 1)),
     ),
     "turing": (
-        (64, C(32, 16, 4, 1)),
-        (128, C(16, 16, 4, 1, spill_budget=2048)),
-        (256, C(16, 16, 4, 1, spill_budget=9216)),
+        (64, C(32, 32, 8, 1, "widened")),
+        (128, C(32, 16, 8, 1, "widened")),
+        (256, C(16, 16, 8, 1, spill_budget=2048)),
     ),
     "unaligned": (
         (128, C(32, 32, 4, 1)),
@@ -344,7 +344,7 @@ def has_tma(problem: AttentionProblem) -> bool:
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
     """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    size = ELEMENT_BYTES[problem.dtype]
+    size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
     if kind == "fwd":
         return size * (m * d + stages * n * (d + dv))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale
-from diyfa.backends.cuda.configs import AttentionConfig, exact_block, portable_config
+from diyfa.backends.cuda.configs import AttentionConfig, exact_block, form_of, portable_config
 from diyfa.backends.cuda.dots import dot, round_to
 from diyfa.backends.cuda.exact import any_of, holds_nonfinite, is_finite
 from diyfa.backends.cuda.fwd import rewrite_outputs
@@ -25,7 +25,6 @@ from diyfa.backends.cuda.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import (
     LN2,
     LOG2E,
-    PORTABLE_FORM,
     head_base,
     lengths_of,
     load_tile,
@@ -213,6 +212,6 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_D": padded_head_dim(problem.head_dim),
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "PRECISION": "ieee",
-        "FORM": PORTABLE_FORM,
+        "FORM": form_of(config),
         "EXACT": exact_block(problem),
     }

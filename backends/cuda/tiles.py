@@ -1,12 +1,15 @@
 """How a kernel reads and writes a tile of one head: the step all attention kernels share.
 
 A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
-There are three forms of access, and this file is the one place that knows them apart:
+There are three ways to reach it, and this file is the one place that knows them apart:
 
 * BLOCK_POINTER: `tl.make_block_ptr`, readable and checked at the edges by the compiler; Triton up to 3.8;
 * POINTER: plain addresses and masks, for Triton from 3.9 on, which has no block pointers;
 * DESCRIPTOR: a host-made TMA descriptor of the whole tensor (sm_90 and later); the hardware computes addresses and
   fills what lies outside with zeros, so neither registers nor instructions are spent on them.
+
+The first two also exist WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
+float32. Left to itself Triton 3.6 widens an operand before each product: docs/cuda.md has what that costs.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
 POINTER = tl.constexpr(0)
 BLOCK_POINTER = tl.constexpr(1)
 DESCRIPTOR = tl.constexpr(2)
+WIDENED_POINTER = tl.constexpr(3)
+WIDENED_BLOCK_POINTER = tl.constexpr(4)
 
 # How long the sequences are: all as long as the tensors, as `seq_lens` says, or packed as cu_seqlens says.
 EQUAL = tl.constexpr(0)
@@ -40,6 +45,7 @@ def _has_block_pointers() -> bool:
 
 # The form for every GPU without TMA, and for tensors that TMA cannot describe.
 PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.value
+WIDENED_FORM: int = WIDENED_BLOCK_POINTER.value if _has_block_pointers() else WIDENED_POINTER.value
 
 
 def lengths_of(problem: AttentionProblem) -> int:
@@ -94,7 +100,7 @@ def load_tile(
             tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
         else:
             tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
-    elif FORM == BLOCK_POINTER:
+    elif FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
         block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         if CHECK_ROWS and HEAD_DIM != BLOCK_D:
             tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
@@ -116,6 +122,8 @@ def load_tile(
             tile = tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
         else:
             tile = tl.load(addresses)
+    if FORM == WIDENED_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109
+        tile = tile.to(tl.float32)
     return tile
 
 
@@ -135,7 +143,7 @@ def store_tile(
 
     Results are always written through addresses: one write at the end of a program gains nothing from TMA.
     """
-    if FORM == BLOCK_POINTER:
+    if FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
         target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))
     else:
