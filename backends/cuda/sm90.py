@@ -64,6 +64,7 @@ class Sm90Config:
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
+_LATER = "H200, 2026-11-22: "
 _STATIC: dict[str, Any] = {"persistent": True}
 _DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
 _BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
@@ -74,18 +75,46 @@ _ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, pingpong=True, q_held=1, measured=_H200 + "449")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_H200 + "514/558")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_H200 + "500/540")),
+        (
+            2048,
+            C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_LATER + "441"),
+        ),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "501/540")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "496/524")),
     ),
     (64, True): (
         (
             2048,
-            C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_H200 + "349"),
+            C(
+                2,
+                128,
+                8,
+                True,
+                240,
+                24,
+                **_DYNAMIC,
+                **_HELD,
+                **_ALONE,
+                pingpong=True,
+                q_held=1,
+                measured=_LATER + "356",
+            ),
         ),
         (
             _ANY,
-            C(3, 128, 6, True, 160, 32, **_BALANCED, **_TURNS, own_walk=True, by_warp=True, measured=_H200 + "456/531"),
+            C(
+                3,
+                128,
+                6,
+                True,
+                160,
+                32,
+                **_BALANCED,
+                **_TURNS,
+                own_walk=True,
+                by_warp=True,
+                measured=_LATER + "460/511",
+            ),
         ),
     ),
     (96, False): (
@@ -94,12 +123,15 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "370/486/539")),),
     (128, False): (
-        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "633/677")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "711")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "703")),
+        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "616/668")),
+        (
+            _ANY,
+            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, q_held=2, lazy=True, cluster=2, measured=_LATER + "681"),
+        ),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "668")),
     ),
     (128, True): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_H200 + "from 4k on 624/682")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "470/624/642")),
     ),
     (192, False): (
         (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
@@ -107,19 +139,47 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, measured=_H200 + "395/527/595")),),
     (256, False): (
-        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "632")),
+        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "611")),
         (
             _ANY,
-            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, cluster=2, measured=_H200 + "728/757"),
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                **_STATIC,
+                **_HELD,
+                q_held=1,
+                lazy=True,
+                cluster=2,
+                measured=_LATER + "710/711",
+            ),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_H200 + "709/750")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "724/711")),
     ),
     (256, True): (
         (
             2048,
-            C(2, 64, 4, False, 240, 24, **_DYNAMIC, pingpong=True, own_walk=True, lazy=True, measured=_H200 + "497"),
+            C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_ALONE, pingpong=True, own_walk=True, measured=_LATER + "488"),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_TURNS, lazy=True, measured=_H200 + "664/722")),
+        (
+            _ANY,
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                **_DYNAMIC,
+                pingpong=True,
+                own_walk=True,
+                lazy=True,
+                measured=_LATER + "661/708",
+            ),
+        ),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -153,7 +213,14 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     if config.consumers == 2 and problem.features & BUSY_PRODUCER:
         if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
             config = replace(
-                config, persistent=False, pingpong=False, own_walk=False, pairs=False, deal="static", q_held=0
+                config,
+                persistent=False,
+                pingpong=False,
+                own_walk=False,
+                pairs=False,
+                by_warp=False,
+                deal="static",
+                q_held=0,
             )
         if tile_class(problem)[0] == 192:  # else the loops spill up to 370 bytes with a window or a softcap
             config = replace(config, lazy=True)
