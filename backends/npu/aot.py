@@ -481,8 +481,9 @@ def dq_sum_job(problem: AttentionProblem) -> Job:
     return Job("attention_bwd/fused/sum", f"{problem.dtype} D={problem.head_dim}", function, signature, constants)
 
 
-def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32") -> Job:
-    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
+def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32", masked: bool = False) -> Job:
+    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"; `masked`: with a window
+    on both sides and seq_lens."""
     from diyfa.backends.npu import bwd
 
     function = bwd._bwd_dbias_rows_kernel
@@ -491,13 +492,17 @@ def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "fl
         "DBIAS": dims,
         "SINKS": sinks,
         "HAS_DLSE": has_dlse,
+        "HAS_LEFT": masked,
+        "HAS_RIGHT": masked,
+        "SEQ_LENS": masked,
         "INTERPRET": False,
     }
+    constants |= {} if masked else {"seq_lens_ptr": None}
     constants |= {} if sinks else {"sinks_ptr": None}
     constants |= {} if has_dlse else {"dlse_ptr": None}
     return Job(
         "attention_bwd/v2/dbias_rows",
-        f"{bias_dtype} attn_bias[{dims}]{' sinks' if sinks else ''}{' dlse' if has_dlse else ''}",
+        f"{bias_dtype} attn_bias[{dims}]{' masked' * masked}{' sinks' * sinks}{' dlse' * has_dlse}",
         function,
         _signature(function, _TRITON_DTYPES[bias_dtype]),
         constants,
@@ -763,6 +768,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
         yield dbias_rows_job(dims, sinks, has_dlse)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
         yield dbias_rows_job(dims, True, True, dtype)
+    yield from (dbias_rows_job(dims, True, True, masked=True) for dims in "q1")
 
 
 # Of the kernels that form rows anew: all features, a mask alone, packed sequences, and the widest.

@@ -85,11 +85,13 @@ def _launch_dbias(
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
         _bwd_dbias_rows_kernel[(vector_programs(problem.arch, q.device, tasks),)](
-            tensors.sinks, lse, delta, dlse,
+            tensors.sinks, lse, delta, dlse, tensors.seq_lens,
             written.tensor,
             *written.strides[:2],
-            problem.batch, problem.heads_q, problem.seqlen_q, own_batch, own_heads,
+            problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, problem.window_left,
+            problem.window_right, own_batch, own_heads,
             BLOCK_M=PREPROCESS_ROWS, DBIAS=written.dims, SINKS=problem.sinks, HAS_DLSE=dlse is not None,
+            HAS_LEFT=problem.window_left >= 0, HAS_RIGHT=problem.window_right >= 0, SEQ_LENS=problem.seq_lens,
             INTERPRET=INTERPRETED,
         )  # fmt: skip
     else:

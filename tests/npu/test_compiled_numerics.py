@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from nonfinite import assert_reaches_what_depends
+from nonfinite import assert_reaches_what_depends, same_nonfinite
 from targets import Target
 
 from diyfa import triton_matmul
 from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
+    Results,
     assert_within_budget,
     attention_function,
     make_inputs,
@@ -121,6 +122,24 @@ NONFINITE = [
     (CASES["varlen_causal"], "v"),
     (CASES["everything_dropout"], "v"),
 ]
+
+
+def test_infinite_sinks() -> None:
+    """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
+    from hivm.launch import compiled_on_cpu
+
+    case = next(case for case in CHOSEN if case.name == "bias_rows_sinks")
+    infinite = make_inputs(case)
+    with torch.no_grad():
+        infinite.options["sinks"].copy_(torch.tensor([float("-inf"), float("inf")]))
+    with compiled_on_cpu() as log, poisoned_allocations():
+        got = run_case(attention_function(case, backend="npu"), infinite)
+    want = run_case(attention_function(case, backend="cpu"), infinite)
+    assert bool(want.lse[0, 0, :10].isposinf().all()) and bool(want.lse[0, 1].isnan().all())
+    for field, x, y in zip(Results._fields, got, want, strict=True):
+        assert same_nonfinite(x, y), field
+        torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3, equal_nan=True)
+    assert "_bwd_dbias_rows_kernel" in log.launches
 
 
 @pytest.mark.parametrize(
