@@ -134,7 +134,7 @@ class NPUBackend:
             "one kernel for dk, dv and fp32 parts of dq, deterministic; only where it is asked for by name",
             _launch_bwd_fused,
             _fused_unsupported,
-            configs.bwd_tiles,
+            configs.fused_tiles,
         ),
         Kernel(
             "persistent",

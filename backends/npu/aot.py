@@ -287,8 +287,9 @@ def _features(problem: AttentionProblem, bias: str) -> str:
     return features.replace("attn_bias", f"attn_bias[{bias}]") if problem.bias else features
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "") -> str:
-    return f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {tile.block_m}x{tile.block_n}"
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "", always_mask: bool = False) -> str:
+    features = _features(problem, bias) + " always_mask" * always_mask
+    return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
 def _absent(problem: AttentionProblem) -> dict[str, None]:
@@ -311,10 +312,12 @@ def attention_job(
     tile: configs.AttentionTile | None = None,
     bias: str = "qk",
     bias_dtype: str = "float32",
+    always_mask: bool = configs.ALWAYS_MASK,
 ) -> Job:
     """The job of `kernel` for `problem`, with the table's tile unless one is given.
 
-    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq.
+    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq. `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1
+    has it; of the tables only the fused backward's depends on that.
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
@@ -322,7 +325,7 @@ def attention_job(
 
     fused = kernel == "fused"
     step = "dkdv" if fused else kernel
-    tile = tile or configs.attention_tile(problem, step)
+    tile = tile or (configs.fused_tile(problem, always_mask) if fused else configs.attention_tile(problem, step))
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
@@ -333,6 +336,7 @@ def attention_job(
     constants: dict[str, Any] = {
         **flags,
         "MASKED": flags["MASKED"] or fused,
+        "ALWAYS_MASK": always_mask,
         "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -350,7 +354,7 @@ def attention_job(
     signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
     return Job(
         kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
-        case=_case(problem, tile, bias),
+        case=_case(problem, tile, bias, always_mask),
         function=function,
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
@@ -717,6 +721,10 @@ def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
         yield from jobs if full else each_tile_once(jobs)
     for case in FUSED_CASES:
         yield from attention_jobs(target, case, ("fused",))
+    for dtype in ("float16", "float32"):  # the tiles that depend on it, with what needs the most memory
+        causal = example(target, dtype=dtype, head_dim=64, window_right=0, seq_lens=True, sinks=True)
+        if configs.fused_tile(causal, always_mask=True) != configs.fused_tile(causal, always_mask=False):
+            yield attention_job(causal, "fused", always_mask=True)
 
 
 def every_job(target: str, full: bool) -> Iterator[Job]:

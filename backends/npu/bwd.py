@@ -37,6 +37,7 @@ from diyfa.backends.npu.configs import (
     attention_sizes,
     attention_tile,
     bwd_tiles,
+    fused_tiles,
     key_shares,
     preprocess_rows,
     sum_rows,
@@ -139,7 +140,7 @@ def attention_bwd(
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks = gradients
-    tiles = bwd_tiles(problem)
+    tiles = fused_tiles(problem) if fused else bwd_tiles(problem)
     shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
     parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
     part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])

@@ -300,6 +300,32 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
 
 
+# The fused backward has the tiles of dk/dv, by their rows in the table. With a mask in every tile these would overflow
+# the unified buffer (209 KiB of 192; on the 950 337 of 248, in float32 352), so there it has smaller ones.
+_FUSED_ALWAYS_MASKED = {
+    TileKey(NPUArch.A2, "dkdv", 2, 64, "causal"): (64, 128),
+    TileKey(NPUArch.A5, "dkdv", 2, 64, "causal"): (64, 128),
+    TileKey(NPUArch.A5, "dkdv", 4, 64, "causal"): (64, 128),
+}
+
+
+def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
+    """The tile of the fused backward; `always_mask`: with a mask in every tile, by default as ALWAYS_MASK says."""
+    key = attention_key(problem, "dkdv")
+    tile = ATTENTION_TILES[key]
+    if ALWAYS_MASK if always_mask is None else always_mask:
+        family = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
+        shape = _FUSED_ALWAYS_MASKED.get(key._replace(family=family, cores=0), (tile.block_m, tile.block_n))
+        tile = replace(tile, block_m=shape[0], block_n=shape[1])
+    return tile
+
+
+def fused_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of the fused backward's kernels with matrix products."""
+    tiles = {"dkdv": fused_tile(problem)}
+    return tiles | ({"dbias": attention_tile(problem, "dbias")} if problem.bias_grad else {})
+
+
 def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
     """The tile of the forward kernel or of the matrix product, from the table."""
     return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
