@@ -72,12 +72,8 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return refuse_features(problem, FEATURES, "the npu backend")
 
 
-def _gradient_unsupported(problem: AttentionProblem) -> str | None:
-    return _attention_unsupported(problem) or configs.gradient_unfit(problem)
-
-
 def _fused_unsupported(problem: AttentionProblem) -> str | None:
-    return _gradient_unsupported(problem) or configs.fused_unfit(problem)
+    return _attention_unsupported(problem) or configs.fused_unfit(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -125,7 +121,7 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
-            _gradient_unsupported,
+            _attention_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(

@@ -321,7 +321,7 @@ def attention_job(
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
-    from diyfa.backends.npu.compat import padded_head_dim
+    from diyfa.backends.npu.compat import cut_columns, padded_head_dim
 
     fused = kernel == "fused"
     step = "dkdv" if fused else kernel
@@ -347,6 +347,8 @@ def attention_job(
         "BIAS": bias if problem.bias else "",
         "INTERPRET": False,
     }
+    if step in ("dq", "dkdv"):
+        constants |= cut_columns(problem.head_dim, configs.widest_product(problem.dtype))
     constants |= _absent(problem)
     constants |= {} if fused else {"parts_ptr": None, "new_parts_ptr": None}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
@@ -657,14 +659,13 @@ FUSED_CASES: tuple[dict[str, Any], ...] = (
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
-    kernel but the fused backward. Those of the backward pass have the widest head dim that there are gradients for.
+    kernel but the fused backward.
     """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
-        widest = configs.widest_gradient(problem.dtype) if kernel != "fwd" else problem.head_dim
-        yield attention_job(problem.replace(head_dim=min(problem.head_dim, widest)), kernel, bias=dims)
+        yield attention_job(problem, kernel, bias=dims)
 
 
 # The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
@@ -680,6 +681,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """
     lean = configs.family(target) is not NPUArch.A2 and not full
     yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from narrower_jobs(target)
     yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
@@ -698,6 +700,18 @@ def tile_jobs(target: str) -> Iterator[Job]:
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
+
+
+def narrower_jobs(target: str) -> Iterator[Job]:
+    """Every tile whose row is not for the widest head of its class, with the widest that it is for."""
+    for dtype, kernel in itertools.product(("float16", "float32"), ("fwd", "dkdv", "dq", "dbias")):
+        cases = [{"dtype": dtype, **mode_case(kernel, mode)} for mode in reversed(configs.modes(kernel))]
+        for head_dim in configs.HEAD_DIM_CLASSES:
+            key = configs.attention_key(example(target, dtype=dtype, head_dim=head_dim), kernel)
+            widest = configs.widest_head_dim(key)
+            if widest < head_dim:
+                jobs = [attention_jobs(target, {**case, "head_dim": widest}, (kernel,)) for case in cases]
+                yield from each_tile_once(itertools.chain(*jobs))
 
 
 def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:

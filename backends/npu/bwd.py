@@ -29,7 +29,7 @@ from diyfa.backends.npu.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.npu.bwd_dq_sum import _bwd_dq_sum_kernel
 from diyfa.backends.npu.bwd_dsinks import _bwd_dsinks_kernel
-from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
+from diyfa.backends.npu.compat import INTERPRETED, cut_columns, padded_head_dim
 from diyfa.backends.npu.configs import (
     PREPROCESS_ROWS,
     attention_flags,
@@ -41,6 +41,7 @@ from diyfa.backends.npu.configs import (
     key_shares,
     preprocess_rows,
     sum_rows,
+    widest_product,
 )
 from diyfa.backends.npu.exact_bwd import exact_gradients
 from diyfa.backends.npu.launch import (
@@ -162,6 +163,7 @@ def attention_bwd(
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "INTERPRET": INTERPRETED,
     }
+    cut = {**shared, **cut_columns(problem.head_dim, widest_product(problem.dtype))}
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
     grad_scale = scalars[-1]
@@ -187,7 +189,7 @@ def attention_bwd(
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
             *part_strides, *feature_strides,
             *sizes, heads_together(problem, "dkdv"), shares,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **shared, **flags,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **cut, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
         if fused:
@@ -209,7 +211,7 @@ def attention_bwd(
                 *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
                 *feature_strides,
                 *sizes, heads_together(problem, "dq"),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
+                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **cut, **_flags(problem, "dq"),
                 **launch_options(tile, problem.arch),
             )  # fmt: skip
         tensors = tensors._replace(q=q, k=k, v=v)

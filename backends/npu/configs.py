@@ -196,9 +196,8 @@ def modes(kernel: str) -> tuple[str, ...]:
 
 def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
     """Rows by the rule, then those that were searched for, which replace them."""
-    ruled = dict(_ruled_rows())
-    yield from ruled.items()
-    yield from searched_rows(tiles.load(), ruled)
+    yield from _RULED.items()
+    yield from searched_rows(tiles.load(), _RULED)
 
 
 def searched_rows(
@@ -246,6 +245,7 @@ def _ruled_rows() -> Iterator[tuple[TileKey, AttentionTile]]:
                 yield TileKey(chip, kernel, width, head_dim, mode), tile
 
 
+_RULED: dict[TileKey, AttentionTile] = dict(_ruled_rows())
 ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
 
 
@@ -263,9 +263,21 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
+# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond.
+_UP_TO_512 = {(NPUArch.A5, "dq", 4), (NPUArch.A5, "dbias", 4)}
+
+
+def widest_head_dim(key: TileKey) -> int:
+    """The widest head that the table's row of `key` is for; wider ones of its class have the rule's."""
+    return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
+
+
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
     """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`."""
-    return ATTENTION_TILES[attention_key(problem, kernel)]
+    key = attention_key(problem, kernel)
+    if problem.head_dim > widest_head_dim(key):
+        return _RULED[key._replace(cores=0)]
+    return ATTENTION_TILES[key]
 
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
@@ -376,20 +388,10 @@ def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
     return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
 
 
-def widest_gradient(dtype: str) -> int:
-    """The largest head dim of q and k with gradients: columns of dq and dk, of which 16 rows at least must pass through
-    half of L0B."""
+def widest_product(dtype: str) -> int:
+    """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
+    wider heads come from two, see `compat.cut_columns`."""
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
-
-
-def gradient_unfit(problem: AttentionProblem) -> str | None:
-    """Why the compiler's library cannot form the gradients, if it cannot (see l0.py)."""
-    most = widest_gradient(problem.dtype)
-    if problem.head_dim > most:
-        return (
-            f"head_dim {problem.head_dim} is beyond {most}, the most that {problem.dtype} gradients go through L0B with"
-        )
-    return None
 
 
 def fused_unfit(problem: AttentionProblem) -> str | None:

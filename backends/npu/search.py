@@ -169,9 +169,8 @@ class Place:
 
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        width = min(self.head_dim, configs.widest_gradient(self.dtype)) if self.kernel != "fwd" else self.head_dim
-        changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
-        return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
+        changes = {"head_dim_v": min(self.head_dim, 512), **self.case, "bias": bool(self.bias)}
+        return aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim, **changes)
 
     def ranked_on(self, chip: str) -> AttentionProblem:
         """The call that candidates are ranked on."""

@@ -61,6 +61,8 @@ CHOSEN = [
     Case("featured_d64", heads=1, seqlen_q=300, seqlen_k=700, head_dim=64, window=(500, 60), softcap=20.0, sinks=True),
     # The gradient of a bias without products.
     Case("bias_rows_sinks", heads=2, seqlen_q=70, seqlen_k=60, head_dim=16, bias="11q1", sinks=True, causal=True),
+    # Gradients of more columns than one product has.
+    Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
     Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]
@@ -100,6 +102,7 @@ def test_v1_forward() -> None:
 FUSED = [
     Case("causal_d64", heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, causal=True),
     Case("fp32_d40", heads=1, seqlen_q=70, seqlen_k=700, head_dim=40, dtype="float32", window=(300, 20)),
+    Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
     CASES["lens_causal"],
     CASES["varlen_causal"],
 ]
