@@ -169,8 +169,10 @@ class Place:
 
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        changes = {"head_dim_v": min(self.head_dim, 512), **self.case, "bias": bool(self.bias)}
-        return aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim, **changes)
+        example = aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
+        width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
+        changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
+        return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
 
     def ranked_on(self, chip: str) -> AttentionProblem:
         """The call that candidates are ranked on."""
