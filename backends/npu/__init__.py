@@ -69,7 +69,7 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
-    return refuse_features(problem, FEATURES, "the npu backend")
+    return configs.always_mask_unfit(problem) or refuse_features(problem, FEATURES, "the npu backend")
 
 
 def _fused_unsupported(problem: AttentionProblem) -> str | None:

@@ -312,13 +312,9 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
 
 
-# The fused backward has the tiles of dk/dv, by their rows in the table. With a mask in every tile these would overflow
-# the unified buffer (209 KiB of 192; on the 950 337 of 248, in float32 352), so there it has smaller ones.
-_FUSED_ALWAYS_MASKED = {
-    TileKey(NPUArch.A2, "dkdv", 2, 64, "causal"): (64, 128),
-    TileKey(NPUArch.A5, "dkdv", 2, 64, "causal"): (64, 128),
-    TileKey(NPUArch.A5, "dkdv", 4, 64, "causal"): (64, 128),
-}
+# The fused backward has the tiles of dk/dv, by their rows in the table. With a mask in every tile this one overflows
+# the unified buffer (209 KiB of 192), so there it is a smaller one.
+_FUSED_ALWAYS_MASKED = {TileKey(NPUArch.A2, "dkdv", 2, 64, "causal"): (64, 128)}
 
 
 def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
@@ -326,8 +322,8 @@ def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> At
     key = attention_key(problem, "dkdv")
     tile = ATTENTION_TILES[key]
     if ALWAYS_MASK if always_mask is None else always_mask:
-        family = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
-        shape = _FUSED_ALWAYS_MASKED.get(key._replace(family=family, cores=0), (tile.block_m, tile.block_n))
+        chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
+        shape = _FUSED_ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
         tile = replace(tile, block_m=shape[0], block_n=shape[1])
     return tile
 
@@ -392,6 +388,14 @@ def widest_product(dtype: str) -> int:
     """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
     wider heads come from two, see `compat.cut_columns`."""
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
+
+
+def always_mask_unfit(problem: AttentionProblem) -> str | None:
+    """Why every tile cannot be masked, where it is asked for. The 950's table was chosen without: most of its forward
+    tiles would overflow the unified buffer (a causal one of D = 64 with 354 KiB of 248)."""
+    if ALWAYS_MASK and family(problem.arch) is NPUArch.A5:
+        return "DIYFA_NPU_ALWAYS_MASK=1 is for the 910B and 910_93: the 950's tiles have no room for it, so unset it"
+    return None
 
 
 def fused_unfit(problem: AttentionProblem) -> str | None:

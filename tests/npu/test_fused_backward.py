@@ -110,7 +110,6 @@ def test_shares(sizes: tuple[int, int, int, int]) -> None:
     [
         ("Ascend910B3", {"float16"}),
         ("Ascend910_9362", {"float16"}),
-        ("Ascend950PR_9589", {"float16", "float32"}),
     ],
 )
 def test_tile_with_a_mask_everywhere(arch: str, dtypes: set[str]) -> None:
@@ -124,6 +123,19 @@ def test_tile_with_a_mask_everywhere(arch: str, dtypes: set[str]) -> None:
     jobs = [job for job in aot.fused_jobs(arch) if "always_mask" in job.case]
     assert {job.case.split()[0] for job in jobs} == dtypes
     assert {(job.case.split()[-1], job.constants["ALWAYS_MASK"]) for job in jobs} == {("64x128", True)}
+
+
+def test_a_mask_everywhere_is_refused_on_the_950(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward tiles would not compile, so every kernel says which variable to unset."""
+    kernels = [k for k in registry.load_backend("npu").kernels if k.op.startswith("attention")]
+    problems = {arch: aot.example(arch, window_right=0) for arch in ("Ascend950PR_9589", "Ascend910B3")}
+    for always in (False, True):
+        monkeypatch.setattr(configs, "ALWAYS_MASK", always)
+        for kernel in kernels:
+            reasons = {arch: kernel.unsupported(problem) for arch, problem in problems.items()}
+            assert reasons["Ascend910B3"] is None
+            reason = reasons["Ascend950PR_9589"]
+            assert (reason is not None and "DIYFA_NPU_ALWAYS_MASK=1" in reason and "unset" in reason) == always
 
 
 def test_a_mask_everywhere(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
