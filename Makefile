@@ -46,7 +46,8 @@ JOBS ?= 2
 CUDA_TARGETS ?= sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
 
 # What runs on npu tensors; everything else does not depend on the environment.
-NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_device.py tests/test_cli.py
+NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py \
+  tests/test_device.py tests/test_cli.py
 
 # What depends on the version of Triton.
 TRITON39_TESTS ?= tests/test_attention_matrix.py tests/test_matmul.py tests/test_cuda_tiles.py tests/test_cuda_aot.py \

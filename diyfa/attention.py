@@ -188,7 +188,7 @@ def flash_attention(
         softcap: scores become softcap · tanh(score / softcap); 0 is off.
         alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
         attn_bias: broadcastable to (B, H, Sq, Sk); added to the scores.
-        sinks: (H,) float32 logits, one for each head, that join the softmax denominator.
+        sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
         dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
             default: drawn from the device's default generator.

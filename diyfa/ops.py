@@ -27,11 +27,13 @@ from diyfa.problem import (
     Backend,
     Kernel,
     MatmulProblem,
+    as_bhsd,
     empty_output,
 )
 from diyfa.validation import dtype_name
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+_INF = float("inf")
 
 # What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward takes its
 # own of that name, where there is one.
@@ -225,6 +227,18 @@ def _only_rows_of_sequences(x: torch.Tensor, tensors: AttentionTensors, other: f
     return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
 
 
+def _fill_from_sinks(
+    sinks: torch.Tensor, tensors: AttentionTensors, layout: str, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """out and lse of rows that see a sink and no key: 0 and the sink. A sink of -inf is none, so there lse is +inf; one
+    of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
+    lse.copy_(_only_rows_of_sequences(alone[:, None], tensors, _INF))
+    nothing = torch.where(alone == alone, 0.0, alone)
+    heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
+    heads_first.copy_(_only_rows_of_sequences(nothing[:, None], tensors, 0.0)[..., None])
+
+
 def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
     tensors, scalars, backend, variant = _bind(q, k, v, features)
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
@@ -234,7 +248,7 @@ def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features:
         out.zero_()
         lse.fill_(float("inf"))
     if nothing and tensors.sinks is not None:
-        lse.copy_(_only_rows_of_sequences(tensors.sinks[:, None], tensors, float("inf")))
+        _fill_from_sinks(tensors.sinks, tensors, scalars.layout, out, lse)
     if not nothing:
         kernel.launch(problem, tensors, out, lse)
     return out, lse
@@ -348,7 +362,9 @@ def _backward_into(
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
             dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, tensors, 0.0)
-            grads.dsinks.copy_(dlse.sum(rest))
+            assert tensors.sinks is not None, "dsinks are asked for where there are sinks"
+            sinks = tensors.sinks
+            grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(rest) + (sinks - sinks)))
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()

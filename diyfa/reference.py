@@ -119,6 +119,7 @@ def _attend(
         weights = torch.where(keep, weights / (1 - dropout_p), 0)
         visible = visible & keep
     out = _weighted_sum(weights.to(dtype), v, visible)
+    out = torch.where(total.isnan(), float("nan"), out)  # as it is already, but where a row has no key or keeps none
     return torch.where(valid_q, out, 0), lse
 
 

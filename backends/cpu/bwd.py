@@ -102,6 +102,7 @@ def _backward(
     if gradients.dsinks is None:
         return None
     sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
+    sink_weight.masked_fill_(lse == INF, 0.0)  # where an infinite sink would leave inf - inf
     return -(sink_weight * delta).sum((0, 2))
 
 

@@ -30,7 +30,10 @@ def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and l [B, Hk, G * rows, 1] before any key: nothing seen, or the sink alone."""
+    """m and l [B, Hk, G * rows, 1] before any key: nothing seen, or the sink alone.
+
+    A sink of -inf is none. One of +inf makes all of its head NaN, as a softmax over an infinite score is.
+    """
     problem = call.problem
     shape = (problem.batch, problem.heads_kv, call.group, rows)
     if call.sink_rows is None:
@@ -38,7 +41,7 @@ def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tens
         l = torch.zeros(shape, dtype=call.dtype)  # noqa: E741
     else:
         m = call.sink_rows.expand(shape)
-        l = (m != -INF).to(call.dtype)  # noqa: E741
+        l = torch.exp(m - m).masked_fill(m == -INF, 0.0)  # noqa: E741
     return m.flatten(2, 3).unsqueeze(-1).clone(), l.flatten(2, 3).unsqueeze(-1).clone()
 
 
@@ -53,11 +56,12 @@ def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E74
     return torch.where(l == 0, INF, m + torch.log(l))
 
 
-def _end_sequences(call: Call, lse: torch.Tensor) -> None:
-    """lse is +inf beyond each sequence's end; only a sink makes it anything else there."""
+def _end_sequences(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """out is 0 and lse +inf beyond each sequence's end; only a sink makes them anything else there."""
     if call.sink_rows is not None and call.tensors.seq_lens is not None:
         beyond = torch.arange(call.problem.seqlen_q) >= call.visibility.len_q[:, 0, 0]  # [B, Sq]
         lse.masked_fill_(beyond[:, None], INF)
+        as_bhsd(out, call.problem.layout).masked_fill_(beyond[:, None, :, None], 0.0)
 
 
 def _weighted_values(
@@ -89,7 +93,7 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         acc /= l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
-    _end_sequences(call, lse)
+    _end_sequences(call, out, lse)
 
 
 def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -100,7 +104,8 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     state = []
     for m0, m1 in blocks:
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
-        state.append((m.new_zeros((*m.shape[:-1], problem.head_dim_v)), m, l))
+        nothing = torch.where(l == l, 0.0, l)  # NaN stays
+        state.append((nothing.repeat(1, 1, 1, problem.head_dim_v), m, l))
     for n0 in range(0, call.visibility.max_len_k, config.block_n):
         n1 = min(n0 + config.block_n, call.visibility.max_len_k)
         k_tile = call.key_rows(call.k, n0, n1)  # [B, Hk, BLOCK_N, D]
@@ -120,7 +125,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
-    _end_sequences(call, lse)
+    _end_sequences(call, out, lse)
 
 
 def _forward(

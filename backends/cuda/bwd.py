@@ -232,7 +232,7 @@ class _Backward:
     def dsinks(self, dsinks: torch.Tensor) -> None:
         assert self.tensors.sinks is not None, "dsinks are asked for where there are sinks"
         sinks = self.tensors.sinks[:, None]  # against lse (B, H, Sq) or (H, Tq)
-        weights = torch.exp(sinks - self.lse).mul_(self.delta)
+        weights = torch.exp(sinks - self.lse).masked_fill_(self.lse == float("inf"), 0.0).mul_(self.delta)
         dsinks.copy_(-weights.sum((0, 2) if weights.dim() == 3 else (1,)))
 
 

@@ -239,7 +239,7 @@ def _fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # a key without a value that every row has already seen; -inf is no sink
         m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
-        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
+        l_i = tl.where(m_i == float("-inf"), 0.0, tl.math.exp2(m_i - m_i))  # 1; NaN for +inf as for NaN
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,

@@ -69,15 +69,11 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
-    return refuse_features(problem, FEATURES, "the npu backend")
-
-
-def _gradient_unsupported(problem: AttentionProblem) -> str | None:
-    return _attention_unsupported(problem) or configs.gradient_unfit(problem)
+    return configs.always_mask_unfit(problem) or refuse_features(problem, FEATURES, "the npu backend")
 
 
 def _fused_unsupported(problem: AttentionProblem) -> str | None:
-    return _gradient_unsupported(problem) or configs.fused_unfit(problem)
+    return _attention_unsupported(problem) or configs.fused_unfit(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -125,7 +121,7 @@ class NPUBackend:
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
-            _gradient_unsupported,
+            _attention_unsupported,
             configs.bwd_tiles,
         ),
         Kernel(
@@ -134,7 +130,7 @@ class NPUBackend:
             "one kernel for dk, dv and fp32 parts of dq, deterministic; only where it is asked for by name",
             _launch_bwd_fused,
             _fused_unsupported,
-            configs.bwd_tiles,
+            configs.fused_tiles,
         ),
         Kernel(
             "persistent",

@@ -287,8 +287,9 @@ def _features(problem: AttentionProblem, bias: str) -> str:
     return features.replace("attn_bias", f"attn_bias[{bias}]") if problem.bias else features
 
 
-def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "") -> str:
-    return f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {tile.block_m}x{tile.block_n}"
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "", always_mask: bool = False) -> str:
+    features = _features(problem, bias) + " always_mask" * always_mask
+    return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
 def _absent(problem: AttentionProblem) -> dict[str, None]:
@@ -311,18 +312,20 @@ def attention_job(
     tile: configs.AttentionTile | None = None,
     bias: str = "qk",
     bias_dtype: str = "float32",
+    always_mask: bool = configs.ALWAYS_MASK,
 ) -> Job:
     """The job of `kernel` for `problem`, with the table's tile unless one is given.
 
-    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq.
+    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq. `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1
+    has it; of the tables only the fused backward's depends on that.
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu import bwd, fwd
-    from diyfa.backends.npu.compat import padded_head_dim
+    from diyfa.backends.npu.compat import cut_columns, padded_head_dim
 
     fused = kernel == "fused"
     step = "dkdv" if fused else kernel
-    tile = tile or configs.attention_tile(problem, step)
+    tile = tile or (configs.fused_tile(problem, always_mask) if fused else configs.attention_tile(problem, step))
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
@@ -333,6 +336,7 @@ def attention_job(
     constants: dict[str, Any] = {
         **flags,
         "MASKED": flags["MASKED"] or fused,
+        "ALWAYS_MASK": always_mask,
         "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -343,6 +347,8 @@ def attention_job(
         "BIAS": bias if problem.bias else "",
         "INTERPRET": False,
     }
+    if step in ("dq", "dkdv"):
+        constants |= cut_columns(problem.head_dim, configs.widest_product(problem.dtype))
     constants |= _absent(problem)
     constants |= {} if fused else {"parts_ptr": None, "new_parts_ptr": None}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
@@ -350,7 +356,7 @@ def attention_job(
     signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
     return Job(
         kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
-        case=_case(problem, tile, bias),
+        case=_case(problem, tile, bias, always_mask),
         function=function,
         signature=signature,
         constants={name: value for name, value in constants.items() if name in function.arg_names},
@@ -481,8 +487,9 @@ def dq_sum_job(problem: AttentionProblem) -> Job:
     return Job("attention_bwd/fused/sum", f"{problem.dtype} D={problem.head_dim}", function, signature, constants)
 
 
-def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32") -> Job:
-    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
+def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32", masked: bool = False) -> Job:
+    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"; `masked`: with a window
+    on both sides and seq_lens."""
     from diyfa.backends.npu import bwd
 
     function = bwd._bwd_dbias_rows_kernel
@@ -491,13 +498,17 @@ def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "fl
         "DBIAS": dims,
         "SINKS": sinks,
         "HAS_DLSE": has_dlse,
+        "HAS_LEFT": masked,
+        "HAS_RIGHT": masked,
+        "SEQ_LENS": masked,
         "INTERPRET": False,
     }
+    constants |= {} if masked else {"seq_lens_ptr": None}
     constants |= {} if sinks else {"sinks_ptr": None}
     constants |= {} if has_dlse else {"dlse_ptr": None}
     return Job(
         "attention_bwd/v2/dbias_rows",
-        f"{bias_dtype} attn_bias[{dims}]{' sinks' if sinks else ''}{' dlse' if has_dlse else ''}",
+        f"{bias_dtype} attn_bias[{dims}]{' masked' * masked}{' sinks' * sinks}{' dlse' * has_dlse}",
         function,
         _signature(function, _TRITON_DTYPES[bias_dtype]),
         constants,
@@ -648,14 +659,13 @@ FUSED_CASES: tuple[dict[str, Any], ...] = (
 
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
-    kernel but the fused backward. Those of the backward pass have the widest head dim that there are gradients for.
+    kernel but the fused backward.
     """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
-        widest = configs.widest_gradient(problem.dtype) if kernel != "fwd" else problem.head_dim
-        yield attention_job(problem.replace(head_dim=min(problem.head_dim, widest)), kernel, bias=dims)
+        yield attention_job(problem, kernel, bias=dims)
 
 
 # The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
@@ -671,6 +681,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """
     lean = configs.family(target) is not NPUArch.A2 and not full
     yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from narrower_jobs(target)
     yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
@@ -689,6 +700,18 @@ def tile_jobs(target: str) -> Iterator[Job]:
     for case in HEAD_DIM_CASES:
         if case["head_dim"] in _LEAN_HEAD_DIMS:
             yield from attention_jobs(target, case)
+
+
+def narrower_jobs(target: str) -> Iterator[Job]:
+    """Every tile whose row is not for the widest head of its class, with the widest that it is for."""
+    for dtype, kernel in itertools.product(("float16", "float32"), ("fwd", "dkdv", "dq", "dbias")):
+        cases = [{"dtype": dtype, **mode_case(kernel, mode)} for mode in reversed(configs.modes(kernel))]
+        for head_dim in configs.HEAD_DIM_CLASSES:
+            key = configs.attention_key(example(target, dtype=dtype, head_dim=head_dim), kernel)
+            widest = configs.widest_head_dim(key)
+            if widest < head_dim:
+                jobs = [attention_jobs(target, {**case, "head_dim": widest}, (kernel,)) for case in cases]
+                yield from each_tile_once(itertools.chain(*jobs))
 
 
 def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
@@ -712,6 +735,10 @@ def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
         yield from jobs if full else each_tile_once(jobs)
     for case in FUSED_CASES:
         yield from attention_jobs(target, case, ("fused",))
+    # The one tile that depends on it, with what needs the most memory.
+    causal = example(target, head_dim=64, window_right=0, seq_lens=True, sinks=True)
+    if configs.fused_tile(causal, always_mask=True) != configs.fused_tile(causal, always_mask=False):
+        yield attention_job(causal, "fused", always_mask=True)
 
 
 def every_job(target: str, full: bool) -> Iterator[Job]:
@@ -763,6 +790,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
         yield dbias_rows_job(dims, sinks, has_dlse)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
         yield dbias_rows_job(dims, True, True, dtype)
+    yield from (dbias_rows_job(dims, True, True, masked=True) for dims in "q1")
 
 
 # Of the kernels that form rows anew: all features, a mask alone, packed sequences, and the widest.

@@ -29,7 +29,7 @@ from diyfa.backends.npu.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.npu.bwd_dq_sum import _bwd_dq_sum_kernel
 from diyfa.backends.npu.bwd_dsinks import _bwd_dsinks_kernel
-from diyfa.backends.npu.compat import INTERPRETED, padded_head_dim
+from diyfa.backends.npu.compat import INTERPRETED, cut_columns, padded_head_dim
 from diyfa.backends.npu.configs import (
     PREPROCESS_ROWS,
     attention_flags,
@@ -37,9 +37,11 @@ from diyfa.backends.npu.configs import (
     attention_sizes,
     attention_tile,
     bwd_tiles,
+    fused_tiles,
     key_shares,
     preprocess_rows,
     sum_rows,
+    widest_product,
 )
 from diyfa.backends.npu.exact_bwd import exact_gradients
 from diyfa.backends.npu.launch import (
@@ -85,11 +87,13 @@ def _launch_dbias(
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
         _bwd_dbias_rows_kernel[(vector_programs(problem.arch, q.device, tasks),)](
-            tensors.sinks, lse, delta, dlse,
+            tensors.sinks, lse, delta, dlse, tensors.seq_lens,
             written.tensor,
             *written.strides[:2],
-            problem.batch, problem.heads_q, problem.seqlen_q, own_batch, own_heads,
+            problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, problem.window_left,
+            problem.window_right, own_batch, own_heads,
             BLOCK_M=PREPROCESS_ROWS, DBIAS=written.dims, SINKS=problem.sinks, HAS_DLSE=dlse is not None,
+            HAS_LEFT=problem.window_left >= 0, HAS_RIGHT=problem.window_right >= 0, SEQ_LENS=problem.seq_lens,
             INTERPRET=INTERPRETED,
         )  # fmt: skip
     else:
@@ -137,7 +141,7 @@ def attention_bwd(
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks = gradients
-    tiles = bwd_tiles(problem)
+    tiles = fused_tiles(problem) if fused else bwd_tiles(problem)
     shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
     parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
     part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])
@@ -159,6 +163,7 @@ def attention_bwd(
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "INTERPRET": INTERPRETED,
     }
+    cut = {**shared, **cut_columns(problem.head_dim, widest_product(problem.dtype))}
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
     grad_scale = scalars[-1]
@@ -184,7 +189,7 @@ def attention_bwd(
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
             *part_strides, *feature_strides,
             *sizes, heads_together(problem, "dkdv"), shares,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **shared, **flags,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **cut, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
         if fused:
@@ -206,7 +211,7 @@ def attention_bwd(
                 *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
                 *feature_strides,
                 *sizes, heads_together(problem, "dq"),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **_flags(problem, "dq"),
+                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **cut, **_flags(problem, "dq"),
                 **launch_options(tile, problem.arch),
             )  # fmt: skip
         tensors = tensors._replace(q=q, k=k, v=v)

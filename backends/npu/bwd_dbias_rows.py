@@ -6,7 +6,8 @@ the log-sum-exp, which grows with it. With delta = rowsum(dout * out) - dlse the
     rowsum(dout * out) - (1 - p_sink) · delta  =  p_sink · delta + dlse
 
 so nothing has to be multiplied again. As a sum over tiles of scores it could not have been shared between the vector
-cores: the sum of a whole tile is one value, and the compiler keeps a kernel that ends in one on one of them.
+cores: the sum of a whole tile is one value, and the compiler keeps a kernel that ends in one on one of them. A row that
+sees the sink alone has the sum 0, which a sink that is not finite would turn into NaN: it is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from diyfa.backends.npu.compat import kernel
+from diyfa.backends.npu.exact import sees_nothing
 from diyfa.backends.npu.primitives import (
+    effective_lengths,
     load_lse,
     load_row,
     narrow,
@@ -24,17 +27,18 @@ from diyfa.backends.npu.primitives import (
 
 @kernel
 def _bwd_dbias_rows_kernel(
-    sinks_ptr, lse_ptr, delta_ptr, dlse_ptr,
+    sinks_ptr, lse_ptr, delta_ptr, dlse_ptr, seq_lens_ptr,
     dbias_ptr,
     stride_dbias_b, stride_dbias_h,
-    batch, heads_q, seqlen_q, own_batch, own_heads,
+    batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, own_batch, own_heads,
     BLOCK_M: tl.constexpr, DBIAS: tl.constexpr, SINKS: tl.constexpr, HAS_DLSE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dbias = the sum of exp(sink - lse) · delta + dlse over what the bias is broadcast over besides the keys.
 
-    DBIAS is "q", a value for each row, or "1"; `own_batch` and `own_heads` say how many samples and heads it has. Rows
-    that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in its row.
+    DBIAS is "q", a value for each row, or "1"; HAS_RIGHT: causal too; `own_batch` and `own_heads` say how many samples
+    and heads it has. Rows that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in
+    its row.
     """
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     own_rows = row_blocks if DBIAS == "q" else 1
@@ -59,6 +63,10 @@ def _bwd_dbias_rows_kernel(
             row = tl.exp(sink - lse) * delta
             if HAS_DLSE:
                 row += load_row(dlse_ptr + base, row0, seqlen_q, BLOCK_M)
+            if SINKS and (HAS_LEFT or HAS_RIGHT):
+                sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+                blind = sees_nothing(row0 + sk - sq, sk, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT)
+                row = tl.where(blind > 0.0, 0.0, row)
             total += tl.where(lse != float("inf"), row, 0.0)
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty

@@ -53,6 +53,7 @@ def _bwd_dkdv_kernel(
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together, shares,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST: tl.constexpr,  # columns of q, k, dk and dq beyond BLOCK_D, where one product is not enough; else 0
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -60,7 +61,8 @@ def _bwd_dkdv_kernel(
     DROPOUT: tl.constexpr, FUSED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of each tile of keys. FUSED: and each share's part of dq, without the scale."""
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_D: tl.constexpr = HEAD_DIM < BLOCK_D
+    PAD_REST: tl.constexpr = HEAD_DIM != BLOCK_D + REST
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
@@ -103,6 +105,12 @@ def _bwd_dkdv_kernel(
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+            if REST:
+                k_rest_block = tl.make_block_ptr(
+                    k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, BLOCK_D), (BLOCK_N, REST), (1, 0)
+                )
+                k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
+                dk_rest = tl.zeros([BLOCK_N, REST], tl.float32)
             dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
             dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
             for step in range(row_blocks * group):
@@ -129,8 +137,15 @@ def _bwd_dkdv_kernel(
                 slope = 0.0
                 if ALIBI:
                     slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+                s = dot(k, tl.trans(q), INTERPRET)  # [BLOCK_N, BLOCK_M]
+                if REST:
+                    q_rest_block = tl.make_block_ptr(
+                        q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
+                    )
+                    q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
+                    s = dot_add(k_rest, tl.trans(q_rest), s, INTERPRET)
                 s, capped = score_tile(
-                    dot(k, tl.trans(q), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+                    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
                     BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, True,
                 )  # fmt: skip
                 if KEY_BIAS:
@@ -181,18 +196,33 @@ def _bwd_dkdv_kernel(
                     )
                     more = dot(tl.trans(ds), k, INTERPRET)  # [BLOCK_M, BLOCK_D]
                     store_tile(new_block, load_tile(part_block, PAD_D) + more, PAD_D)
+                    if REST:
+                        part_rest_block = tl.make_block_ptr(
+                            part_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
+                        )
+                        new_rest_block = tl.make_block_ptr(
+                            new_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
+                        )
+                        more_rest = dot(tl.trans(ds), k_rest, INTERPRET)  # [BLOCK_M, REST]
+                        store_tile(new_rest_block, load_tile(part_rest_block, PAD_REST) + more_rest, PAD_REST)
                 dk = dot_add(ds, q, dk, INTERPRET)
+                if REST:
+                    dk_rest = dot_add(ds, q_rest, dk_rest, INTERPRET)
             if FUSED:  # the next tile of keys reads what this one wrote
                 tl.debug_barrier()
             # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
             # beyond the sequence.
             dk = tl.where(row_blocks > 0, dk, 0.0) * grad_scale
+            if REST:
+                dk_rest = tl.where(row_blocks > 0, dk_rest, 0.0) * grad_scale
             dv = tl.where(row_blocks > 0, dv, 0.0)
             if DROPOUT:
                 dv = dv * keep_scale
             if SEQ_LENS:
                 real = ((tl.arange(0, BLOCK_N) + n0).to(tl.float32) < sk.to(tl.float32))[:, None]
                 dk = tl.where(real, dk, 0.0)
+                if REST:
+                    dk_rest = tl.where(real, dk_rest, 0.0)
                 dv = tl.where(real, dv, 0.0)
             dk_block = tl.make_block_ptr(
                 dk_base, (keys, HEAD_DIM), (stride_dkn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0)
@@ -201,5 +231,10 @@ def _bwd_dkdv_kernel(
                 dv_base, (keys, HEAD_DIM_V), (stride_dvn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0)
             )
             store_tile(dk_block, narrow(dk, dk_ptr.dtype.element_ty, INTERPRET), PAD_D)
+            if REST:
+                dk_rest_block = tl.make_block_ptr(
+                    dk_base, (keys, HEAD_DIM), (stride_dkn, 1), (n0, BLOCK_D), (BLOCK_N, REST), (1, 0)
+                )
+                store_tile(dk_rest_block, narrow(dk_rest, dk_ptr.dtype.element_ty, INTERPRET), PAD_REST)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, INTERPRET), PAD_DV)
         dealt += tasks

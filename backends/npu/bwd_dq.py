@@ -40,13 +40,15 @@ def _bwd_dq_kernel(
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REST: tl.constexpr,  # columns of q, k and dq beyond BLOCK_D, where one product is not enough; else 0
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_D: tl.constexpr = HEAD_DIM < BLOCK_D
+    PAD_REST: tl.constexpr = HEAD_DIM != BLOCK_D + REST
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
     ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
     KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
@@ -83,6 +85,15 @@ def _bwd_dq_kernel(
             k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+            if REST:
+                q_rest_block = tl.make_block_ptr(
+                    q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
+                )
+                k_rest_block = tl.make_block_ptr(
+                    k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, BLOCK_D), (BLOCK_N, REST), (1, 0)
+                )
+                q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
+                dq_rest = tl.zeros([BLOCK_M, REST], tl.float32)
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, BLOCK_M)
             if SOFTCAP:  # the scores are less by as much
@@ -100,8 +111,12 @@ def _bwd_dq_kernel(
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+                s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
+                if REST:
+                    k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
+                    s = dot_add(q_rest, tl.trans(k_rest), s, INTERPRET)
                 s, capped = score_tile(
-                    dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
+                    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
                     BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
                 if KEY_BIAS:
@@ -126,7 +141,11 @@ def _bwd_dq_kernel(
                         ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
                         CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
                     )  # fmt: skip
-                dq = dot_add(narrow(ds, k.dtype, INTERPRET), k, dq, INTERPRET)
+                ds = narrow(ds, k.dtype, INTERPRET)
+                dq = dot_add(ds, k, dq, INTERPRET)
+                if REST:
+                    dq_rest = dot_add(ds, k_rest, dq_rest, INTERPRET)
+                    k_rest_block = tl.advance(k_rest_block, (BLOCK_N, 0))
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
             # The accumulator of a loop that ran no iteration is not cleared.
@@ -138,4 +157,12 @@ def _bwd_dq_kernel(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
             store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
+            if REST:
+                dq_rest = tl.where(hi > lo, dq_rest, 0.0) * grad_scale
+                if SEQ_LENS:
+                    dq_rest = tl.where(real, dq_rest, 0.0)
+                dq_rest_block = tl.make_block_ptr(
+                    dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
+                )
+                store_tile(dq_rest_block, narrow(dq_rest, dq_ptr.dtype.element_ty, INTERPRET), PAD_REST)
         dealt += tasks

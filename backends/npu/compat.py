@@ -38,6 +38,12 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def cut_columns(head_dim: int, most: int) -> dict[str, int]:
+    """Feature columns of dq and dk: of the first tile at most `most`, and of a second one for the REST, mostly 0."""
+    rest = padded_head_dim(head_dim - most) if head_dim > most else 0
+    return {"BLOCK_D": padded_head_dim(min(head_dim, most)), "REST": rest}
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """`triton.jit` that compiles nothing for a value or an alignment: by default Triton makes another kernel for each
     integer that is 1 and for each that is a multiple of 16, so strides and lengths would come to many. The compile gate

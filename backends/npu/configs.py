@@ -196,9 +196,8 @@ def modes(kernel: str) -> tuple[str, ...]:
 
 def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
     """Rows by the rule, then those that were searched for, which replace them."""
-    ruled = dict(_ruled_rows())
-    yield from ruled.items()
-    yield from searched_rows(tiles.load(), ruled)
+    yield from _RULED.items()
+    yield from searched_rows(tiles.load(), _RULED)
 
 
 def searched_rows(
@@ -246,6 +245,7 @@ def _ruled_rows() -> Iterator[tuple[TileKey, AttentionTile]]:
                 yield TileKey(chip, kernel, width, head_dim, mode), tile
 
 
+_RULED: dict[TileKey, AttentionTile] = dict(_ruled_rows())
 ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
 
 
@@ -263,9 +263,21 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
+# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond.
+_UP_TO_512 = {(NPUArch.A5, "dq", 4), (NPUArch.A5, "dbias", 4)}
+
+
+def widest_head_dim(key: TileKey) -> int:
+    """The widest head that the table's row of `key` is for; wider ones of its class have the rule's."""
+    return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
+
+
 def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
     """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`."""
-    return ATTENTION_TILES[attention_key(problem, kernel)]
+    key = attention_key(problem, kernel)
+    if problem.head_dim > widest_head_dim(key):
+        return _RULED[key._replace(cores=0)]
+    return ATTENTION_TILES[key]
 
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
@@ -298,6 +310,28 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     """The tiles of the backward kernels with matrix products."""
     kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
+
+
+# The fused backward has the tiles of dk/dv, by their rows in the table. With a mask in every tile this one overflows
+# the unified buffer (209 KiB of 192), so there it is a smaller one.
+_FUSED_ALWAYS_MASKED = {TileKey(NPUArch.A2, "dkdv", 2, 64, "causal"): (64, 128)}
+
+
+def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
+    """The tile of the fused backward; `always_mask`: with a mask in every tile, by default as ALWAYS_MASK says."""
+    key = attention_key(problem, "dkdv")
+    tile = ATTENTION_TILES[key]
+    if ALWAYS_MASK if always_mask is None else always_mask:
+        chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
+        shape = _FUSED_ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
+        tile = replace(tile, block_m=shape[0], block_n=shape[1])
+    return tile
+
+
+def fused_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of the fused backward's kernels with matrix products."""
+    tiles = {"dkdv": fused_tile(problem)}
+    return tiles | ({"dbias": attention_tile(problem, "dbias")} if problem.bias_grad else {})
 
 
 def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
@@ -350,19 +384,17 @@ def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
     return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
 
 
-def widest_gradient(dtype: str) -> int:
-    """The largest head dim of q and k with gradients: columns of dq and dk, of which 16 rows at least must pass through
-    half of L0B."""
+def widest_product(dtype: str) -> int:
+    """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
+    wider heads come from two, see `compat.cut_columns`."""
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
 
 
-def gradient_unfit(problem: AttentionProblem) -> str | None:
-    """Why the compiler's library cannot form the gradients, if it cannot (see l0.py)."""
-    most = widest_gradient(problem.dtype)
-    if problem.head_dim > most:
-        return (
-            f"head_dim {problem.head_dim} is beyond {most}, the most that {problem.dtype} gradients go through L0B with"
-        )
+def always_mask_unfit(problem: AttentionProblem) -> str | None:
+    """Why every tile cannot be masked, where it is asked for. The 950's table was chosen without: most of its forward
+    tiles would overflow the unified buffer (a causal one of D = 64 with 354 KiB of 248)."""
+    if ALWAYS_MASK and family(problem.arch) is NPUArch.A5:
+        return "DIYFA_NPU_ALWAYS_MASK=1 is for the 910B and 910_93: the 950's tiles have no room for it, so unset it"
     return None
 
 

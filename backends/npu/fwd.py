@@ -110,13 +110,13 @@ def _fwd_kernel(
             k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-            if SINKS:  # the sink is a key without a value that every row has already seen
+            if SINKS:  # the sink is a key without a value that every row has already seen; -inf is no sink
                 # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
-                m_i = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
-                m_i = running_max(m_i, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
+                sink = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_i = running_max(sink, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
+                l_i = tl.exp(sink - m_i)  # 1; 0 for -inf, and NaN for +inf as for NaN
                 if SOFTCAP:
                     m_i = m_i - softcap
-                l_i = tl.full([BLOCK_M], 1.0, tl.float32)
             else:
                 m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
                 l_i = tl.zeros([BLOCK_M], tl.float32)

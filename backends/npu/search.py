@@ -169,7 +169,8 @@ class Place:
 
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        width = min(self.head_dim, configs.widest_gradient(self.dtype)) if self.kernel != "fwd" else self.head_dim
+        example = aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
+        width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
         changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
         return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
 

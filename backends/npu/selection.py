@@ -78,7 +78,7 @@ def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int
     dims = case.get("bias", "")
     changes = {**case, "bias": bool(dims), "dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
     problem = example(target, **changes)
-    row = configs.attention_tile(problem, "dkdv" if kernel == "fused" else kernel)
+    row = configs.fused_tile(problem) if kernel == "fused" else configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
         # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.
         yield replace(attention_job(problem, kernel, tile, bias=dims), gated=tile is row)

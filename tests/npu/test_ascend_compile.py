@@ -128,8 +128,7 @@ def test_every_tile_of_the_table_is_compiled(target: str) -> None:
         elif (key.family is NPUArch.A5) == (target == A5) and not (key.kernel == "dkdv" and key.mode == "tail"):
             tile = configs.ATTENTION_TILES[configs._own(key, specs[target])]
             kernel = "v2" if key.kernel == "fwd" else key.kernel  # and "tail" of dkdv runs as "even"
-            widest = configs.widest_gradient("float32") if key.width == 4 and kernel != "v2" else key.head_dim
-            head_dim = min(key.head_dim, widest)
+            head_dim = configs.widest_head_dim(key)
             assert (kernel, key.width, head_dim, f"{tile.block_m}x{tile.block_n}") in compiled, key
 
 

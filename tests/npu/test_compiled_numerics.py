@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from nonfinite import assert_reaches_what_depends
+from nonfinite import assert_reaches_what_depends, same_nonfinite
 from targets import Target
 
 from diyfa import triton_matmul
 from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
+    Results,
     assert_within_budget,
     attention_function,
     make_inputs,
@@ -60,6 +61,8 @@ CHOSEN = [
     Case("featured_d64", heads=1, seqlen_q=300, seqlen_k=700, head_dim=64, window=(500, 60), softcap=20.0, sinks=True),
     # The gradient of a bias without products.
     Case("bias_rows_sinks", heads=2, seqlen_q=70, seqlen_k=60, head_dim=16, bias="11q1", sinks=True, causal=True),
+    # Gradients of more columns than one product has.
+    Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
     Case("crowded_d128", heads=1, seqlen_q=200, seqlen_k=300, head_dim=128, window=(150, 0), alibi="h", dropout_p=0.2),
 ]
 SMALL = [case for case in CASES.values() if not case.large]
@@ -99,6 +102,7 @@ def test_v1_forward() -> None:
 FUSED = [
     Case("causal_d64", heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, causal=True),
     Case("fp32_d40", heads=1, seqlen_q=70, seqlen_k=700, head_dim=40, dtype="float32", window=(300, 20)),
+    Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
     CASES["lens_causal"],
     CASES["varlen_causal"],
 ]
@@ -121,6 +125,24 @@ NONFINITE = [
     (CASES["varlen_causal"], "v"),
     (CASES["everything_dropout"], "v"),
 ]
+
+
+def test_infinite_sinks() -> None:
+    """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
+    from hivm.launch import compiled_on_cpu
+
+    case = next(case for case in CHOSEN if case.name == "bias_rows_sinks")
+    infinite = make_inputs(case)
+    with torch.no_grad():
+        infinite.options["sinks"].copy_(torch.tensor([float("-inf"), float("inf")]))
+    with compiled_on_cpu() as log, poisoned_allocations():
+        got = run_case(attention_function(case, backend="npu"), infinite)
+    want = run_case(attention_function(case, backend="cpu"), infinite)
+    assert bool(want.lse[0, 0, :10].isposinf().all()) and bool(want.lse[0, 1].isnan().all())
+    for field, x, y in zip(Results._fields, got, want, strict=True):
+        assert same_nonfinite(x, y), field
+        torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3, equal_nan=True)
+    assert "_bwd_dbias_rows_kernel" in log.launches
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -102,6 +103,49 @@ def test_shares(sizes: tuple[int, int, int, int]) -> None:
     batch, heads, keys, cores = sizes
     problem = aot.example("Ascend910B3", batch=batch, heads_q=2 * heads, heads_kv=heads, seqlen_q=keys, seqlen_k=keys)
     assert configs.key_shares(problem, 64, cores) == SHARES[sizes]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtypes"),
+    [
+        ("Ascend910B3", {"float16"}),
+        ("Ascend910_9362", {"float16"}),
+    ],
+)
+def test_tile_with_a_mask_everywhere(arch: str, dtypes: set[str]) -> None:
+    """Where dk/dv's tile has no room for it, another; the gate compiles it (`aot.fused_jobs`)."""
+    for dtype, head_dim, window_right in itertools.product(("float16", "float32"), (64, 128, 256), (-1, 0)):
+        problem = aot.example(arch, dtype=dtype, head_dim=head_dim, window_right=window_right)
+        usual, always = (configs.fused_tile(problem, always_mask) for always_mask in (False, True))
+        assert usual == configs.attention_tile(problem, "dkdv")
+        changes = (head_dim, window_right) == (64, 0) and dtype in dtypes
+        assert ((always.block_m, always.block_n) == (64, 128)) if changes else (always == usual)
+    jobs = [job for job in aot.fused_jobs(arch) if "always_mask" in job.case]
+    assert {job.case.split()[0] for job in jobs} == dtypes
+    assert {(job.case.split()[-1], job.constants["ALWAYS_MASK"]) for job in jobs} == {("64x128", True)}
+
+
+def test_a_mask_everywhere_is_refused_on_the_950(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward tiles would not compile, so every kernel says which variable to unset."""
+    kernels = [k for k in registry.load_backend("npu").kernels if k.op.startswith("attention")]
+    problems = {arch: aot.example(arch, window_right=0) for arch in ("Ascend950PR_9589", "Ascend910B3")}
+    for always in (False, True):
+        monkeypatch.setattr(configs, "ALWAYS_MASK", always)
+        for kernel in kernels:
+            reasons = {arch: kernel.unsupported(problem) for arch, problem in problems.items()}
+            assert reasons["Ascend910B3"] is None
+            reason = reasons["Ascend950PR_9589"]
+            assert (reason is not None and "DIYFA_NPU_ALWAYS_MASK=1" in reason and "unset" in reason) == always
+
+
+def test_a_mask_everywhere(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIYFA_NPU_ALWAYS_MASK=1, with several tiles of keys and rows, the last ones partial."""
+    monkeypatch.setattr(configs, "ALWAYS_MASK", True)
+    case = shim.Case("always-mask", torch.float16, seqlen_q=150, seqlen_k=300, head_dim=48, causal=True)
+    problem = aot.example("Ascend910B3", head_dim=48, window_right=0)
+    assert (configs.fused_tile(problem).block_m, configs.fused_tile(problem).block_n) == (64, 128)
+    monkeypatch.setattr(shim, "CASES", [case])  # which seeds its inputs
+    shim.check_against_dense(case, npu, "fused")
 
 
 @pytest.mark.parametrize("changes", [{}, {"seq_lens": (250, 10)}], ids=["dense", "seq-lens"])

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diyfa import registry
-from diyfa.backends.npu import configs, cost, hivm, l0
+from diyfa.backends.npu import compat, configs, cost, hivm, l0
 from diyfa.backends.npu.metrics import limits, metrics
 from diyfa.problem import AttentionProblem, MatmulProblem
 
@@ -75,18 +74,19 @@ def test_use_of_l0a_and_l0b(fwd: hivm.Module) -> None:
     assert l0.use(fwd, A5) == {}, "its library was not read"
 
 
-def test_what_goes_through_in_no_piece_is_refused() -> None:
-    """The library would divide by zero: float32 gradients of more than 512 columns, very long tiles of a product."""
+def test_what_goes_through_in_no_piece() -> None:
+    """The library would divide by zero: float32 gradients of more than 512 columns, which are cut, and very long tiles
+    of a matrix product, which are refused."""
     with pytest.raises(ValueError, match=r"\[16, 16\] @ \[16, 528\] does not fit"):
         l0.pieces(hivm.Product(16, 528, 16, 32))
-    backend = registry.load_backend("npu")
-    kernels = {(kernel.op, kernel.name): kernel for kernel in backend.kernels}
-    for head_dim, dtype, refused in ((512, "float32", False), (513, "float32", True), (576, "bfloat16", False)):
-        call = problem().replace(dtype=dtype, head_dim=head_dim, head_dim_v=512)
-        assert not kernels["attention_fwd", "v2"].unsupported(call)
-        for name in ("v2", "fused"):
-            reason = kernels["attention_bwd", name].unsupported(call)
-            assert (reason is not None and "is beyond 512" in reason) == refused, (name, call)
+    for head_dim, dtype, first, rest in (
+        (512, "float32", 512, 0),
+        (513, "float32", 512, 16),
+        (576, "float32", 512, 64),
+        (512, "bfloat16", 512, 0),
+    ):
+        assert compat.cut_columns(head_dim, configs.widest_product(dtype)) == {"BLOCK_D": first, "REST": rest}
+    assert configs.widest_product("float16") == configs.HEAD_DIM_CLASSES[-1]
     product = MatmulProblem("npu", A2, "float16", "float16", "float32", 4096, 4096, 4096)
     assert configs.matmul_fits(configs.MatmulTile(16, 1024, 16), product)
     assert not configs.matmul_fits(configs.MatmulTile(16, 1040, 16), product)
