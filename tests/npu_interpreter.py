@@ -119,6 +119,9 @@ class HostArithmetic(TorchDispatchMode):
         return tree_map(to_npu, result)
 
 
+# What a call without keys leaves to PyTorch: a sum, and where there are sinks arithmetic on them. For `on_the_host`.
+WITHOUT_KEYS = ("sum.dim_IntList", "eq.Scalar", "eq.Tensor", "add.Tensor", "sub.Tensor", "where.self")
+
 # Allocation, and the movement of data that is served above.
 _BY_THE_DEVICE = frozenset(
     {

@@ -18,7 +18,7 @@ SHIM = os.environ.get("DIYFA_HOST_SHIM") == "1"
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_mapping_on_npu_tensors(npu: torch.device, case: Case) -> None:
     """Forward and gradients through `.to`, in float32 against float64."""
-    from npu_interpreter import HostArithmetic
+    from npu_interpreter import WITHOUT_KEYS, HostArithmetic, on_the_host
 
     def there_and_back(*tensors: Any, **options: Any) -> Any:
         moved = [x.to(npu) if isinstance(x, torch.Tensor) else x for x in tensors]
@@ -30,7 +30,8 @@ def test_mapping_on_npu_tensors(npu: torch.device, case: Case) -> None:
     call = Call(case, torch.float32)
     expected = call.truth(torch.float64)
     if SHIM:
-        with HostArithmetic():  # masks become biases by PyTorch's operators, which the shim has not got
+        # Masks become biases by PyTorch's operators, which the shim has not got.
+        with HostArithmetic(), on_the_host(*WITHOUT_KEYS):
             actual = call.run(there_and_back, **tokens(case, npu_fusion_attention_v2))
     else:
         actual = call.run(there_and_back, **tokens(case, npu_fusion_attention_v2))
