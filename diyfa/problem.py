@@ -80,6 +80,11 @@ class AttentionProblem:
         return self.window_right == 0
 
     @property
+    def masked(self) -> bool:
+        """Whether a query may not see all keys of its sequence."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
     def varlen(self) -> bool:
         return self.layout == VARLEN
 

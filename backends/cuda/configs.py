@@ -64,8 +64,7 @@ def exact_block(problem: AttentionProblem) -> int:
 
     Without a mask and without dropout every pair depends on each other.
     """
-    masked = problem.window_left >= 0 or problem.window_right >= 0
-    if not exact_nonfinite() or not (masked or problem.dropout):
+    if not exact_nonfinite() or not (problem.masked or problem.dropout):
         return 0
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK

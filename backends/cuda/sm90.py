@@ -325,7 +325,7 @@ def heads_together(problem: AttentionProblem) -> int:
 
 def is_exact(problem: AttentionProblem) -> bool:
     """The kernel's EXACT. Without a mask every row sees every key: nothing can leak."""
-    return (problem.window_left >= 0 or problem.window_right >= 0) and exact_nonfinite()
+    return problem.masked and exact_nonfinite()
 
 
 def notices_of(problem: AttentionProblem, config: Sm90Config) -> int:

@@ -442,15 +442,10 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
 SEARCHED_ELEMENTS, LINE_ELEMENTS = 8192, 4096
 
 
-def is_masked(problem: AttentionProblem) -> bool:
-    """Whether a query may not see all keys of its sequence."""
-    return problem.window_left >= 0 or problem.window_right >= 0
-
-
 def may_leak(problem: AttentionProblem) -> bool:
     """Whether the kernels of exact.py run at all. Without a mask and without dropout all of a sequence depends on all
     of it."""
-    return exact_nonfinite() and (is_masked(problem) or problem.dropout)
+    return exact_nonfinite() and (problem.masked or problem.dropout)
 
 
 def exact_rows(problem: AttentionProblem) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from diyfa.backends.npu.bias import Bias
-from diyfa.backends.npu.configs import exact_flags, exact_rows, is_masked, may_leak
+from diyfa.backends.npu.configs import exact_flags, exact_rows, may_leak
 from diyfa.backends.npu.exact_dkdv import _exact_dkdv_kernel
 from diyfa.backends.npu.exact_dq import _exact_dq_kernel
 from diyfa.backends.npu.launch import vector_programs
@@ -49,7 +49,7 @@ def exact_gradients(
         *input_strides, *stride["dk"], *stride["dv"], *features, *sizes,
         BLOCK_N=rows, **constants,
     )  # fmt: skip
-    if is_masked(problem):
+    if problem.masked:
         tasks = triton.cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
         _exact_dq_kernel[(vector_programs(problem.arch, dout.device, tasks),)](
             *inputs, gradients.dq,
