@@ -53,15 +53,24 @@ def visible_keys(
     return visible, valid_q, distance
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, summed in float32 at least and rounded once.
+
+    PyTorch's own bfloat16 product on a CPU with AMX lets NaN of one row of `a` into the row before it.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """weights @ v in which an invisible pair contributes nothing, even if v is NaN or infinite there."""
     finite = v.isfinite()
     if bool(finite.all()):
-        return weights @ v
-    out = weights @ torch.where(finite, v, 0)
+        return _product(weights, v)
+    out = _product(weights, torch.where(finite, v, 0))
     seen_by = visible.to(out.dtype)
     for value, where in ((_INF, v == _INF), (-_INF, v == -_INF), (float("nan"), v.isnan())):
-        reached = seen_by @ where.to(out.dtype) > 0
+        reached = _product(seen_by, where.to(out.dtype)) > 0
         out = out + torch.where(reached, torch.full_like(out, value), 0)
     return out
 
@@ -91,7 +100,7 @@ def _attend(
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
     k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
 
-    scores = (q * scale) @ k.transpose(-1, -2)
+    scores = _product(q * scale, k.transpose(-1, -2))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
