@@ -54,6 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "joined": {"joined": True},
     "pairs": {"pairs": True},
     "lazy": {"lazy": True},
+    "direct": {"direct": True},
     "by-warp": {"by_warp": True},
     "cluster": {"cluster": 2},
     "pieces": {"piece": 64, "joined": True},

@@ -1,19 +1,22 @@
 """The Hopper kernel on random shapes and fresh inputs against the portable kernel, 2,000 calls, on an H100 or H200.
 
-    python tests/sm90_stress.py [--iterations 2000] [--seconds 120] [--seed 0] [--only seq_lens]
+    python tests/sm90_stress.py [--iterations 2000] [--seconds 300] [--seed 0] [--only seq_lens]
 
-What kernels are compiled for comes from --variants choices, which processes compile side by side first; shapes and
-inputs are new each time. A race shows as an error that moves: each call is compared with the portable kernel, and every
-tenth is repeated and must give the same bits. Stops at the first difference, with the options that repeat that call.
+What kernels are compiled for comes from --variants choices; shapes and inputs are new each time. Processes side by side
+take every n-th call each, for most of the time goes to compiling. A race shows as an error that moves: each call is
+compared with the portable kernel, and every tenth is repeated and must give the same bits. A process stops at its first
+difference, with the options that repeat that call.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
-import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -168,46 +171,47 @@ def check(seed: int, variant: int, kind: str, twice: bool) -> str | None:
     return None if wrong is None else f"{kind}: {wrong}\n{problem}\n{config}"
 
 
+def run(options: argparse.Namespace, first: int, step: int) -> tuple[str | None, dict[str, int]]:
+    """Every `step`-th call from `first` on -> what is wrong, calls that agree by kind."""
+    configs.TMA_MIN_WORK = 0
+    counts = dict.fromkeys(KINDS, 0)
+    begin = time.monotonic()
+    for i in range(options.start + first, options.start + options.iterations, step):
+        if time.monotonic() - begin > options.seconds:
+            break
+        variant = i % options.variants
+        kind = options.only or KINDS[variant % len(KINDS)]
+        wrong = check(options.seed * 1_000_003 + i, variant, kind, i // step % 10 == 0)
+        if wrong is not None:
+            again = f"--seed {options.seed} --start {i} --iterations 1 --variants {options.variants} --jobs 1"
+            return f"{wrong}\n{again}", counts
+        counts[kind] += 1
+    return None, counts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=110, help="of calls, after compiling")
-    parser.add_argument("--variants", type=int, default=64)
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile; 0: as needed")
-    parser.add_argument("--compile", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=300, help="no call begins later")
+    parser.add_argument("--variants", type=int, default=60, help="a multiple of --jobs, so that each compiles its own")
+    parser.add_argument("--jobs", type=int, default=12, help="processes")
     parser.add_argument("--only", choices=KINDS, default=None)
     options = parser.parse_args()
-    configs.TMA_MIN_WORK = 0
     begin = time.monotonic()
-    if options.compile is not None:
-        first, step = map(int, options.compile.split("/"))
-        for variant in range(first, options.variants, step):
-            check(options.seed * 1_000_003 + variant, variant, options.only or KINDS[variant % len(KINDS)], False)
-        return 0
-    if options.jobs:
-        command = [sys.executable, __file__, "--variants", str(options.variants), "--seed", str(options.seed)]
-        command += ["--only", options.only] if options.only else []
-        jobs = [subprocess.Popen([*command, "--compile", f"{i}/{options.jobs}"]) for i in range(options.jobs)]
-        if any(job.wait() for job in jobs):
-            return 1
-        print(f"{options.variants} variants compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    counts = dict.fromkeys(KINDS, 0)
-    begin = time.monotonic()
-    for i in range(options.start, options.start + options.iterations):
-        if time.monotonic() - begin > options.seconds:
-            break
-        variant = i % options.variants
-        kind = options.only or KINDS[variant % len(KINDS)]
-        wrong = check(options.seed * 1_000_003 + i, variant, kind, i % 10 == 0)
-        if wrong is not None:
-            again = f"--seed {options.seed} --start {i} --iterations 1 --variants {options.variants} --jobs 0"
-            print(f"FAILED: {wrong}\n{again}")
-            return 1
-        counts[kind] += 1
-    print(f"{sum(counts.values())} calls in {time.monotonic() - begin:.0f} s agree: {counts}")
-    return 0 if sum(counts.values()) == options.iterations else 2
+    total: Counter[str] = Counter()
+    wrong = []
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(run, options, i, options.jobs) for i in range(options.jobs)]
+        for job in as_completed(jobs):
+            found, counts = job.result()
+            total.update(counts)
+            if found is not None:
+                print("FAILED:", found, flush=True)
+                wrong.append(found)
+    print(f"{total.total()} calls in {time.monotonic() - begin:.0f} s agree: {dict(total)}")
+    return 1 if wrong else 0 if total.total() == options.iterations else 2
 
 
 if __name__ == "__main__":

@@ -91,6 +91,14 @@ CASES = [
     (case("held", heads=3, seqlen_q=300, causal=True), replace(DYNAMIC, piece=64, joined=True, q_held=2)),
     (case("held_128", seqlen_k=500, head_dim=128), replace(TWO, piece=64, joined=True, q_held=2, pairs=True)),
     (case("held_half", heads=3, seqlen_q=300, head_dim=128), replace(BALANCED, piece=64, joined=True, q_held=1)),
+    (
+        case("direct_256", seqlen_q=300, head_dim=256, causal=True),
+        replace(DYNAMIC, piece=64, joined=True, q_held=1, own_o=False, direct=True),
+    ),
+    (case("direct_200", head_dim=200), replace(TWO, own_o=False, direct=True)),
+    (case("direct_192_128", head_dim=192, head_dim_v=128), replace(TWO, own_o=False, direct=True)),
+    (packed("direct_packed", (150, 0, 70), (90, 30, 64)), replace(DYNAMIC, own_o=False, direct=True)),
+    (case("direct_lens", seq_lens=(130,)), replace(DYNAMIC, own_o=False, direct=True)),
     (case("held_256", seqlen_q=300, head_dim=256), replace(DYNAMIC, piece=64, joined=True, q_held=2, own_o=False)),
     (case("own_walk", heads=3, seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, own_walk=True)),
     (

@@ -13,6 +13,7 @@ from subprocesses import run_python
 from diyfa.backends.cuda import sm90, sm90_multicast
 from diyfa.backends.cuda.sm90 import Sm90Config, may_share
 from diyfa.backends.cuda.sm90_multicast import (
+    ARRIVE_MARK,
     CLUSTER_RELEASE_MARK,
     COPIED_MARK,
     COPY_MARK,
@@ -47,6 +48,8 @@ IN_CLUSTER = (
 )
 POLL = "{\n.reg .pred complete;\nwaitLoop:\nmbarrier.try_wait.parity.shared.b64 complete, [%r11], %r12;\n}\n"
 BARRIER = "bar.sync \t0, 128;\n"
+OF_WARP = "bar.warp.sync \t-1;\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 32;\n"
+BY_LANE = "bar.warp.sync \t-1;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\n"
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
 COMPLETED = {
@@ -64,6 +67,7 @@ COMPLETED = {
     "a wait": (f"{WAIT_MARK}{OTHER}{BARRIER}{OTHER}{POLL}", f"{OTHER}\n{OTHER}{POLL}"),
     "a wait without a barrier": (f"{WAIT_MARK}{OTHER}{POLL}{BARRIER}{POLL}", f"{OTHER}{POLL}{BARRIER}{POLL}"),
     "only the barrier in front of a wait": (f"{WAIT_MARK}{BARRIER}{BARRIER}{POLL}", f"{BARRIER}\n{POLL}"),
+    "an arrival": (f"{ARRIVE_MARK}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
     "all of them": (
         f"{COPY_MARK}{COPY}{COPIED_MARK}{WAIT_MARK}{BARRIER}{POLL}{CLUSTER_RELEASE_MARK}{ARRIVAL}{WAIT_MARK}{POLL}",
         f"{COPY_TO_ALL}\n{POLL}{IN_CLUSTER}{POLL}",
@@ -94,6 +98,9 @@ def test_marks_are_completed(name: str) -> None:
         f"{CLUSTER_RELEASE_MARK}{CLUSTER_RELEASE_MARK}{ARRIVAL}",
         f"{POLL}{WAIT_MARK}{BARRIER}",
         f"{WAIT_MARK}{WAIT_MARK}{BARRIER}{POLL}",
+        f"{OF_WARP}{ARRIVE_MARK}{OTHER}",
+        f"{ARRIVE_MARK}{OF_WARP.replace('32;', '4;')}",
+        f"{ARRIVE_MARK}{POLL}{OF_WARP}",
     ],
 )
 def test_a_mark_without_its_instruction_is_an_error(ptx: str) -> None:
@@ -103,7 +110,7 @@ def test_a_mark_without_its_instruction_is_an_error(ptx: str) -> None:
 
 def test_marks_change_with_this_file() -> None:
     """So that Triton does not take a kernel from its cache that was completed in another way."""
-    marks = (COPY_MARK, COPIED_MARK, RELEASE_MARK, CLUSTER_RELEASE_MARK, WAIT_MARK)
+    marks = (COPY_MARK, COPIED_MARK, RELEASE_MARK, CLUSTER_RELEASE_MARK, WAIT_MARK, ARRIVE_MARK)
     assert all(mark.endswith(f"_{sm90_multicast._EDITION};") for mark in marks)
     assert not any(one in other for one in marks for other in marks if one != other)
 

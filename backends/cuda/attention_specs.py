@@ -241,11 +241,9 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
-    addresses = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
-    if constants["EXACT"]:
-        signature |= dict.fromkeys(addresses, f"*{element}")
-    else:
-        constants |= dict.fromkeys(addresses)
+    addresses = ("q_ptr", "k_ptr", "v_ptr", "o_ptr") if constants["EXACT"] else ("o_ptr",) if config.direct else ()
+    constants |= dict.fromkeys({"q_ptr", "k_ptr", "v_ptr", "o_ptr"} - set(addresses))
+    signature |= dict.fromkeys(addresses, f"*{element}")
     if config.deal == "dynamic":
         signature["tickets_ptr"] = "*i32"
     else:
@@ -257,7 +255,8 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         "attention_fwd/sm90",
         f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
         f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
-        f"{' own walk' if config.own_walk else ''}{' pairs' if config.pairs else ''}"
+        f"{' own walk' if config.own_walk else ''}{' direct' if config.direct else ''}"
+        f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
         f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
@@ -267,7 +266,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         4,
         1,
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
-        aligned=frozenset({"lse_ptr", *(addresses if constants["EXACT"] else ())}),
+        aligned=frozenset({"lse_ptr", *addresses}),
         spill_budget=HOPPER_SPILLS,
         clean_loops=True,
     )

@@ -63,7 +63,7 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
-from diyfa.backends.cuda.sm90_exact import allocate_votes, is_spoiled, look, matrix, nothing_found, rewrite_tiles, vote
+from diyfa.backends.cuda.sm90_exact import allocate_votes, is_spoiled, look, nothing_found, rewrite_tiles, vote
 from diyfa.backends.cuda.sm90_multicast import completing
 from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
@@ -82,6 +82,7 @@ from diyfa.backends.cuda.sm90_products import (
     start_values,
     tile_at,
 )
+from diyfa.backends.cuda.sm90_rows import matrix, offset_of, store_rows
 from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
@@ -334,10 +335,10 @@ def _pass_over(
 def _attend_tile(
     b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
     found,  # whether what came with V was not finite, see `look`
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
-    OWN_O: gl.constexpr,
+    OWN_O: gl.constexpr, DIRECT: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -380,7 +381,7 @@ def _attend_tile(
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
     q = held_queries(q_buffers, CONSUMER, BLOCK_N, PIECES, Q_HELD)
-    if OWN_O and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
+    if (OWN_O or DIRECT) and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
     s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
@@ -417,7 +418,7 @@ def _attend_tile(
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
         )  # fmt: skip
-    if OWN_O and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
+    if (OWN_O or DIRECT) and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     v_slot = (item + 1) % SLOTS
     wait_full(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1, BY_WARP)
@@ -439,21 +440,30 @@ def _attend_tile(
         found = look(o, found, PIECES_V, JOINED)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
-    tma.store_wait(0)
+    if DIRECT:
+        rows_of_o = matrix(o_ptr, o_tensor, 0)
+        offset = offset_of(rows_of_o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL)
+        end = n_queries if LENGTHS == PACKED else seqlen_q
+    else:
+        tma.store_wait(0)
     for run in gl.static_range(run_count(PIECES_V, JOINED)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
-        first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
-        tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out.to(DTYPE))
-    fence_async_shared()
-    for j in gl.static_range(PIECES_V):
-        o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
-        start_store(
-            o_tensor, b, h, row0, j * WIDTH, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED
-        )  # fmt: skip
-    if not OWN_O:  # out lies where the next queries will
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row).to(DTYPE)  # a NaN among the scores is not 0
+        if DIRECT:
+            store_rows(out, rows_of_o, offset, row0, end, run_start(run, PIECES_V, JOINED) * WIDTH)
+        else:
+            first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
+            tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out)
+    if not DIRECT:
+        fence_async_shared()
+        for j in gl.static_range(PIECES_V):
+            o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
+            start_store(
+                o_tensor, b, h, row0, j * WIDTH, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED
+            )  # fmt: skip
+        if not OWN_O:  # out lies where the next queries will
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     return item + 2, found
 
 
@@ -461,13 +471,13 @@ def _attend_tile(
 def _consumer(
     CONSUMER: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_buffers, votes,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, o_buffers, votes,
     scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
@@ -488,9 +498,9 @@ def _consumer(
         item, found = _attend_tile(
             b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_buffers, scale, cap,
+            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
             found,
-            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
             LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT,
         )  # fmt: skip
@@ -518,7 +528,8 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    q_ptr, k_ptr, v_ptr, o_ptr,  # the tensors' addresses: for EXACT
+    q_ptr, k_ptr, v_ptr,  # the tensors' addresses: for EXACT
+    o_ptr,  # for EXACT and DIRECT
     tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -526,7 +537,7 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
@@ -570,7 +581,11 @@ def _fwd_sm90_kernel(
         votes = allocate_votes(CONSUMERS)
     else:
         votes = heads
-    consume = both + (o_tensor, lse_ptr, o_buffers, votes, scale, softcap)
+    if DIRECT:
+        address = o_ptr
+    else:
+        address = heads
+    consume = both + (o_tensor, lse_ptr, address, o_buffers, votes, scale, softcap)
     if LENGTHS == EQUAL:
         lengths = (heads, heads)
     else:
@@ -588,7 +603,7 @@ def _fwd_sm90_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -600,10 +615,10 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -617,13 +632,13 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
@@ -657,6 +672,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "CLUSTER": config.cluster,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
+        "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
         "BY_WARP": config.by_warp or config.cluster > 1,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
@@ -740,7 +756,7 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            addresses = (q, k, v, out) if is_exact(problem) else (None,) * 4
+            addresses = (q, k, v, out) if is_exact(problem) else (None, None, None, out if config.direct else None)
             launch(q, k, v, out, *lengths, lse, *addresses, tickets)
 
 
@@ -756,10 +772,13 @@ def repeat(
     def with_addresses(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
         return q, k, v, out, None, None, lse, q, k, v, out, *no_tickets
 
+    def with_out(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, out, None, None, lse, None, None, None, out, *no_tickets
+
     def without(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
         return q, k, v, out, None, None, lse, None, None, None, None, *no_tickets
 
-    arguments = with_addresses if is_exact(problem) else without
+    arguments = with_addresses if is_exact(problem) else with_out if config.direct else without
     again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:
         return None

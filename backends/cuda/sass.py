@@ -23,8 +23,8 @@ def disassembled(cubin: bytes) -> str:
 def spills_in_loops(sass: str) -> list[int]:
     """For each loop over keys of a Hopper kernel, how many of its instructions read or write spilled registers.
 
-    That is what a backward branch closes and what has wgmma products, but no copy of a finished tile to global memory:
-    with one, it is the loop over tiles, or a part of that.
+    That is what a backward branch closes and what has wgmma products, but neither copies nor stores rows of out to
+    global memory: with that, it is the loop over tiles, or a part of that.
     """
     code = [(int(address, 16), text) for address, text in _LINE.findall(sass)]
     number = {address: i for i, (address, _) in enumerate(code)}
@@ -34,6 +34,8 @@ def spills_in_loops(sass: str) -> list[int]:
         if branch is None or int(branch[1], 16) >= address:
             continue
         body = [text for _, text in code[number[int(branch[1], 16)] : i + 1]]
-        if any("HGMMA" in text for text in body) and not any("UTMASTG" in text for text in body):
+        if any("HGMMA" in text for text in body) and not any(
+            re.search(r"\b(UTMASTG|STG\.E\.128)\b", text) for text in body
+        ):
             spills.append(sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in body))
     return spills

@@ -48,12 +48,15 @@ class Sm90Config:
     pairs: bool = False  # weights wait for their product in pairs, see `held` in `sm90_products.py`
     lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
+    direct: bool = False  # out leaves from registers, through no buffer (`sm90_rows.py`)
     by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
+        if self.own_o and self.direct:
+            raise ValueError(f"out leaves through its own buffers or through none, not {self}")
         if self.cluster > 1 and (self.consumers == 1 or self.deal == "dynamic"):
             raise ValueError(f"a cluster's programs have two or three consumers and no dynamic deal, not {self}")
 
@@ -134,12 +137,20 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "470/624/642")),
     ),
     (192, False): (
-        (8192, C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, measured=_H200 + "507/578")),
+        (
+            8192,
+            C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, direct=True, measured=_LATER + "519/586"),
+        ),
         (_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "594")),
     ),
-    (192, True): ((_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, measured=_H200 + "395/527/595")),),
+    (192, True): (
+        (_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, direct=True, measured=_LATER + "413/533")),
+    ),
     (256, False): (
-        (2048, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "611")),
+        (
+            2048,
+            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, direct=True, measured=_LATER + "610"),
+        ),
         (
             _ANY,
             C(
@@ -162,7 +173,20 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (256, True): (
         (
             2048,
-            C(2, 64, 4, False, 240, 24, **_DYNAMIC, **_ALONE, pingpong=True, own_walk=True, measured=_LATER + "488"),
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                **_DYNAMIC,
+                **_ALONE,
+                pingpong=True,
+                own_walk=True,
+                direct=True,
+                measured=_LATER + "498",
+            ),
         ),
         (
             _ANY,
@@ -205,7 +229,9 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
-            config = replace(config, own_o=True, block_n=min(config.block_n, 64 if config.slots < 6 else 128))
+            config = replace(
+                config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.slots < 6 else 128)
+            )
     if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
     if config.deal == "balanced" and not fills_rounds(problem, config):
@@ -218,6 +244,7 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
                 pingpong=False,
                 own_walk=False,
                 pairs=False,
+                direct=False,
                 by_warp=False,
                 deal="static",
                 q_held=0,

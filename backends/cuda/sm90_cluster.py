@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from diyfa.backends.cuda.sm90_multicast import (
+    ARRIVE_MARK,
     CLUSTER_RELEASE_MARK,
     COPIED_MARK,
     COPY_MARK,
@@ -32,7 +33,9 @@ _COPIED = gl.constexpr(f"mov.b32 $0, 0; {COPIED_MARK}")
 _RELEASE_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
 _RELEASE_IN_CLUSTER = gl.constexpr(f"mov.b32 $0, 0; {CLUSTER_RELEASE_MARK}")
 _WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
+_ARRIVE_BY_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARK}")
 WARPS = gl.constexpr(4)  # of a consumer
+LANES = gl.constexpr(32)  # of a warp
 
 
 @gluon.jit
@@ -123,6 +126,17 @@ def release(empty, CLUSTER: gl.constexpr, BY_WARP: gl.constexpr):
     else:
         _say(_RELEASE_BY_WARP if CLUSTER == 1 else _RELEASE_IN_CLUSTER)
         mbarrier.arrive(empty, count=WARPS)
+
+
+@gluon.jit
+def arrive_by_lane(barrier):
+    """What this partition of one warp has stored is there: LANES arrivals, for all lanes have stored.
+
+    Each speaks for itself. One arrival behind a meeting of the warp is as good by PTX's rules, but compute-sanitizer's
+    racecheck, which follows mbarriers, does not follow an order of two steps.
+    """
+    _say(_ARRIVE_BY_LANE)
+    mbarrier.arrive(barrier, count=LANES)
 
 
 @constexpr_function

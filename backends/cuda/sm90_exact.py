@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from diyfa.backends.cuda.exact import SIGN as _SIGN
 from diyfa.backends.cuda.sm90_notices import kept_notice
 from diyfa.backends.cuda.sm90_products import ROWS, run_count
+from diyfa.backends.cuda.sm90_rows import here_wide, offset_of
 from diyfa.backends.cuda.sm90_softmax import LOG2E, scores_log2
 from diyfa.backends.cuda.sm90_tiles import here
-from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
 WARPS = gl.constexpr(4)
 KEYS = gl.constexpr(16)  # of a block that is computed again: the K of one instruction
@@ -35,34 +36,6 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 OWN = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))  # of [32, 4], one for each thread
-
-
-@gluon.jit
-def matrix(pointer, tensor, steps):
-    """A tensor's address and what its descriptor of `sm90_boxes.py` says -> (address, stride of samples or steps, of
-    heads, of rows, features, steps from one sample to the next)."""
-    RANK: gl.constexpr = len(tensor.block_shape)
-    strides = tensor.strides
-    return pointer, strides[RANK - 4], strides[RANK - 3], strides[RANK - 2], tensor.shape[RANK - 1], steps
-
-
-@gluon.jit
-def _first_row(matrix, b, h, first, LENGTHS: gl.constexpr):
-    """The address of the first row of a sequence in a head."""
-    pointer, step, stride_h, _, _, steps = matrix
-    if LENGTHS == PACKED:
-        at = first.to(gl.int64)
-    elif LENGTHS == SEQ_LENS:
-        at = b.to(gl.int64) * steps
-    else:
-        at = b.to(gl.int64)
-    return pointer + at * step.to(gl.int64) + h.to(gl.int64) * stride_h.to(gl.int64)
-
-
-@gluon.jit
-def _here_wide(x):
-    """`here` for int64."""
-    return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -77,7 +50,7 @@ def _row_addresses(base, stride, row, rows, end):
     """Addresses of rows (`_indices` from `row` on), those from `end` on of the last one before."""
     own_row, next_row = rows
     at = gl.minimum(row + own_row + next_row, here(end) - 1)
-    return base + at.to(gl.int64) * _here_wide(stride)
+    return base + at.to(gl.int64) * here_wide(stride)
 
 
 @gluon.jit
@@ -227,10 +200,12 @@ def _rewrite_rows(
 ):  # fmt: skip
     """Compute what is not finite for no reason of its own in the outputs of 64 queries, from row0 on, again."""
     hk = h // group_size
-    q_base = _first_row(q, b, h, first_q, LENGTHS)
-    k_base = _first_row(k, b, hk, first_k, LENGTHS)
-    v_base = _first_row(v, b, hk, first_k, LENGTHS)
-    o_base = _first_row(o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL)  # out has no ragged box of samples
+    q_base = q[0] + offset_of(q, b, h, first_q, LENGTHS)
+    k_base = k[0] + offset_of(k, b, hk, first_k, LENGTHS)
+    v_base = v[0] + offset_of(v, b, hk, first_k, LENGTHS)
+    o_base = o[0] + offset_of(
+        o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL
+    )  # out has no ragged box of samples
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA)) + here(row0)
     if LENGTHS == PACKED:
         first_lse = h.to(gl.int64) * total_q + first_q

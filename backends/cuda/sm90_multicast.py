@@ -1,15 +1,17 @@
 """Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
 
-Two things are missing there. Each warp of a consumer cannot wait and arrive at a barrier for itself: Triton has them
-all meet before. And a cluster of two programs cannot share what one of them loads: that takes a copy that lands in the
-shared memory of both, an arrival at the other program's barrier, and the launch in clusters of a kernel that is
-compiled for one program. `sm90_cluster.py` writes marks around the instructions it means. A mark is no PTX, so ptxas
-refuses a kernel that was not completed. Between Triton's making of the PTX and ptxas, `complete` acts on the marks:
+Two things are missing there. Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a
+barrier each for itself: Triton has them all meet before, and one arrive. And a cluster of two programs cannot share
+what one of them loads: that takes a copy that lands in the shared memory of both, an arrival at the other program's
+barrier, and the launch in clusters of a kernel that is compiled for one program. `sm90_cluster.py` writes marks around
+the instructions it means. A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's making
+of the PTX and ptxas, `complete` acts on the marks:
 
 * marked copies become their `.multicast::cluster` form;
 * a marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp for
   itself, in a cluster at the barriers of both programs;
-* a marked wait loses the barrier among warps that Triton puts in front of it.
+* a marked wait loses the barrier among warps that Triton puts in front of it;
+* a marked arrival of one thread for the 32 of a warp becomes one of each.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ COPIED_MARK = f".end_of_copies_to_cluster_{_EDITION};"
 RELEASE_MARK = f".release_by_warp_{_EDITION};"
 CLUSTER_RELEASE_MARK = f".release_by_warp_in_cluster_{_EDITION};"
 WAIT_MARK = f".wait_by_warp_{_EDITION};"
+ARRIVE_MARK = f".arrive_by_lane_{_EDITION};"
 
 _COPY = re.compile(
     r"(?P<when>@%p\d+) (?P<name>cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes) "
@@ -50,6 +53,10 @@ _RELEASE = re.compile(
 )
 # No barrier, where an earlier one still holds.
 _WAIT = re.compile(r"(?:bar\.sync\s+\d+, 128;)?(?P<wait>(?:(?!bar\.sync|mbarrier).)*?mbarrier\.try_wait)", re.DOTALL)
+_ARRIVAL = re.compile(
+    r"\A(?P<before>(?:(?!mbarrier).)*?)@%p\d+ (?P<arrival>mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\]), 32;",
+    re.DOTALL,
+)
 
 
 def _copy_to_all(copies: re.Match[str]) -> str:
@@ -85,6 +92,7 @@ _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
     RELEASE_MARK: (_RELEASE, _release_by_warp),
     CLUSTER_RELEASE_MARK: (_RELEASE, _release_in_cluster),
     WAIT_MARK: (_WAIT, lambda wait: wait["wait"]),
+    ARRIVE_MARK: (_ARRIVAL, lambda arrival: f"{arrival['before']}{arrival['arrival']};"),
 }
 
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.sm90_cluster import wait_full
+from diyfa.backends.cuda.sm90_cluster import LANES, arrive_by_lane, wait_full
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
 BARRIERS = gl.constexpr(2)
@@ -32,7 +32,7 @@ def allocate_notices(NOTICES: gl.constexpr):
     notices = gl.allocate_shared_memory(gl.int32, [NOTICES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     written = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
-        mbarrier.init(written.index(i), count=1)
+        mbarrier.init(written.index(i), count=LANES)
     return notices, written
 
 
@@ -61,7 +61,7 @@ def write_notice(turn, b, h, row0, first_block, end_block, first_q, first_k, n_q
     notice = gl.where(field == 7, n_queries, notice)
     notice = gl.where(field == 8, n_keys, notice)
     notices.index(turn % notices.shape[0]).store(notice)
-    mbarrier.arrive(written.index(turn % BARRIERS), count=1)
+    arrive_by_lane(written.index(turn % BARRIERS))
 
 
 @gluon.jit

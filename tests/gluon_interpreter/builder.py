@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from . import barriers, inline_asm
 from .atomics import add_scalar
-from .cluster import CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
+from .cluster import ARRIVE_MARK, CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .mma import product
@@ -236,8 +236,11 @@ class Builder(InterpreterBuilder):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
-        mark = take_mark("mbarrier.arrive", RELEASE_MARK, CLUSTER_RELEASE_MARK)
-        if mark is not None and (count != WARPGROUP or current().num_warps != WARPGROUP):
+        mark = take_mark("mbarrier.arrive", RELEASE_MARK, CLUSTER_RELEASE_MARK, ARRIVE_MARK)
+        if mark == ARRIVE_MARK:
+            if count != barriers.WARP or current().num_warps != 1:
+                raise InvalidOperand(f"{location()}: an arrival by lane is one of each of a warp, not {count}")
+        elif mark is not None and (count != WARPGROUP or current().num_warps != WARPGROUP):
             raise InvalidOperand(f"{location()}: an arrival by warp is one of each of 4, not {count}")
         self.program.scheduler.pause()
         if not _scalar(pred):

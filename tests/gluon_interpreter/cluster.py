@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diyfa.backends.cuda.sm90_multicast import (
+    ARRIVE_MARK,
     CLUSTER_RELEASE_MARK,
     COPIED_MARK,
     COPY_MARK,
@@ -24,7 +25,7 @@ from .scheduler import Task, current
 if TYPE_CHECKING:
     from .program import Program
 
-MARKS = (RELEASE_MARK, CLUSTER_RELEASE_MARK, WAIT_MARK)
+MARKS = (RELEASE_MARK, CLUSTER_RELEASE_MARK, WAIT_MARK, ARRIVE_MARK)
 WARPGROUP = 4  # warps
 
 
