@@ -54,7 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "joined": {"joined": True},
     "pairs": {"pairs": True},
     "lazy": {"lazy": True},
-    "direct": {"direct": True},
+    "direct": {"direct": True, "own_o": False},
     "by-warp": {"by_warp": True},
     "cluster": {"cluster": 2},
     "pieces": {"piece": 64, "joined": True},
@@ -77,11 +77,11 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 dynamic pingpong pairs held",
     ),
     (256, True): (
-        "2x64 dynamic pingpong pairs lazy by-warp",
+        "2x64 dynamic pingpong own-walk lazy by-warp direct",
         "2x64 dynamic pingpong own-walk lazy by-warp",
-        "2x64 balanced pairs pieces lazy cluster",
-        "2x64 dynamic pingpong pairs lazy",
+        "2x64 dynamic pingpong own-walk lazy direct",
         "2x64 dynamic pingpong own-walk lazy",
+        "2x64 dynamic pingpong pairs lazy by-warp",
     ),
     (64, False): (
         "3x64 persistent pingpong pairs lazy cluster",
@@ -89,6 +89,7 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "3x64 persistent pingpong pairs cluster",
         "2x64 persistent pingpong pairs half-held",
         "2x64 persistent pingpong pairs half-held lazy by-warp",
+        "2x64 persistent pingpong pairs half-held lazy by-warp direct",
     ),
     (128, False): (
         "2x64 persistent pingpong pairs held lazy cluster",
@@ -96,8 +97,9 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 persistent pairs held lazy cluster",
     ),
     (256, False): (
+        "2x64 persistent pairs half-held lazy direct",
         "2x64 persistent pairs half-held lazy cluster",
-        "2x64 persistent pairs half-held lazy by-warp",
+        "2x64 persistent pairs half-held lazy cluster direct",
         "2x64 persistent pairs half-held lazy",
     ),
     (96, True): ("native joined dynamic pairs by-warp", "native joined dynamic pairs", "native joined pairs", "2x64"),
@@ -107,8 +109,13 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 persistent pingpong pairs held cluster",
         "2x64",
     ),
-    (192, True): ("2x64 balanced by-warp", "2x64 balanced", "2x64 joined"),
-    (192, False): ("2x64 persistent joined lazy by-warp", "2x64 lazy", "2x64"),
+    (192, True): ("2x64 balanced by-warp direct", "2x64 balanced by-warp", "2x64 joined"),
+    (192, False): (
+        "2x64 persistent joined lazy by-warp direct",
+        "2x64 persistent joined lazy by-warp",
+        "2x64 lazy",
+        "2x64",
+    ),
 }
 GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
 
