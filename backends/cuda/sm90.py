@@ -148,8 +148,21 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (256, False): (
         (
-            2048,
-            C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, direct=True, measured=_LATER + "610"),
+            8192,
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                **_STATIC,
+                **_HELD,
+                q_held=1,
+                lazy=True,
+                direct=True,
+                measured=_LATER + "636/716",
+            ),
         ),
         (
             _ANY,
@@ -165,10 +178,10 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                 q_held=1,
                 lazy=True,
                 cluster=2,
-                measured=_LATER + "710/711",
+                measured=_LATER + "732",
             ),
         ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "724/711")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "711")),
     ),
     (256, True): (
         (
@@ -185,7 +198,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                 pingpong=True,
                 own_walk=True,
                 direct=True,
-                measured=_LATER + "498",
+                measured=_LATER + "478",
             ),
         ),
         (
@@ -201,7 +214,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                 pingpong=True,
                 own_walk=True,
                 lazy=True,
-                measured=_LATER + "661/708",
+                measured=_LATER + "632/716",
             ),
         ),
     ),
