@@ -439,7 +439,8 @@ def _attend_tile(
     if EXACT:
         found = look(o, found, PIECES_V, JOINED)
 
-    # Out leaves through shared memory and TMA, which drops rows beyond the end; it may go on during the next tile.
+    # Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
+    # from the registers.
     if DIRECT:
         rows_of_o = matrix(o_ptr, o_tensor, 0)
         offset = offset_of(rows_of_o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL)

@@ -75,50 +75,20 @@ _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
 _HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
 _WHOLE_Q: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
 _ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
+_WALKS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "own_walk": True, "lazy": True}
+_HALF_Q: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
+_HALF_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
+_PASSES: dict[str, Any] = {**_BALANCED, **_TURNS, "own_walk": True}
 _THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (
-            2048,
-            C(2, 128, 8, True, 240, 24, **_STATIC, **_HELD, **_ALONE, pingpong=True, q_held=1, measured=_LATER + "441"),
-        ),
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HALF_TURNS, measured=_LATER + "441")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "501/540")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "496/524")),
     ),
     (64, True): (
-        (
-            2048,
-            C(
-                2,
-                128,
-                8,
-                True,
-                240,
-                24,
-                **_DYNAMIC,
-                **_HELD,
-                **_ALONE,
-                pingpong=True,
-                q_held=1,
-                measured=_LATER + "356",
-            ),
-        ),
-        (
-            _ANY,
-            C(
-                3,
-                128,
-                6,
-                True,
-                160,
-                32,
-                **_BALANCED,
-                **_TURNS,
-                own_walk=True,
-                by_warp=True,
-                measured=_LATER + "460/511",
-            ),
-        ),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "356")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "460/511")),
     ),
     (96, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "499/532/551")),
@@ -147,76 +117,13 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, direct=True, measured=_LATER + "413/533")),
     ),
     (256, False): (
-        (
-            8192,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_STATIC,
-                **_HELD,
-                q_held=1,
-                lazy=True,
-                direct=True,
-                measured=_LATER + "636/716",
-            ),
-        ),
-        (
-            _ANY,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_STATIC,
-                **_HELD,
-                q_held=1,
-                lazy=True,
-                cluster=2,
-                measured=_LATER + "732",
-            ),
-        ),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_STATIC, **_HELD, q_held=1, lazy=True, measured=_LATER + "711")),
+        (8192, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "636/716")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, cluster=2, measured=_LATER + "732")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, measured=_LATER + "711")),
     ),
     (256, True): (
-        (
-            2048,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_DYNAMIC,
-                **_ALONE,
-                pingpong=True,
-                own_walk=True,
-                direct=True,
-                measured=_LATER + "478",
-            ),
-        ),
-        (
-            _ANY,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_DYNAMIC,
-                pingpong=True,
-                own_walk=True,
-                lazy=True,
-                measured=_LATER + "632/716",
-            ),
-        ),
+        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "478")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, measured=_LATER + "632/716")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which

@@ -203,9 +203,8 @@ def _rewrite_rows(
     q_base = q[0] + offset_of(q, b, h, first_q, LENGTHS)
     k_base = k[0] + offset_of(k, b, hk, first_k, LENGTHS)
     v_base = v[0] + offset_of(v, b, hk, first_k, LENGTHS)
-    o_base = o[0] + offset_of(
-        o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL
-    )  # out has no ragged box of samples
+    # Out has no ragged box of samples.
+    o_base = o[0] + offset_of(o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA)) + here(row0)
     if LENGTHS == PACKED:
         first_lse = h.to(gl.int64) * total_q + first_q
