@@ -5,9 +5,10 @@
     PYTHONPATH=. compute-sanitizer --tool racecheck python tests/sanitizer_run.py
 
 With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of the Hopper forms.
-racecheck reports one pair of accesses in each Hopper form, Triton's own in the line of the kernel's `def` and of
-`gl.warp_specialize`: `racecheck_barriers.cu` shows that it is none. Any other is a race. Every tensor ends where its
-allocation ends, so an access beyond a sequence is an access beyond its memory.
+racecheck names two things in Hopper forms (docs/hopper.md, "Tested without a GPU"): Triton's own handing over, in the
+lines of the kernel's `def` and of `gl.warp_specialize`, of which `racecheck_barriers.cu` shows that it is no race, and
+in forms without a mask that a notice is overwritten. Any other is a race. Every tensor ends where its allocation ends,
+so an access beyond a sequence is an access beyond its memory.
 """
 
 from __future__ import annotations
