@@ -119,8 +119,12 @@ class HostArithmetic(TorchDispatchMode):
         return tree_map(to_npu, result)
 
 
-# What a call without keys leaves to PyTorch: a sum, and where there are sinks arithmetic on them. For `on_the_host`.
-WITHOUT_KEYS = ("sum.dim_IntList", "eq.Scalar", "eq.Tensor", "add.Tensor", "sub.Tensor", "where.self")
+# What a call without keys leaves to PyTorch: a sum, and where there are sinks arithmetic on them, and on the rows of
+# packed sequences. For `on_the_host`.
+WITHOUT_KEYS = (
+    "sum.dim_IntList", "eq.Scalar", "eq.Tensor", "add.Tensor", "sub.Tensor", "where.self",
+    "arange", "ge.Tensor", "lt.Tensor", "bitwise_and.Tensor",
+)  # fmt: skip
 
 # Allocation, and the movement of data that is served above.
 _BY_THE_DEVICE = frozenset(
@@ -139,15 +143,17 @@ def on_the_host(*operators: str) -> Iterator[None]:
 
     def serve(operator: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return operator(*tree_map(to_host, args), **tree_map(to_host, kwargs)).to("npu")
+            where = {"device": "cpu"} if "device" in kwargs else {}
+            return operator(*tree_map(to_host, args), **(tree_map(to_host, kwargs) | where)).to("npu")
 
         return run
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in operators:
-            packet, overload = name.split(".")
-            library.impl(name, serve(getattr(getattr(torch.ops.aten, packet), overload)), "PrivateUse1")
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, serve(operator), "PrivateUse1")
     try:
         yield
     finally:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+
+from diyfa.testing import AttentionCase
 
 # Kernels for a few large problems, which refuse most cases of `cases.py`; they have tests of their own.
 SPECIALISED = frozenset({"sm90"})
@@ -77,3 +80,13 @@ def absent() -> list[str]:
     if npu is None or not npu.is_available():
         lines.append("no NPU (torch_npu finds none): npu kernels are tested with DIYFA_TEST_BACKENDS=npu")
     return lines
+
+
+def by_the_host_without_keys(target: Target, case: AttentionCase) -> AbstractContextManager[object]:
+    """Calls without a query or a key run no kernel. Some arithmetic on the sinks is then left to PyTorch, which the
+    host shim of an NPU has not got; everywhere else it must fail there."""
+    if target.computes or 0 not in case.sizes:
+        return nullcontext()
+    from npu_interpreter import WITHOUT_KEYS, on_the_host
+
+    return on_the_host(*(WITHOUT_KEYS if case.sinks else WITHOUT_KEYS[:1]))

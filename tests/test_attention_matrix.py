@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 from cases import CASES
 from refusals import ANY, REFUSALS, refusal
-from targets import SPECIALISED, TARGETS, Target
+from targets import SPECIALISED, TARGETS, by_the_host_without_keys
 
 import diyfa
 from diyfa import registry
 from diyfa.testing import (
-    AttentionCase,
     assert_within_budget,
     attention_function,
     make_inputs,
@@ -34,16 +31,6 @@ def _combinations() -> list[tuple[str, str, str]]:
     return rows
 
 
-def sums_on(target: Target, case: AttentionCase) -> AbstractContextManager[object]:
-    """Calls without a query or a key run no kernel. Some arithmetic on the sinks is then left to PyTorch, which the
-    host shim of an NPU has not got; everywhere else it must fail there."""
-    if target.computes or 0 not in case.sizes:
-        return nullcontext()
-    from npu_interpreter import WITHOUT_KEYS, on_the_host
-
-    return on_the_host(*(WITHOUT_KEYS if case.sinks else WITHOUT_KEYS[:1]))
-
-
 @pytest.mark.parametrize("combination", _combinations(), ids="-".join)
 def test_attention(combination: tuple[str, str, str]) -> None:
     backend, variant, name = combination
@@ -57,7 +44,7 @@ def test_attention(combination: tuple[str, str, str]) -> None:
             attend(*inputs.leaves, **inputs.options)
         assert reason in str(error.value)
         return
-    with poisoned_allocations(), sums_on(target, case):
+    with poisoned_allocations(), by_the_host_without_keys(target, case):
         results = run_case(attend, inputs)
     assert_within_budget(results, case, target.oracle_device)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from refusals import refused_features
-from targets import TARGETS
+from targets import TARGETS, by_the_host_without_keys
 
 from diyfa.testing import (
     AttentionCase,
@@ -102,8 +102,9 @@ def test_random_cases(backend: str) -> None:
     @given(cases(70 if target.interpreted else 200, refused_features(backend)))
     def check(case: AttentionCase) -> None:
         attend = attention_function(case, backend=backend)
-        with poisoned_allocations():
-            results = run_case(attend, make_inputs(case, target.device))
+        inputs = make_inputs(case, target.device)
+        with poisoned_allocations(), by_the_host_without_keys(target, case):
+            results = run_case(attend, inputs)
         assert_within_budget(results, case, target.oracle_device)
 
     check()

@@ -98,17 +98,15 @@ def _bwd_dbias_kernel(
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
-            if SOFTCAP:  # the scores are less by as much
-                lse = lse - softcap
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
             )
             slope = 0.0
-            if ALIBI:
+            if ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             s, _ = score_tile(
-                dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
-                BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
+                dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
+                BLOCK_M, BLOCK_N, SOFTCAP, ALIBI, False,
             )  # fmt: skip
             s = add_bias(
                 s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,

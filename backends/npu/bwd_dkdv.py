@@ -18,6 +18,7 @@ from diyfa.backends.npu.primitives import (
     add_bias,
     base_of,
     block_of_share,
+    cap_derivative,
     dot,
     dot_add,
     drop_columns,
@@ -129,13 +130,11 @@ def _bwd_dkdv_kernel(
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
                 dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 lse = load_lse(lse_base, row0, sq, BLOCK_M)
-                if SOFTCAP:  # the scores are less by as much
-                    lse = lse - softcap
                 if ROW_BIAS:  # a weight is exp(s + bias - lse)
                     lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
                 delta = load_row(delta_base, row0, rows, BLOCK_M)
                 slope = 0.0
-                if ALIBI:
+                if ALIBI != "":
                     slope = tl.load(slopes_ptr + b * stride_slope_b + h)
                 s = dot(k, tl.trans(q), INTERPRET)  # [BLOCK_N, BLOCK_M]
                 if REST:
@@ -145,8 +144,8 @@ def _bwd_dkdv_kernel(
                     q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
                     s = dot_add(k_rest, tl.trans(q_rest), s, INTERPRET)
                 s, capped = score_tile(
-                    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
-                    BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, True,
+                    s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
+                    BLOCK_M, BLOCK_N, SOFTCAP, ALIBI, True,
                 )  # fmt: skip
                 if KEY_BIAS:
                     s = add_bias(
@@ -172,9 +171,8 @@ def _bwd_dkdv_kernel(
                     kept = tl.where(keep, p, 0.0)
                     dp = tl.where(keep, dp, 0.0)
                 ds = p * (dp - delta[None, :])
-                if SOFTCAP:
-                    falling = capped * softcap_inverse  # tanh - 1
-                    ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
+                if SOFTCAP != "":
+                    ds = ds * cap_derivative(capped, softcap_inverse)
                 ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
                 if FUSED:  # a sum over keys, so what lies beyond the last one must go from ds too

@@ -9,6 +9,7 @@ from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.primitives import (
     add_bias,
     base_of,
+    cap_derivative,
     dot,
     dot_add,
     key_range,
@@ -96,13 +97,11 @@ def _bwd_dq_kernel(
                 dq_rest = tl.zeros([BLOCK_M, REST], tl.float32)
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             lse = load_lse(lse_base, row0, sq, BLOCK_M)
-            if SOFTCAP:  # the scores are less by as much
-                lse = lse - softcap
             if ROW_BIAS:  # a weight is exp(s + bias - lse)
                 lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
             delta = load_row(delta_base, row0, rows, BLOCK_M)
             slope = 0.0
-            if ALIBI:
+            if ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             if DROPOUT:
                 delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
@@ -116,8 +115,8 @@ def _bwd_dq_kernel(
                     k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
                     s = dot_add(q_rest, tl.trans(k_rest), s, INTERPRET)
                 s, capped = score_tile(
-                    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
-                    BLOCK_M, BLOCK_N, CAUSAL, SOFTCAP, ALIBI, False,
+                    s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
+                    BLOCK_M, BLOCK_N, SOFTCAP, ALIBI, False,
                 )  # fmt: skip
                 if KEY_BIAS:
                     s = add_bias(
@@ -131,9 +130,8 @@ def _bwd_dq_kernel(
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
                     dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
                 ds = p * (dp - delta[:, None])
-                if SOFTCAP:
-                    falling = capped * softcap_inverse  # tanh - 1
-                    ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
+                if SOFTCAP != "":
+                    ds = ds * cap_derivative(capped, softcap_inverse)
                 # Of ds, not of p: a product over fewer keys than the tile has leaves the other columns of its
                 # accumulator as they were, so s and dp may hold anything there, NaN included.
                 if MASKED:

@@ -420,7 +420,21 @@ def sum_rows(problem: AttentionProblem) -> int:
     return PREPROCESS_ROWS // 2 if problem.head_dim <= 256 else PREPROCESS_ROWS // 4
 
 
-def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
+def softcap_form(problem: AttentionProblem) -> str:
+    """How the kernels cap scores: not at all (""), or as `primitives.capped_scores` says."""
+    if not problem.softcap:
+        return ""
+    return "precise" if problem.dtype == "float32" else "plain"
+
+
+def alibi_form(problem: AttentionProblem) -> str:
+    """How the kernels subtract ALiBi's distances: not at all (""), or as `primitives.add_alibi` says."""
+    if not problem.alibi:
+        return ""
+    return "by_axis" if problem.causal and problem.dtype != "float32" else "by_pair"
+
+
+def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
     """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
     return {
         "MASKED": attention_key(problem, kernel).mode != "even",
@@ -428,10 +442,10 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right > 0,
-        "SOFTCAP": problem.softcap != 0.0,
+        "SOFTCAP": softcap_form(problem),
         "SEQ_LENS": problem.seq_lens,
         "VARLEN": problem.varlen,
-        "ALIBI": problem.alibi,
+        "ALIBI": alibi_form(problem),
         "SINKS": problem.sinks,
         "DROPOUT": problem.dropout,
     }
@@ -454,7 +468,7 @@ def exact_rows(problem: AttentionProblem) -> tuple[int, int]:
     return max(8, min(64, SEARCHED_ELEMENTS // columns)), max(8, min(64, LINE_ELEMENTS // columns))
 
 
-def exact_flags(problem: AttentionProblem) -> dict[str, bool]:
+def exact_flags(problem: AttentionProblem) -> dict[str, Any]:
     """The compile-time features of the kernels of exact.py, which have no tile with a form of its own."""
     flags = attention_flags(problem, "fwd")
     return {name: on for name, on in flags.items() if name not in ("MASKED", "ALWAYS_MASK", "SINKS")}

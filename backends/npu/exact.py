@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.npu.dropout import position_words
-from diyfa.backends.npu.primitives import load_row, store_row
+from diyfa.backends.npu.primitives import capped_scores, load_row, store_row
 
 
 @triton.jit
@@ -107,17 +107,17 @@ def positions(first, LINES: tl.constexpr):
 
 
 @triton.jit
-def line_scores(products, distance, slope, sm_scale, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr,
+def line_scores(products, distance, slope, sm_scale, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr,
                 ALIBI: tl.constexpr):  # fmt: skip
     """Scores before the bias from sums of products [LINES] -> (s, capped), both as `primitives.score_tile` has them.
 
     distance [LINES] fp32: how far query and key are apart.
     """
     s = products * sm_scale
-    if SOFTCAP:
-        s = softcap_minus / (tl.exp(products * softcap_rate) + 1.0)
+    if SOFTCAP != "":
+        s = capped_scores(products, softcap, softcap_minus, softcap_rate, SOFTCAP)
     capped = s
-    if ALIBI:
+    if ALIBI != "":
         s = s - slope * tl.abs(distance)
     return s, capped
 

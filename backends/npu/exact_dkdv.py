@@ -25,6 +25,7 @@ from diyfa.backends.npu.exact import (
 )
 from diyfa.backends.npu.primitives import (
     base_of,
+    cap_derivative,
     load_lse,
     load_row,
     narrow,
@@ -107,16 +108,14 @@ def _exact_dkdv_kernel(
                             lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
                             delta_base = row_base_of(delta_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
                             lse = load_lse(lse_base, m0, hi, LINES)
-                            if SOFTCAP:  # the scores are less by as much
-                                lse = lse - softcap
                             delta = load_row(delta_base, m0, hi, LINES)
                             slope = 0.0
-                            if ALIBI:
+                            if ALIBI != "":
                                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
                             q = load_lines(q_base, stride_qm, m0, hi, HEAD_DIM, BLOCK_D, LINES)  # [LINES, BLOCK_D]
                             s, capped = line_scores(
                                 tl.sum(q * k[None, :], 1), positions(m0 - (j - sk + sq), LINES), slope,
-                                sm_scale, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
+                                sm_scale, softcap, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
                             )  # fmt: skip
                             if BIAS != "":
                                 s = s + query_bias(
@@ -138,9 +137,8 @@ def _exact_dkdv_kernel(
                                 kept = tl.broadcast_to(keep[:, None], [LINES, BLOCK_DV])
                                 weighted = tl.where(kept > 0.0, weighted, 0.0)  # a weight of 0 is not enough
                             ds = p * (dp - delta)
-                            if SOFTCAP:
-                                falling = capped * softcap_inverse  # tanh - 1
-                                ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
+                            if SOFTCAP != "":
+                                ds = ds * cap_derivative(capped, softcap_inverse)
                             ds = tl.where(inside, ds, 0.0)
                             dk += tl.sum(q * ds[:, None], 0)
                             dv += tl.sum(weighted, 0)

@@ -26,6 +26,7 @@ from diyfa.backends.npu.exact import (
 )
 from diyfa.backends.npu.primitives import (
     base_of,
+    cap_derivative,
     load_row,
     narrow,
     row_base_of,
@@ -94,11 +95,9 @@ def _exact_dq_kernel(
                     q = load_line(q_base, i, stride_qm, HEAD_DIM, BLOCK_D).to(tl.float32)  # [BLOCK_D]
                     dout = load_line(dout_base, i, stride_dom, HEAD_DIM_V, BLOCK_DV).to(tl.float32)  # [BLOCK_DV]
                     lse = tl.load(lse_base + i)
-                    if SOFTCAP:  # the scores are less by as much
-                        lse = lse - softcap
                     delta = tl.load(delta_base + i)
                     slope = 0.0
-                    if ALIBI:
+                    if ALIBI != "":
                         slope = tl.load(slopes_ptr + b * stride_slope_b + h)
                     if DROPOUT:
                         delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
@@ -110,7 +109,7 @@ def _exact_dq_kernel(
                             k = load_lines(k_base, stride_kn, n0, hi, HEAD_DIM, BLOCK_D, LINES)  # [LINES, BLOCK_D]
                             s, capped = line_scores(
                                 tl.sum(k * q[None, :], 1), positions(n0 - (i + sk - sq), LINES), slope,
-                                sm_scale, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
+                                sm_scale, softcap, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
                             )  # fmt: skip
                             if BIAS != "":
                                 s = s + key_bias(
@@ -125,9 +124,8 @@ def _exact_dq_kernel(
                                 )
                                 dp = tl.where(keep > 0.0, dp, 0.0)
                             ds = p * (dp - delta)
-                            if SOFTCAP:
-                                falling = capped * softcap_inverse  # tanh - 1
-                                ds = ds * (falling * (falling + 2.0))  # tanh^2 - 1: the sign is in grad_scale
+                            if SOFTCAP != "":
+                                ds = ds * cap_derivative(capped, softcap_inverse)
                             ds = tl.where(positions(n0, LINES) < hi.to(tl.float32), ds, 0.0)
                             dq += tl.sum(k * ds[:, None], 0)
                             left = undecided(old, dq)

@@ -95,10 +95,8 @@ def _exact_out_kernel(
                 if left > 0.0:
                     q = load_line(q_base, i, stride_qm, HEAD_DIM, BLOCK_D).to(tl.float32)  # [BLOCK_D]
                     lse = tl.load(lse_base + i)
-                    if SOFTCAP:  # the scores are less by as much
-                        lse = lse - softcap
                     slope = 0.0
-                    if ALIBI:
+                    if ALIBI != "":
                         slope = tl.load(slopes_ptr + b * stride_slope_b + h)
                     if DROPOUT:
                         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
@@ -109,7 +107,7 @@ def _exact_out_kernel(
                             k = load_lines(k_base, stride_kn, n0, hi, HEAD_DIM, BLOCK_D, LINES)  # [LINES, BLOCK_D]
                             s, _ = line_scores(
                                 tl.sum(k * q[None, :], 1), positions(n0 - (i + sk - sq), LINES), slope,
-                                sm_scale, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
+                                sm_scale, softcap, softcap_minus, softcap_rate, SOFTCAP, ALIBI,
                             )  # fmt: skip
                             if BIAS != "":
                                 s = s + key_bias(

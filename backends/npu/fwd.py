@@ -28,6 +28,7 @@ from diyfa.backends.npu.primitives import (
     add_alibi,
     add_bias,
     base_of,
+    capped_scores,
     dot,
     dot_add,
     key_range,
@@ -115,13 +116,11 @@ def _fwd_kernel(
                 sink = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
                 m_i = running_max(sink, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
                 l_i = tl.exp(sink - m_i)  # 1; 0 for -inf, and NaN for +inf as for NaN
-                if SOFTCAP:
-                    m_i = m_i - softcap
             else:
                 m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
                 l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if ALIBI:
+            if ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
@@ -131,12 +130,12 @@ def _fwd_kernel(
             for n0 in range(lo, hi, BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if SOFTCAP:  # softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1); the first term is added to lse
-                    s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
+                if SOFTCAP != "":
+                    s = capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP)
                 else:
                     s = s * sm_scale
-                if ALIBI:
-                    s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, False)
+                if ALIBI != "":
+                    s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, ALIBI, False)
                 if ROW_BIAS:
                     s = s + bias[:, None]
                 if KEY_BIAS:
@@ -170,8 +169,6 @@ def _fwd_kernel(
             if DROPOUT:
                 out = out * keep_scale
             lse = m_i + tl.log(safe_l)
-            if SOFTCAP:
-                lse = lse + softcap
             lse = tl.where(empty, float("inf"), lse)
             out_block = tl.make_block_ptr(
                 out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)

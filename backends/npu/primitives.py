@@ -352,39 +352,67 @@ def mask_whole(
 
 
 @triton.jit
+def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr):
+    """softcap · tanh(x) of raw products s = x · softcap / sm_scale, of any shape; softcap_rate makes 2x of them.
+
+    softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1): one division, and an error at the size of the cap, which
+    float32 inputs would notice where scores are small. For those SOFTCAP is "precise", otherwise "plain": near 0 tanh
+    is then the odd polynomial of the Cephes library (tanhf), in powers of 2x. It comes first, so that fewer tiles live
+    at a time.
+    """
+    twice = s * softcap_rate
+    if SOFTCAP == "precise":
+        square = twice * twice
+        series = square * -2.78563902708e-06 + 4.03107203035e-05
+        series = series * square - 0.000419841527759
+        series = series * square + 0.00416607568862
+        series = series * square - 0.0416666024277
+        series = (series * square + 0.5) * twice
+    capped = softcap_minus / (tl.exp(twice) + 1.0) + softcap
+    if SOFTCAP == "precise":
+        capped = tl.where(tl.abs(capped) * 1.8 < softcap, softcap * series, capped)  # |x| < 0.626
+    return capped
+
+
+@triton.jit
+def cap_derivative(capped, softcap_inverse):
+    """tanh² - 1 from what `capped_scores` returned: the cap's derivative with the opposite sign, for which grad_scale
+    has one."""
+    t = capped * softcap_inverse
+    return t * t - 1.0
+
+
+@triton.jit
 def score_tile(
-    s, row0, n0, sq, sk, slope, sm_scale, softcap_minus, softcap_rate,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Scores from raw products -> (s, capped), for the backward pass.
-
-    With softcap s is less by the cap, as in the forward kernel, and `capped` is what it is before anything is added:
-    softcap · (tanh - 1).
-    """
-    if SOFTCAP:
-        s = softcap_minus / (tl.exp(s * softcap_rate) + 1.0)
+    """Scores from raw products -> (s, capped), for the backward pass; `capped` is s before anything is added."""
+    if SOFTCAP != "":
+        s = capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP)
     else:
         s = s * sm_scale
     capped = s
-    if ALIBI:
-        s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, CAUSAL, TRANSPOSED)
+    if ALIBI != "":
+        s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, ALIBI, TRANSPOSED)
     return s, capped
 
 
 @triton.jit
 def add_alibi(
     s, slope, row0, n0, sq, sk,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIBI: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], less slope · |query position - key position|.
 
-    Where no query sees a later key the distance is a difference, so a row and a column come off instead of a tile.
+    ALIBI is "by_pair", or "by_axis" where no query sees a later key: then the distance is a difference, and a row and a
+    column come off instead of a tile. Each is rounded at its own size, more than a tile's width, so not for float32.
     """
     distance = (n0 - row0 - (sk - sq)).to(tl.float32)
     rows = tl.arange(0, BLOCK_M).to(tl.float32)
     cols = tl.arange(0, BLOCK_N).to(tl.float32)
-    if CAUSAL:
+    if ALIBI == "by_axis":
         of_row = rows * slope
         of_col = (cols + distance) * slope
         if TRANSPOSED:
