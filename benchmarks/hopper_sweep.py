@@ -64,37 +64,39 @@ CHANGES: dict[str, dict[str, Any]] = {
 # By case, the most promising first: what is named first is measured first, of all cases in turn.
 FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, True): (
-        "3x64 balanced pingpong own-walk pairs lazy by-warp",
         "2x64 dynamic pingpong pairs half-held lazy by-warp",
-        "2x64 dynamic pingpong pairs half-held",
-        "3x64 balanced pingpong own-walk pairs",
         "3x64 balanced pingpong own-walk pairs by-warp",
+        "3x64 dynamic pingpong own-walk pairs by-warp",
+        "3x64 balanced pingpong own-walk pairs lazy by-warp",
+        "3x64 dynamic pingpong own-walk pairs lazy by-warp",
+        "2x64 dynamic pingpong pairs half-held",
     ),
     (128, True): (
+        "2x64 dynamic pairs held lazy by-warp",
         "2x64 dynamic pingpong pairs held lazy by-warp",
         "2x64 balanced own-walk pairs held lazy cluster",
-        "2x64 dynamic pairs held lazy by-warp",
         "2x64 dynamic pingpong pairs held",
     ),
     (256, True): (
         "2x64 dynamic pingpong own-walk lazy by-warp direct",
-        "2x64 dynamic pingpong own-walk lazy by-warp",
         "2x64 dynamic pingpong own-walk lazy direct",
+        "2x64 dynamic own-walk pairs half-held lazy",
         "2x64 dynamic pingpong own-walk lazy",
         "2x64 dynamic pingpong pairs lazy by-warp",
+        "2x64 dynamic pairs half-held lazy",
     ),
     (64, False): (
+        "2x64 persistent pingpong pairs half-held lazy by-warp",
         "3x64 persistent pingpong pairs lazy cluster",
         "3x64 persistent pingpong pairs lazy by-warp",
         "3x64 persistent pingpong pairs cluster",
         "2x64 persistent pingpong pairs half-held",
-        "2x64 persistent pingpong pairs half-held lazy by-warp",
         "2x64 persistent pingpong pairs half-held lazy by-warp direct",
     ),
     (128, False): (
-        "2x64 persistent pingpong pairs held lazy cluster",
         "2x64 persistent pingpong pairs held lazy by-warp",
         "2x64 persistent pairs held lazy cluster",
+        "2x64 persistent pingpong pairs held lazy cluster",
     ),
     (256, False): (
         "2x64 persistent pairs half-held lazy direct",
@@ -310,7 +312,7 @@ def measure_case(
     head_dim, causal = case
     served: list[Served] = []
     try:
-        waiting = list(names)
+        waiting = [name for name in names for _ in range(options.copies)]
         alive: list[Served] = []
         while waiting and time.monotonic() < deadline:  # all compile before anyone is measured
             some = [Served(name, case, options) for name in waiting[: options.jobs]]
@@ -334,7 +336,8 @@ def measure_case(
             work = 4 * b * h * s * s * d / 1e9 * (0.5 if causal else 1)
             row = {"implementation": name, "D": head_dim, "causal": causal, "S": s, "B": b, "H": h}
             row |= {"ms": round(ms, 4), "tflops": round(work / ms, 1), "error": errors[name, seqlen]}
-            yield row | {"spread": round((max(times) - min(times)) / ms, 3), "rounds": len(times)}
+            row |= {"spread": round((max(times) - min(times)) / ms, 3), "rounds": len(times)}
+            yield row | ({"copies": options.copies} if options.copies > 1 else {})
         for each in served:
             if each.reason:
                 yield {"implementation": each.name, "D": head_dim, "causal": causal, "unavailable": each.reason}
@@ -467,6 +470,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
+    parser.add_argument(
+        "--copies", type=int, default=1, help="processes of each implementation: equal ones differ by 2 to 5 %%"
+    )
     parser.add_argument("--most", type=int, default=99, help="implementations of each case")
     parser.add_argument("--jobs", type=int, default=14, help="processes that import and compile at once")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")

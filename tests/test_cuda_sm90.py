@@ -264,15 +264,16 @@ def test_results_of_clusters(case: AttentionCase, monkeypatch: pytest.MonkeyPatc
 def test_programs_have_room_for_all_their_notices(
     head_dim: int, seqlen: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a mask: each deal gives a program fewer tiles than notices, and a window leaves nobody out of a round."""
+    """Each deal gives a program fewer tiles than notices, and a window leaves nobody out of a round."""
     monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
-    for changes in ({}, {"window_left": seqlen // 2}, {"heads_kv": 16}, {"seqlen_k": 100}):
+    masks = ({}, {"window_left": seqlen // 2}, {"heads_kv": 16}, {"seqlen_k": 100}, {"window_right": -1})
+    for changes in masks:
         size = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch}
-        some = problem(window_right=0, **{**size, **changes})
+        some = problem(**{"window_right": 0, **size, **changes})
         form = sm90.config_of(some)
         if not form.persistent:
             continue
-        assert sm90.notices_of(some, form) == sm90.KEPT_NOTICES
+        assert sm90.notices_of(form) == sm90.KEPT_NOTICES
         tiles, programs = sm90.tiles_of(some, form), sm90.grid_of(some, form, torch.device("cpu"))
         assert tiles <= programs * (sm90.KEPT_NOTICES - 1)
         if form.deal == "balanced":

@@ -133,7 +133,7 @@ MUTANTS = {
         None,
     ),
     "only the first tile is gone through": (r"while( end_block > 0:\n        for)", r"if\1", None),
-    "the last notices overwrite the first": (r"\"NOTICES\": notices_of\(problem, config\)", '"NOTICES": 2', None),
+    "the last notices overwrite the first": (r"\"NOTICES\": notices_of\(config\)", '"NOTICES": 2', None),
 }
 
 

@@ -693,7 +693,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "NEGATE": negate,
         "LAZY": config.lazy,
         "EXACT": is_exact(problem),
-        "NOTICES": notices_of(problem, config),
+        "NOTICES": notices_of(config),
         "DEAL": config.deal,
         "AHEAD": finds_ahead(problem, config),
         "CONSUMER_REGISTERS": config.consumer_registers,

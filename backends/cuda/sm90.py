@@ -87,8 +87,8 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "496/524")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "356")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "460/511")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "353")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "450/513")),
     ),
     (96, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "499/532/551")),
@@ -104,7 +104,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "668")),
     ),
     (128, True): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "470/624/642")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, q_held=2, **_ALONE, measured=_LATER + "468/595/662")),
     ),
     (192, False): (
         (
@@ -122,8 +122,9 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, measured=_LATER + "711")),
     ),
     (256, True): (
-        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "478")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, measured=_LATER + "632/716")),
+        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "488")),
+        (8192, C(2, 64, 4, False, 240, 24, **_WALKS, direct=True, measured=_LATER + "655")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "703")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -275,9 +276,9 @@ def is_exact(problem: AttentionProblem) -> bool:
     return problem.masked and exact_nonfinite()
 
 
-def notices_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many notices a program has room for (`sm90_notices.py`)."""
-    return KEPT_NOTICES if config.persistent and is_exact(problem) else 2
+def notices_of(config: Sm90Config) -> int:
+    """How many notices a program has room for (`sm90_notices.py`); one of one tile, for that and the end."""
+    return KEPT_NOTICES if config.persistent else 2
 
 
 def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) -> int:
@@ -300,7 +301,7 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
     if not config.persistent:
         return tiles
     at_once = programs = min(tiles, _multiprocessors(device) // config.cluster)
-    while is_exact(problem) and _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
+    while _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
         programs += at_once
     return programs
 

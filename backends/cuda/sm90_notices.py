@@ -4,12 +4,11 @@ Finding a tile takes divisions, and packed also reads of the sequences' offsets,
 to two thousand clocks. The producer does it, while the ring still has work for the consumers, and leaves the result in
 shared memory. A notice without key blocks says that there is no tile left.
 
-There are two notices, in turns. The notice of turn t + 1 replaces that of turn t - 1, which all consumers have read:
-the producer has loaded the queries of turn t, so it has waited for the consumers to have done with those of t - 1.
-
-EXACT kernels go through their tiles again where one was spoiled (`sm90_exact.py`). They keep the notices of all turns,
-for which there is room: the grid has enough programs (`grid_of` in `sm90.py`), and in a dynamic deal none takes more
-than its share of notices. The barriers take turns as ever.
+Each turn has a notice of its own, which nobody overwrites: the grid has enough programs (`grid_of` in `sm90.py`), and
+in a dynamic deal none takes more tiles than it has notices for. So none need be waited for before it is written, and
+EXACT kernels can go through their tiles again where one was spoiled (`sm90_exact.py`). Of barriers there are two, in
+turns: the producer has loaded the queries of turn t before it writes the notice of turn t + 1, so all consumers have
+done with those of turn t - 1, and with its barrier.
 """
 
 from __future__ import annotations
