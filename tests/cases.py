@@ -99,8 +99,11 @@ FEATURES = [
     Case("window_long", seqlen_q=700, window=(64, 64), large=True),
     Case("softcap", seqlen_q=40, softcap=1.5, all_variants=True),
     Case("softcap_causal_window", seqlen_q=90, softcap=3.0, causal=True, window=(30, 0)),
+    Case("softcap_fp32", seqlen_q=60, softcap=20.0, dtype="float32"),  # scores far smaller than the cap
     Case("alibi", seqlen_q=40, alibi="h", all_variants=True),
     Case("alibi_batch_causal", batch=2, seqlen_q=40, alibi="bh", causal=True),
+    # Distances far smaller than a tile's width.
+    Case("alibi_fp32_q60_k20", heads=6, seqlen_q=60, seqlen_k=20, alibi="h", causal=True, sm_scale=0.02, dtype="float32"),
     Case("alibi_q20_k70", seqlen_q=20, seqlen_k=70, alibi="h"),
     Case("bias_full", batch=2, seqlen_q=40, bias="bhqk", all_variants=True),
     Case("bias_heads_causal", batch=2, seqlen_q=40, bias="1hqk", causal=True),
@@ -144,6 +147,7 @@ VARLEN = [
     ),
     Case("varlen_window_left", layout="thd", lens_q=(70, 20), lens_k=(40, 65), window=(9, -1), slack=3),
     Case("varlen_mqa_causal", layout="thd", heads=3, heads_kv=1, lens_q=(5, 40), lens_k=(64, 40), causal=True),
+    Case("varlen_softcap_sinks_alone", layout="thd", lens_q=(0, 9), lens_k=(9, 0), softcap=20.0, sinks=True),
     Case("varlen_softcap", layout="thd", lens_q=(30, 11), lens_k=(12, 40), softcap=2.0),
     Case("varlen_alibi", layout="thd", lens_q=(30, 11), lens_k=(12, 40), alibi="h", causal=True),
     Case("varlen_alibi_batch", layout="thd", lens_q=(30, 0, 11), lens_k=(12, 3, 40), alibi="bh", window=(20, 3)),

@@ -5,10 +5,9 @@
     PYTHONPATH=. compute-sanitizer --tool racecheck python tests/sanitizer_run.py
 
 With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of the Hopper forms.
-racecheck names two things in Hopper forms (docs/hopper.md, "Tested without a GPU"): Triton's own handing over, in the
-lines of the kernel's `def` and of `gl.warp_specialize`, of which `racecheck_barriers.cu` shows that it is no race, and
-in forms without a mask that a notice is overwritten. Any other is a race. Every tensor ends where its allocation ends,
-so an access beyond a sequence is an access beyond its memory.
+racecheck names one thing in Hopper forms (docs/hopper.md, "Tested without a GPU"): Triton's own handing over, in the
+lines of the kernel's `def` and of `gl.warp_specialize`, of which `racecheck_barriers.cu` shows that it is no race. Any
+other is one. Every tensor ends where its allocation ends, so an access beyond a sequence is an access beyond its memory.
 """
 
 from __future__ import annotations
