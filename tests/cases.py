@@ -103,7 +103,7 @@ FEATURES = [
     Case("alibi", seqlen_q=40, alibi="h", all_variants=True),
     Case("alibi_batch_causal", batch=2, seqlen_q=40, alibi="bh", causal=True),
     # Distances far smaller than a tile's width.
-    Case("alibi_fp32_q60_k20", heads=6, seqlen_q=60, seqlen_k=20, alibi="h", causal=True, sm_scale=0.02, dtype="float32"),
+    Case("alibi_fp32_far", heads=6, seqlen_q=60, seqlen_k=20, alibi="h", causal=True, sm_scale=0.02, dtype="float32"),
     Case("alibi_q20_k70", seqlen_q=20, seqlen_k=70, alibi="h"),
     Case("bias_full", batch=2, seqlen_q=40, bias="bhqk", all_variants=True),
     Case("bias_heads_causal", batch=2, seqlen_q=40, bias="1hqk", causal=True),

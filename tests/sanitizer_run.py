@@ -7,7 +7,7 @@
 With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of the Hopper forms.
 racecheck names one thing in Hopper forms (docs/hopper.md, "Tested without a GPU"): Triton's own handing over, in the
 lines of the kernel's `def` and of `gl.warp_specialize`, of which `racecheck_barriers.cu` shows that it is no race. Any
-other is one. Every tensor ends where its allocation ends, so an access beyond a sequence is an access beyond its memory.
+other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its memory.
 """
 
 from __future__ import annotations
