@@ -72,8 +72,8 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 dynamic pingpong pairs half-held",
     ),
     (128, True): (
-        "2x64 dynamic pairs held lazy by-warp",
         "2x64 dynamic pingpong pairs held lazy by-warp",
+        "2x64 dynamic pairs held lazy by-warp",
         "2x64 balanced own-walk pairs held lazy cluster",
         "2x64 dynamic pingpong pairs held",
     ),

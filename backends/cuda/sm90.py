@@ -87,8 +87,8 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "496/524")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "353")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "450/513")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "356")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "451/520")),
     ),
     (96, False): (
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "499/532/551")),
@@ -104,7 +104,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "668")),
     ),
     (128, True): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_DYNAMIC, **_HELD, q_held=2, **_ALONE, measured=_LATER + "468/595/662")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "466/604/665")),
     ),
     (192, False): (
         (
@@ -122,9 +122,9 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
         (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, measured=_LATER + "711")),
     ),
     (256, True): (
-        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "488")),
-        (8192, C(2, 64, 4, False, 240, 24, **_WALKS, direct=True, measured=_LATER + "655")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "703")),
+        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "495")),
+        (8192, C(2, 64, 4, False, 240, 24, **_WALKS, direct=True, measured=_LATER + "646")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "709")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
