@@ -355,10 +355,9 @@ def mask_whole(
 def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr):
     """softcap · tanh(x) of raw products s = x · softcap / sm_scale, of any shape; softcap_rate makes 2x of them.
 
-    softcap · tanh(x) = softcap - 2 softcap / (exp(2x) + 1): one division, and an error at the size of the cap, which
-    float32 inputs would notice where scores are small. For those SOFTCAP is "precise", otherwise "plain": near 0 tanh
-    is then the odd polynomial of the Cephes library (tanhf), in powers of 2x. It comes first, so that fewer tiles live
-    at a time.
+    "plain": softcap - 2 softcap / (exp(2x) + 1), one division, with an error at the size of the cap. "precise", for
+    float32 inputs, which would notice it where scores are small: there the odd polynomial of the Cephes library (tanhf)
+    in powers of 2x. It comes first, so that fewer tiles live at a time.
     """
     twice = s * softcap_rate
     if SOFTCAP == "precise":
