@@ -9,8 +9,8 @@ squares added (Higham & Mary 2019, "A new approach to probabilistic rounding err
 * every sum of products, from the scores to the results: u · Σ|terms|
 * a log-sum-exp: u · (1 + |lse|); an exponential: u, relative to itself; so a weight has, relative to itself,
   u · (2 + scale · Σ|q · k| + |lse|)
-* delta = rowsum(dout · out) - dlse: u · (Σ|dout · out| + |dlse|), and what rounding this output to its dtype, in which it
-  is saved, changes of it. PyTorch, which keeps the weights, has no such error: with one weight, of 1, its dp - delta is
+* delta = rowsum(dout · out) - dlse: u · (Σ|dout · out| + |dlse|), and what rounding this output to the dtype that it is
+  saved in changes of it. PyTorch, which keeps the weights, has no such error: with one weight, of 1, its dp - delta is
   exactly 0, whatever the dtype.
 """
 
