@@ -148,6 +148,10 @@ VARLEN = [
     Case("varlen_window_left", layout="thd", lens_q=(70, 20), lens_k=(40, 65), window=(9, -1), slack=3),
     Case("varlen_mqa_causal", layout="thd", heads=3, heads_kv=1, lens_q=(5, 40), lens_k=(64, 40), causal=True),
     Case("varlen_softcap_sinks_alone", layout="thd", lens_q=(0, 9), lens_k=(9, 0), softcap=20.0, sinks=True),
+    Case(
+        "varlen_sinks_one_key_bf16", heads=1, head_dim=64, dtype="bfloat16", layout="thd", lens_q=(0, 1, 1, 0),
+        lens_k=(1, 1, 1, 1), view="sliced", slack=2, sinks=True, sm_scale=0.657626760122558, dropout_p=0.5, seed=1618,
+    ),  # fmt: skip
     Case("varlen_softcap", layout="thd", lens_q=(30, 11), lens_k=(12, 40), softcap=2.0),
     Case("varlen_alibi", layout="thd", lens_q=(30, 11), lens_k=(12, 40), alibi="h", causal=True),
     Case("varlen_alibi_batch", layout="thd", lens_q=(30, 0, 11), lens_k=(12, 3, 40), alibi="bh", window=(20, 3)),

@@ -8,8 +8,8 @@ tile at a time into weights ("online softmax", Milakov & Gimelshein 2018, arXiv:
 * v1: Dao et al. 2022, arXiv:2205.14135, algorithm 1. Key/value blocks outermost, so each is read once; the output and
   the statistics of every query live in memory and are renormalised at every step.
 
-What differs from the papers: natural exponentials instead of powers of two, a sink starts the sum, and rows that see
-no key end with output 0 and lse +inf. Dropout takes weights out of the product with v, never out of the sum l.
+What differs from the papers: natural exponentials instead of powers of two, a sink joins the sum at the end, and rows
+that see no key end with output 0 and lse +inf. Dropout takes weights out of the product with v, never out of the sum l.
 """
 
 from __future__ import annotations
@@ -30,19 +30,9 @@ def _rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _initial_statistics(call: Call, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and l [B, Hk, G * rows, 1] before any key: nothing seen, or the sink alone.
-
-    A sink of -inf is none. One of +inf makes all of its head NaN, as a softmax over an infinite score is.
-    """
-    problem = call.problem
-    shape = (problem.batch, problem.heads_kv, call.group, rows)
-    if call.sink_rows is None:
-        m = torch.full(shape, -INF, dtype=call.dtype)
-        l = torch.zeros(shape, dtype=call.dtype)  # noqa: E741
-    else:
-        m = call.sink_rows.expand(shape)
-        l = torch.exp(m - m).masked_fill(m == -INF, 0.0)  # noqa: E741
-    return m.flatten(2, 3).unsqueeze(-1).clone(), l.flatten(2, 3).unsqueeze(-1).clone()
+    """m and l [B, Hk, G * rows, 1] before any key."""
+    shape = (call.problem.batch, call.problem.heads_kv, call.group * rows, 1)
+    return torch.full(shape, -INF, dtype=call.dtype), torch.zeros(shape, dtype=call.dtype)
 
 
 def _online_softmax_update(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,6 +40,24 @@ def _online_softmax_update(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tens
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     finite_m = m_new.masked_fill(m_new == -INF, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
     return torch.exp_(s.sub_(finite_m)), m_new, torch.exp(m - finite_m)
+
+
+def _add_sink(
+    call: Call,
+    m: torch.Tensor,
+    l: torch.Tensor,  # noqa: E741
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """m and l once each row has seen its sink, and the factor that carries older sums over to them.
+
+    A sink is a key without a value. It comes last, so that the only key of a row weighs exp(0) before. One of -inf is
+    none; one of +inf makes all of its head NaN, as a softmax over an infinite score is.
+    """
+    if call.sink_rows is None:
+        return m, l, 1.0
+    rows = m.unflatten(2, (call.group, -1))  # [B, Hk, G, rows, 1]
+    sink = call.sink_rows.unsqueeze(-1).expand_as(rows).flatten(2, 3).clone()
+    weight, m, alpha = _online_softmax_update(sink, m)
+    return m, l * alpha + weight, alpha
 
 
 def _log_sum_exp(m: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: E741
@@ -90,6 +98,8 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
             acc = acc * alpha + _weighted_values(call, p, seen, m0, m1, n0, n1)
+        m, l, alpha = _add_sink(call, m, l)  # noqa: E741
+        acc *= alpha
         acc /= l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
@@ -104,8 +114,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     state = []
     for m0, m1 in blocks:
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
-        nothing = torch.where(l == l, 0.0, l)  # NaN stays
-        state.append((nothing.repeat(1, 1, 1, problem.head_dim_v), m, l))
+        state.append((l.repeat(1, 1, 1, problem.head_dim_v), m, l))
     for n0 in range(0, call.visibility.max_len_k, config.block_n):
         n1 = min(n0 + config.block_n, call.visibility.max_len_k)
         k_tile = call.key_rows(call.k, n0, n1)  # [B, Hk, BLOCK_N, D]
@@ -123,6 +132,9 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             o = (o * l_old + _weighted_values(call, p, seen, m0, m1, n0, n1)) / l.masked_fill(l == 0, 1.0)
             state[index] = (o, m, l)
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
+        l_old = l
+        m, l, alpha = _add_sink(call, m, l)  # noqa: E741
+        o *= l_old * alpha / l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)

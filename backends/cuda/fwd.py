@@ -237,9 +237,6 @@ def _fwd_kernel(
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # a key without a value that every row has already seen; -inf is no sink
-        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h) * LOG2E
-        l_i = tl.where(m_i == float("-inf"), 0.0, tl.math.exp2(m_i - m_i))  # 1; NaN for +inf as for NaN
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
@@ -265,6 +262,9 @@ def _fwd_kernel(
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
     )  # fmt: skip
+    if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
+        sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
+        _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E, True)
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)

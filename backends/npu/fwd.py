@@ -111,14 +111,8 @@ def _fwd_kernel(
             k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
             v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-            if SINKS:  # the sink is a key without a value that every row has already seen; -inf is no sink
-                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
-                sink = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
-                m_i = running_max(sink, tl.full([BLOCK_M], LOWEST, tl.float32), INTERPRET)
-                l_i = tl.exp(sink - m_i)  # 1; 0 for -inf, and NaN for +inf as for NaN
-            else:
-                m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-                l_i = tl.zeros([BLOCK_M], tl.float32)
+            m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+            l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
             if ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
@@ -157,13 +151,19 @@ def _fwd_kernel(
                 acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
+            if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp(0)
+                # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
+                sink = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_new = running_max(m_i, sink, INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
+                alpha = tl.exp(m_i - m_new)
+                l_i = l_i * alpha + tl.exp(sink - m_new)
+                acc = tl.where(hi > lo, acc, 0.0) * alpha[:, None]
+                m_i = m_new
             # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
             # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
             real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             l_i = tl.where(real, l_i, 0.0)
             empty = l_i == 0.0
-            if SINKS:
-                acc = tl.where(hi > lo, acc, 0.0)
             safe_l = tl.where(empty, 1.0, l_i)
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
             if DROPOUT:
