@@ -151,7 +151,7 @@ VARLEN = [
     Case(
         "varlen_sinks_one_key_bf16", heads=1, head_dim=64, dtype="bfloat16", layout="thd", lens_q=(0, 1, 1, 0),
         lens_k=(1, 1, 1, 1), view="sliced", slack=2, sinks=True, sm_scale=0.657626760122558, dropout_p=0.5, seed=1618,
-    ),  # fmt: skip
+    ),
     Case("varlen_softcap", layout="thd", lens_q=(30, 11), lens_k=(12, 40), softcap=2.0),
     Case("varlen_alibi", layout="thd", lens_q=(30, 11), lens_k=(12, 40), alibi="h", causal=True),
     Case("varlen_alibi_batch", layout="thd", lens_q=(30, 0, 11), lens_k=(12, 3, 40), alibi="bh", window=(20, 3)),
