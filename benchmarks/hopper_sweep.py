@@ -56,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lazy": {"lazy": True},
     "direct": {"direct": True, "own_o": False},
     "by-warp": {"by_warp": True},
+    "following": {"anchored": False},
     "cluster": {"cluster": 2},
     "pieces": {"piece": 64, "joined": True},
     "held": {"piece": 64, "joined": True, "q_held": 2},
@@ -67,71 +68,73 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 dynamic pingpong pairs half-held lazy by-warp",
         "3x64 balanced pingpong own-walk pairs by-warp",
         "3x64 dynamic pingpong own-walk pairs by-warp",
-        "3x64 balanced pingpong own-walk pairs lazy by-warp",
-        "3x64 dynamic pingpong own-walk pairs lazy by-warp",
-        "2x64 dynamic pingpong pairs half-held",
+        "3x64 balanced pingpong own-walk pairs by-warp following",
     ),
     (128, True): (
         "2x64 dynamic pingpong pairs held lazy by-warp",
         "2x64 dynamic pairs held lazy by-warp",
-        "2x64 balanced own-walk pairs held lazy cluster",
-        "2x64 dynamic pingpong pairs held",
+        "2x64 dynamic pingpong pairs held lazy by-warp following",
     ),
     (256, True): (
         "2x64 dynamic pingpong own-walk lazy by-warp direct",
-        "2x64 dynamic pingpong own-walk lazy direct",
-        "2x64 dynamic own-walk pairs half-held lazy",
-        "2x64 dynamic pingpong own-walk lazy",
-        "2x64 dynamic pingpong pairs lazy by-warp",
-        "2x64 dynamic pairs half-held lazy",
+        "2x64 dynamic pingpong own-walk pairs lazy by-warp direct",
+        "2x64 dynamic pingpong own-walk lazy by-warp direct following",
     ),
     (64, False): (
         "2x64 persistent pingpong pairs half-held lazy by-warp",
         "3x64 persistent pingpong pairs lazy cluster",
         "3x64 persistent pingpong pairs lazy by-warp",
-        "3x64 persistent pingpong pairs cluster",
-        "2x64 persistent pingpong pairs half-held",
-        "2x64 persistent pingpong pairs half-held lazy by-warp direct",
+        "3x64 persistent pingpong pairs lazy cluster following",
     ),
     (128, False): (
         "2x64 persistent pingpong pairs held lazy by-warp",
         "2x64 persistent pairs held lazy cluster",
-        "2x64 persistent pingpong pairs held lazy cluster",
+        "2x64 persistent pingpong pairs held lazy by-warp following",
     ),
     (256, False): (
         "2x64 persistent pairs half-held lazy direct",
         "2x64 persistent pairs half-held lazy cluster",
-        "2x64 persistent pairs half-held lazy cluster direct",
-        "2x64 persistent pairs half-held lazy",
+        "2x64 persistent pairs half-held lazy direct following",
     ),
-    (96, True): ("native joined dynamic pairs by-warp", "native joined dynamic pairs", "native joined pairs", "2x64"),
+    (96, True): (
+        "native joined dynamic pingpong pairs by-warp",
+        "native joined dynamic pairs by-warp",
+        "2x64 dynamic pingpong pairs held lazy by-warp",
+    ),
     (96, False): (
         "2x64 persistent pingpong pairs held lazy cluster",
         "2x64 persistent pingpong pairs held lazy by-warp",
-        "2x64 persistent pingpong pairs held cluster",
-        "2x64",
+        "2x64 persistent pingpong pairs held lazy cluster following",
     ),
-    (192, True): ("2x64 balanced by-warp direct", "2x64 balanced by-warp", "2x64 joined"),
+    (192, True): (
+        "2x64 balanced by-warp direct",
+        "2x64 dynamic by-warp direct",
+        "2x64 balanced by-warp direct following",
+    ),
     (192, False): (
         "2x64 persistent joined lazy by-warp direct",
-        "2x64 persistent joined lazy by-warp",
-        "2x64 lazy",
+        "2x64 persistent joined lazy by-warp direct following",
         "2x64",
     ),
 }
 GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
 
 
+def form(head_dim: int, name: str) -> Sm90Config:
+    """The form of that name: a tile and what changes it, in words."""
+    tile, *changes = name.split()
+    unknown = {tile} - TILES[head_dim].keys() | set(changes) - CHANGES.keys()
+    if unknown:
+        raise ValueError(f"unknown implementation {name!r}: {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {}
+    for change in changes:
+        values |= CHANGES[change]
+    return replace(TILES[head_dim][tile], **values)
+
+
 def candidates(head_dim: int, causal: bool) -> dict[str, Sm90Config]:
     """Name -> form, the most promising first."""
-    found = {}
-    for name in FORMS[head_dim, causal]:
-        tile, *changes = name.split()
-        values: dict[str, Any] = {}
-        for change in changes:
-            values |= CHANGES[change]
-        found[name] = replace(TILES[head_dim][tile], **values)
-    return found
+    return {name: form(head_dim, name) for name in FORMS[head_dim, causal]}
 
 
 def sizes(head_dim: int, seqlen: int) -> tuple[int, int, int, int]:
@@ -220,9 +223,7 @@ def serve(name: str, head_dim: int, causal: bool, seqlens: list[int], limit: flo
     """
     from triton.testing import do_bench
 
-    config = candidates(head_dim, causal).get(name)
-    if config is None and name not in PEERS:
-        raise ValueError(f"unknown implementation {name!r}")
+    config = None if name in PEERS else form(head_dim, name)
     calls = {}
     with _watchdog(COMPILE_LIMIT):
         for seqlen in seqlens:
@@ -438,13 +439,12 @@ def print_summary(rows: list[dict]) -> None:
             print(line)
         if not figures:
             continue
-        forms = candidates(head_dim, causal)
         parts = _table_rows(figures)
         source.append(f"    ({head_dim}, {causal}): (")
         for part, name in parts:
             most = "_ANY" if part is parts[-1][0] else 2 * part[-1]
             figure = "/".join(f"{figures[s][name]:.0f}" for s in part)
-            source.append(f"        ({most}, {_as_source(forms[name], f'_H200 + {json.dumps(figure)}')}),")
+            source.append(f"        ({most}, {_as_source(form(head_dim, name), f'_H200 + {json.dumps(figure)}')}),")
         source.append("    ),")
     if shares:
         ahead = sum(share >= 1 for share in shares)

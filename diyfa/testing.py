@@ -538,13 +538,16 @@ class Check(NamedTuple):
         return float("inf") if self.problem else max(0.0 if e == 0 else e / b if b else float("inf") for e, b in pairs)
 
 
-def check_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> dict[str, Check]:
+def check_budget(
+    actual: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS
+) -> dict[str, Check]:
     """Every result of `case` by name, beside its error budget.
 
     A budget is the largest that the contract gives, computed no further than the error needs: PyTorch's error on the
     case's own inputs nearly always suffices, then what is unavoidable is added, then the other draws of inputs.
 
-    `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU).
+    `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU),
+    `draws` how many inputs tell PyTorch's error at most.
     """
     expected, low_precision = expected_results(case, device), low_precision_results(case, device)
     infinite = Error(float("inf"), float("inf"))
@@ -561,19 +564,21 @@ def check_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> d
         else:
             error = measure_error(got, want)
             check = Check(error, error_budget(want, yardsticks(case, device, 1)[name], low.dtype))
-            for draws in (1, YARDSTICK_DRAWS):
+            for count in sorted({1, min(draws, YARDSTICK_DRAWS), draws}):
                 if check.share <= 1 or error.max_abs == float("inf"):
                     break
-                yardstick = yardsticks(case, device, draws)[name]
+                yardstick = yardsticks(case, device, count)[name]
                 check = Check(error, error_budget(want, yardstick, low.dtype, unavoidable_errors(case)[name]))
             checks[name] = check
     return checks
 
 
-def assert_within_budget(actual: Results, case: AttentionCase, device: str = "cpu") -> None:
+def assert_within_budget(
+    actual: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS
+) -> None:
     """Every result of `case` is within its error budget (`check_budget`); AssertionError lists those that are not."""
     failures = []
-    for name, check in check_budget(actual, case, device).items():
+    for name, check in check_budget(actual, case, device, draws).items():
         error, budget = check.error, check.budget
         if check.problem:
             failures.append(f"{name}: {check.problem}")

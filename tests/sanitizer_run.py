@@ -6,8 +6,9 @@
 
 With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of the Hopper forms.
 racecheck names one thing in Hopper forms (docs/hopper.md, "Tested without a GPU"): Triton's own handing over, in the
-lines of the kernel's `def` and of `gl.warp_specialize`, of which `racecheck_barriers.cu` shows that it is no race. Any
-other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its memory.
+lines of the kernel's `def` and of what follows its partitions, of which `racecheck_barriers.cu` shows that it is no
+race. Any other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its
+memory.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def run_features() -> None:
     torch.cuda.synchronize()
 
 
-# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel, large enough for it and for the rows of its table, the
-# last one for its small tile; `seq_lens` are the lengths of the samples.
+# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel in bfloat16, large enough for it and for the rows of its
+# table, the last one for its small tile; `seq_lens` are the lengths of the samples.
 HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"causal": True}, (2, 32, 8, 333, 517, 128, 128)),
     ({}, (2, 32, 32, 333, 517, 128, 128)),
@@ -92,6 +93,9 @@ HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({}, (1, 48, 48, 768, 2500, 64, 64)),  # these three in clusters
     ({}, (1, 40, 40, 500, 8300, 128, 128)),
     ({}, (1, 40, 40, 500, 8300, 256, 256)),
+    # Scores of which tiles are computed again.
+    ({"sm_scale": 30.0}, (2, 32, 32, 333, 517, 128, 128)),
+    ({"sm_scale": 30.0, "window": (200, 20)}, (2, 32, 8, 333, 517, 64, 64)),
     ({"causal": True}, (1, 4, 4, 1029, 1029, 128, 128)),
 ]
 
@@ -100,7 +104,7 @@ def run_hopper(part: int, parts: int) -> None:
     """The Gluon kernel, one call for each form, and packed sequences."""
     for options, (b, h, hk, sq, sk, d, dv) in HOPPER[part::parts]:
         shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv))
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
         if "seq_lens" in options:
             lens = torch.tensor(options["seq_lens"], device="cuda", dtype=torch.int32)
             options = {**options, "seq_lens": lens}

@@ -73,7 +73,8 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     d = compiled.choice((64, 64, 128, 128, 256, 96, 192, 72))
     dv = compiled.choice((64, 128, 192, 256, 40)) if kind == "widths" else d
     layout = VARLEN if kind == "packed" else compiled.choice(("bhsd", "bshd"))
-    scale = compiled.choice((d**-0.5, d**-0.5, 0.3, -0.05))
+    # With the last, maxima of blocks differ by more than float32 can hold as a power of two.
+    scale = compiled.choice((d**-0.5, d**-0.5, 0.3, -0.05, 12.0))
     whole = compiled.random() < 0.3  # lengths that whole blocks make up
     common: dict[str, Any] = {"window_left": -1, "window_right": compiled.choice((-1, 0))}
     if kind == "causal":

@@ -332,6 +332,48 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
 
 
 @needs_kernel
+@pytest.mark.parametrize("mask", ["full", *MASKS])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
+def test_scores_may_rise_beyond_what_sums_hold(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima of blocks differ by more than float32 can hold as a power of two."""
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
+    changes = {**MASKS.get(mask, {}), "sm_scale": 30.0}
+    if mask == "softcap":
+        changes["softcap"] = 500.0
+    case = AttentionCase(f"{mask}_{head_dim}_far", **{**sizes, **changes})
+    inputs = make_inputs(case, "cuda")
+    with torch.no_grad():
+        out, lse = attention_function(case, variant="sm90")(*inputs.leaves, return_lse=True, **inputs.options)
+    checks = check_budget(Results(out.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2)), case, "cuda")
+    for name in ("out", "lse"):
+        assert checks[name].share <= 1, (name, checks[name])
+
+
+@needs_kernel
+@pytest.mark.parametrize("variant", ["sm90", "v2"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_tiles_of_samples_of_different_lengths(head_dim: int, causal: bool, variant: str) -> None:
+    """Some thirty tiles for each program, most of them beyond an end, again and again."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    lens = [256 * share for share in (16, 3, 7, 1, 12, 5, 9, 2)]
+    shape = (len(lens), 16, max(lens), head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3))
+    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+    first = diyfa.flash_attention(q, k, v, causal, seq_lens=seq_lens, variant=variant)
+    for b, n in enumerate(lens):
+        rows = (x[b, :, :n].float() for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=causal)
+        assert (first[b, :, :n].float() - expected).abs().max() < 0.02, f"sample {b}"
+        assert not first[b, :, n:].any(), f"beyond sample {b}"
+    for turn in range(50):
+        again = diyfa.flash_attention(q, k, v, causal, seq_lens=seq_lens, variant=variant)
+        assert torch.equal(again, first), f"call {turn}"
+
+
+@needs_kernel
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [1024, 3000, 16384])
 def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:

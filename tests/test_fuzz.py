@@ -14,6 +14,7 @@ from refusals import refused_features
 from targets import TARGETS, by_the_host_without_keys
 
 from diyfa.testing import (
+    YARDSTICK_DRAWS,
     AttentionCase,
     assert_within_budget,
     attention_function,
@@ -22,6 +23,8 @@ from diyfa.testing import (
     run_case,
 )
 
+# Among thousands of random cases are some in which PyTorch's error is large in few draws of inputs only.
+DRAWS = 8 * YARDSTICK_DRAWS
 EXAMPLES = int(os.environ.get("DIYFA_FUZZ", "0"))
 
 
@@ -105,6 +108,6 @@ def test_random_cases(backend: str) -> None:
         inputs = make_inputs(case, target.device)
         with poisoned_allocations(), by_the_host_without_keys(target, case):
             results = run_case(attend, inputs)
-        assert_within_budget(results, case, target.oracle_device)
+        assert_within_budget(results, case, target.oracle_device, DRAWS)
 
     check()

@@ -80,6 +80,8 @@ def test_forms_differ(sweep: ModuleType) -> None:
     for case in sweep.FORMS:
         forms = sweep.candidates(*case)
         assert len(set(forms.values())) == len(forms)
+    with pytest.raises(ValueError, match="sideways"):
+        sweep.form(128, "2x64 sideways")
 
 
 def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
@@ -88,7 +90,7 @@ def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
 
 def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
     first, second = "2x64 balanced own-walk pairs held lazy cluster", "2x64 dynamic pairs held lazy by-warp"
-    third = "2x64 dynamic pingpong pairs held"
+    third = "2x64 dynamic pingpong pairs held following"
     rows = [row(name, s, 600) for name in ("cudnn", "fa3") for s in (1024, 4096, 16384)]
     rows += [row(first, 1024, 500), row(first, 4096, 630), row(first, 16384, 655)]
     rows += [row(second, 1024, 540), row(second, 4096, 640), row(second, 16384, 600)]
@@ -102,9 +104,8 @@ def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
     )
     table = printed[printed.index("    (128, True)") :]
     found = eval("{" + table + "}", {"C": Sm90Config, "_ANY": 1 << 62, "_H200": "H200: "})
-    forms = sweep.candidates(128, True)
     assert [(most, config.measured) for most, config in found[128, True]] == [
         (2048, "H200: 540"),
         (1 << 62, "H200: 630/655"),
     ]
-    assert found[128, True][0][1].deal == forms[second].deal
+    assert found[128, True][0][1].deal == sweep.form(128, second).deal

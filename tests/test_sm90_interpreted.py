@@ -158,10 +158,10 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(\.store\(out\)\n.*\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the end does not wait for out": (
-        r"    tma\.store_wait\(0\)\n(    if EXACT:\n +vote)",
-        r"\1",
+        r"    else:\n        tma\.store_wait\(0\)\n(?=    meet)",
+        "",
         KernelBug,
-        {},
+        {"anchored": False},
     ),
     "nobody has the first turn": (
         r"if PINGPONG and CONSUMER == CONSUMERS - 1:",

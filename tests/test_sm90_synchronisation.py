@@ -46,8 +46,6 @@ SYNCHRONISING = (
 # Only makes the wait behind it cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck.
 HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_ARRIVE_BY_LANE)")
-# Needed where a tile was spoiled: `test_sm90_nonfinite.py`.
-ELSEWHERE = ("_say('cp.async.bulk.wait_group 0; mov.b32 $0, 0;')",)
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
@@ -56,6 +54,7 @@ DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
 OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
 SINGLE = (
     (PLAIN, WALK),
+    (replace(PLAIN, anchored=False), WALK),
     (replace(PLAIN, own_o=False), WALK),
     (replace(PLAIN, pingpong=True), WALK),
     (replace(PLAIN, by_warp=True), WALK),
@@ -69,6 +68,7 @@ SHARED_WALK = replace(WALK, seqlen_k=192)
 CLUSTER = (
     (replace(SHARING, own_walk=True, pingpong=True, deal="balanced"), replace(SHARED_WALK, causal=True)),
     (SHARING, SHARED_WALK),
+    (replace(SHARING, anchored=False), SHARED_WALK),
     (replace(SHARING, own_o=False), SHARED_WALK),
     (replace(SHARING, q_held=2), SHARED_WALK),
 )
@@ -83,7 +83,7 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     """The statements that synchronise and do nothing else, in the order of the source."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     synchronising = [call for call in calls if ast.unparse(call.value.func) in SYNCHRONISING]
-    needed = (call for call in synchronising if ast.unparse(call) not in HARMLESS + ELSEWHERE)
+    needed = (call for call in synchronising if ast.unparse(call) not in HARMLESS)
     return sorted(needed, key=lambda call: call.lineno)
 
 

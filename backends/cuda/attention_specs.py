@@ -241,8 +241,9 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
-    addresses = ("q_ptr", "k_ptr", "v_ptr", "o_ptr") if constants["EXACT"] else ("o_ptr",) if config.direct else ()
-    constants |= dict.fromkeys({"q_ptr", "k_ptr", "v_ptr", "o_ptr"} - set(addresses))
+    pointers = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
+    addresses = pointers if sm90.rewrites(problem, config) else ("o_ptr",) if config.direct else ()
+    constants |= dict.fromkeys(set(pointers) - set(addresses))
     signature |= dict.fromkeys(addresses, f"*{element}")
     if config.deal == "dynamic":
         signature["tickets_ptr"] = "*i32"
@@ -258,6 +259,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{' own walk' if config.own_walk else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
+        f"{' anchored' if constants['ANCHORED'] else ''}"
         f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,

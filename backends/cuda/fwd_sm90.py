@@ -38,9 +38,11 @@ from diyfa.backends.cuda.sm90 import (
     grid_of,
     has_one_ring,
     heads_together,
+    is_anchored,
     is_exact,
     notices_of,
     pieces_of,
+    rewrites,
     schedule_of,
 )
 from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
@@ -63,7 +65,15 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
-from diyfa.backends.cuda.sm90_exact import allocate_votes, is_spoiled, look, nothing_found, rewrite_tiles, vote
+from diyfa.backends.cuda.sm90_exact import (
+    allocate_votes,
+    is_spoiled,
+    look,
+    look_at_sums,
+    nothing_found,
+    rewrite_tiles,
+    vote,
+)
 from diyfa.backends.cuda.sm90_multicast import completing
 from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
@@ -83,7 +93,7 @@ from diyfa.backends.cuda.sm90_products import (
     tile_at,
 )
 from diyfa.backends.cuda.sm90_rows import matrix, offset_of, store_rows
-from diyfa.backends.cuda.sm90_softmax import LOG2E, softmax_step
+from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, anchored_step, no_sums, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
     end_of,
@@ -96,8 +106,6 @@ from diyfa.backends.cuda.sm90_tiles import (
 )
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.problem import AttentionProblem, AttentionTensors
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -278,9 +286,12 @@ def _attend_blocks(
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, ANCHORED: gl.constexpr,
 ):  # fmt: skip
-    """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before."""
+    """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before.
+
+    ANCHORED: m_i stays, and l_i are the sums of `anchored_step`.
+    """
     for i in range(start, end):
         item += 2
         k_slot = item % SLOTS
@@ -295,14 +306,18 @@ def _attend_blocks(
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
-        weights, m_i, l_i, alpha = softmax_step(
-            s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-            MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
-        )  # fmt: skip
+        if ANCHORED:
+            weights, l_i = anchored_step(s, m_i, l_i, scale, cap, SOFTCAP, NEGATE)
+        else:
+            weights, m_i, l_i, alpha = softmax_step(
+                s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
+                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+            )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
         release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
         p = held(weights, o, v_buffers.dtype, PAIRS)
-        o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
+        if not ANCHORED:
+            o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
     return o, p, m_i, l_i, item
 
 
@@ -343,6 +358,7 @@ def _attend_tile(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
+    ANCHORED: gl.constexpr,
 ):  # fmt: skip
     """64 queries of a tile, the first of them row0: from scores to the rows of out and lse -> (next item, `found`)."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -360,17 +376,18 @@ def _attend_tile(
         end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     position = rows + (n_keys - n_queries)  # the key that each row is aligned with
-    # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, then blocks
-    # that all rows see whole, from the n_whole-th on those that the left edge cuts.
+    # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, or that end
+    # there, then blocks that all rows see whole, from the n_whole-th on those that the left edge cuts. Where there are
+    # whole ones, each row sees a key before them.
     key0 = row0 + (n_keys - n_queries)
     n_blocks = end_block - first_block
     n_masked = 1
     if HAS_RIGHT:
         after = key0 + 1 if CAUSAL else key0 + 1 + window_right
-        n_masked = end_block - gl.minimum(gl.maximum(after, 0), n_keys) // BLOCK_N
+        n_masked = end_block - (gl.maximum(gl.minimum(after, n_keys), 1) - 1) // BLOCK_N
     elif CHECK_KEYS:
-        n_masked = end_block - n_keys // BLOCK_N
-    n_masked = gl.maximum(n_masked, 1)
+        n_masked = end_block - (gl.maximum(n_keys, 1) - 1) // BLOCK_N
+    n_masked = gl.maximum(n_masked, 1)  # beyond a sample's end one block is visited
     n_whole = n_blocks
     if HAS_LEFT:
         n_masked = gl.minimum(n_masked, n_blocks)
@@ -401,22 +418,30 @@ def _attend_tile(
             position, n_keys, window_left, window_right, scale, cap,
             CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
         )  # fmt: skip
-    o, p, m_i, l_i, item = _attend_blocks(
-        o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
+    if ANCHORED:
+        sums = no_sums(BLOCK_N, accumulator_layout(BLOCK_N))
+    else:
+        sums = l_i
+    o, p, m_i, sums, item = _attend_blocks(
+        o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
         CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, ANCHORED,
     )  # fmt: skip
+    if ANCHORED:
+        l_i += gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+    else:
+        l_i = sums
     if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
             CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
         )  # fmt: skip
     if (OWN_O or DIRECT) and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -438,6 +463,8 @@ def _attend_tile(
     release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
     if EXACT:
         found = look(o, found, PIECES_V, JOINED)
+    if ANCHORED:
+        found = look_at_sums(l_i, found)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
     # from the registers.
@@ -477,6 +504,7 @@ def _consumer(
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
+    ANCHORED: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
     window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, o_buffers, votes,
     scale, softcap,
@@ -503,16 +531,17 @@ def _consumer(
             found,
             CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT,
+            LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED,
         )  # fmt: skip
         turn += 1
         b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
             turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
         )  # fmt: skip
-    tma.store_wait(0)
-    if EXACT:
+    if EXACT or ANCHORED:
         vote(found, votes.index(CONSUMER))
         await_stores()
+    else:
+        tma.store_wait(0)
     meet(CLUSTER)
 
 
@@ -529,8 +558,8 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    q_ptr, k_ptr, v_ptr,  # the tensors' addresses: for EXACT
-    o_ptr,  # for EXACT and DIRECT
+    q_ptr, k_ptr, v_ptr,  # the tensors' addresses: for EXACT and ANCHORED
+    o_ptr,  # for these and DIRECT
     tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -544,6 +573,7 @@ def _fwd_sm90_kernel(
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
     EXACT: gl.constexpr,  # NaN and infinities in V reach exactly the rows that see them (`sm90_exact.py`)
+    ANCHORED: gl.constexpr,  # the maximum of the first blocks serves the others (`anchored_step` in `sm90_softmax.py`)
     NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -578,7 +608,7 @@ def _fwd_sm90_kernel(
     both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
     both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
     # Where nothing will be read any value stands for a pointer or memory: a tuple of values has no None.
-    if EXACT:
+    if EXACT or ANCHORED:
         votes = allocate_votes(CONSUMERS)
     else:
         votes = heads
@@ -606,7 +636,7 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
             ],
@@ -618,10 +648,10 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
@@ -635,13 +665,13 @@ def _fwd_sm90_kernel(
             [
                 (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
                 (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
                 (bystander, (CLUSTER,)),
@@ -650,7 +680,7 @@ def _fwd_sm90_kernel(
             [4, 4, 1, 1, 2],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-    if EXACT:  # noqa: SIM102 (decided when it is compiled)
+    if EXACT or ANCHORED:  # noqa: SIM102 (decided when it is compiled)
         if is_spoiled(votes, CONSUMERS) != 0:
             if SOFTCAP:
                 unit = scale
@@ -660,7 +690,7 @@ def _fwd_sm90_kernel(
                 matrix(q_ptr, q_tensor, steps_qb), matrix(k_ptr, k_tensor, steps_kb), matrix(v_ptr, v_tensor, steps_vb),
                 matrix(o_ptr, o_tensor, 0), lse_ptr, votes, notices, group_size,
                 heads_q, seqlen_q, seqlen_k, total_q, window_left, window_right, unit, softcap * LOG2E,
-                BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE,
+                BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE, ANCHORED,
             )  # fmt: skip
 
 
@@ -693,6 +723,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "NEGATE": negate,
         "LAZY": config.lazy,
         "EXACT": is_exact(problem),
+        "ANCHORED": is_anchored(problem, config),
         "NOTICES": notices_of(config),
         "DEAL": config.deal,
         "AHEAD": finds_ahead(problem, config),
@@ -757,7 +788,9 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            addresses = (q, k, v, out) if is_exact(problem) else (None, None, None, out if config.direct else None)
+            addresses = (None, None, None, out if config.direct else None)
+            if rewrites(problem, config):
+                addresses = (q, k, v, out)
             launch(q, k, v, out, *lengths, lse, *addresses, tickets)
 
 
@@ -779,7 +812,7 @@ def repeat(
     def without(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
         return q, k, v, out, None, None, lse, None, None, None, None, *no_tickets
 
-    arguments = with_addresses if is_exact(problem) else with_out if config.direct else without
+    arguments = with_addresses if rewrites(problem, config) else with_out if config.direct else without
     again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:
         return None

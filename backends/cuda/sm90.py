@@ -50,6 +50,7 @@ class Sm90Config:
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     direct: bool = False  # out leaves from registers, through no buffer (`sm90_rows.py`)
     by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
+    anchored: bool = True  # in bfloat16 no maximum after the first blocks (`anchored_step` in `sm90_softmax.py`)
     cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
@@ -79,52 +80,38 @@ _WALKS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "own_walk": True, "lazy"
 _HALF_Q: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
 _HALF_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
 _PASSES: dict[str, Any] = {**_BALANCED, **_TURNS, "own_walk": True}
-_THIRDS: dict[str, Any] = {"pairs": True, "piece": 32, "joined": True}
+_THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "piece": 32, "joined": True, "by_warp": True}
+_WIDE: dict[str, Any] = {**_STATIC, **_ALONE, "joined": True, "direct": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HALF_TURNS, measured=_LATER + "441")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "501/540")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "496/524")),
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HALF_TURNS, measured=_LATER + "465")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "557/591")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "551/581")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "356")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "451/520")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "364")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "493/571")),
     ),
     (96, False): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_H200 + "499/532/551")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_H200 + "471/530/537")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_LATER + "496/554/571")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "508/548/565")),
     ),
-    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_DYNAMIC, **_THIRDS, measured=_H200 + "370/486/539")),),
-    (128, False): (
-        (8192, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "616/668")),
-        (
-            _ANY,
-            C(2, 128, 4, True, 240, 24, **_STATIC, **_HELD, q_held=2, lazy=True, cluster=2, measured=_LATER + "681"),
-        ),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "668")),
-    ),
+    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
+    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "649/706/729")),),
     (128, True): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "466/604/665")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
     ),
-    (192, False): (
-        (
-            8192,
-            C(2, 128, 3, False, 240, 24, **_STATIC, **_ALONE, joined=True, direct=True, measured=_LATER + "519/586"),
-        ),
-        (_ANY, C(2, 128, 3, False, 240, 24, measured=_H200 + "594")),
-    ),
+    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, **_WIDE, measured=_LATER + "541/591/600")),),
     (192, True): (
-        (_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, direct=True, measured=_LATER + "413/533")),
+        (_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, direct=True, measured=_LATER + "422/554/605")),
     ),
     (256, False): (
-        (8192, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "636/716")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, cluster=2, measured=_LATER + "732")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, measured=_LATER + "711")),
+        (8192, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "650/731")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, cluster=2, measured=_LATER + "754")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "747")),
     ),
     (256, True): (
-        (2048, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "495")),
-        (8192, C(2, 64, 4, False, 240, 24, **_WALKS, direct=True, measured=_LATER + "646")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "709")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "500/660/719")),
     ),
 }
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
@@ -274,6 +261,16 @@ def heads_together(problem: AttentionProblem) -> int:
 def is_exact(problem: AttentionProblem) -> bool:
     """The kernel's EXACT. Without a mask every row sees every key: nothing can leak."""
     return problem.masked and exact_nonfinite()
+
+
+def is_anchored(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """The kernel's ANCHORED. Weights that grow with the scores need the range of bfloat16."""
+    return config.anchored and problem.dtype == "bfloat16"
+
+
+def rewrites(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether a program may have to go through its tiles again (`sm90_exact.py`)."""
+    return is_exact(problem) or is_anchored(problem, config)
 
 
 def notices_of(config: Sm90Config) -> int:

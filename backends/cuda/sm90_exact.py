@@ -1,16 +1,20 @@
-"""NaN and infinities in V reach exactly the rows that see them: what a program of the Hopper kernel does when its tiles
-are done, Gluon helpers of `fwd_sm90.py`.
+"""What a program of the Hopper kernel does when its tiles are done and one was spoiled: Gluon helpers of `fwd_sm90.py`.
 
-Why there is something to do, and why rows that come out finite are right, is said in `exact.py`. Here only V can leak:
-scores are selected before they are summed, keys beyond an end are read as zeros, and there is no dropout. And only
-under a mask: without one all rows of a tile see all its keys.
+Two things spoil a tile. NaN and infinities in V reach all rows that are multiplied with them, also those that a mask
+hides them from (EXACT); why there is something to do, and why rows that come out finite are right, is said in
+`exact.py`. Here only V can leak: scores are selected before they are summed, keys beyond an end are read as zeros, and
+there is no dropout. And only under a mask: without one all rows of a tile see all its keys. And a row's scores may rise
+so far above the maximum that it is measured from that its sum is beyond float32's range (ANCHORED, `anchored_step` in
+`sm90_softmax.py`).
 
 So consumers look at each finished accumulator (`look`), which costs them a multiply-add for every second element, and
-remember. At its end a program that has seen something not finite goes through its tiles once more, from the notices of
-all its turns (`sm90_notices.py`), and computes again what is not finite for no reason of its own, from the
-log-sum-exps. That happens next to never, so all of it is small: four warps, 16 keys at a time, 64 columns of out.
-Operands come from global memory straight to the registers in which the instructions want them (mma.sync: wgmma would
-need shared memory). It stands behind the partitions, where no loop shares registers with it.
+at each row's sum (`look_at_sums`), and remember. At its end a program that has seen something not finite goes through
+its tiles once more, from the notices of all its turns (`sm90_notices.py`). Log-sum-exps that are infinite although
+their row sees a key are computed again, with a running maximum, then from the log-sum-exps the outputs of these rows
+and those that are not finite for no reason of their own. That happens next to never, so all of it is small: four warps,
+16 keys at a time, 64 columns of out. Operands come from global memory straight to the registers in which the
+instructions want them (mma.sync: wgmma would need shared memory). It stands behind the partitions, where no loop shares
+registers with it.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from diyfa.backends.cuda.exact import SIGN as _SIGN
 from diyfa.backends.cuda.sm90_notices import kept_notice
 from diyfa.backends.cuda.sm90_products import ROWS, run_count
 from diyfa.backends.cuda.sm90_rows import here_wide, offset_of
-from diyfa.backends.cuda.sm90_softmax import LOG2E, scores_log2
+from diyfa.backends.cuda.sm90_softmax import HEADROOM, LN2, LOG2E, scores_log2
 from diyfa.backends.cuda.sm90_tiles import here
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
@@ -90,6 +94,15 @@ def look(o, found, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
         rows = rows.reshape([ROWS // 2, 4, rows.shape[3] * 2])
         found += gl.convert_layout(gl.sum(rows * 0.0, 2), OWN, assert_trivial=True)
     return found
+
+
+@gluon.jit
+def look_at_sums(l_i, found):
+    """found becomes NaN where a row's sum of weights l_i [64] is one or has grown beyond HEADROOM."""
+    infinite = (l_i * (2.0**127 / HEADROOM)) * 0.0  # finite for what is allowed
+    first, second = gl.split(infinite.reshape([WARPS, 2, 8]).permute(0, 2, 1))
+    rows = gl.convert_layout((first + second).reshape([ROWS // 2]), gl.SliceLayout(1, OWN), assert_trivial=True)
+    return found + rows[:, None]
 
 
 @gluon.jit
@@ -177,7 +190,7 @@ def _values(
         s = _scores(q_base, k_base, stride_q, stride_k, row0, n_queries, key, n_keys, head_dim)
         s, unit = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
         at = (key + own_key)[None, :] + next_key[None, :]
-        seen = at < n_keys
+        seen = at < (gl.zeros_like(position) + n_keys)[:, None]
         if CAUSAL:
             seen = seen & (at <= position[:, None])
         elif HAS_RIGHT:
@@ -191,14 +204,36 @@ def _values(
 
 
 @gluon.jit
+def _log_sums(
+    q_base, k_base, stride_q, stride_k, head_dim, row0, n_queries, n_keys, start, end, first_key, last_key, scale, cap,
+    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+):  # fmt: skip
+    """Log-sum-exps, in units of log2, of 64 queries over those of the keys [start, end) that each row sees: from
+    first_key to last_key [64]. -inf where all scores are."""
+    own_key, next_key = _indices(KEYS, gl.SliceLayout(0, MMA), 6)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    l_i = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
+    for key in range(start, end, KEYS):
+        s = _scores(q_base, k_base, stride_q, stride_k, row0, n_queries, key, n_keys, head_dim)
+        s, unit = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
+        at = (key + own_key)[None, :] + next_key[None, :]
+        s = gl.where((at >= first_key[:, None]) & (at <= last_key[:, None]), s, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(s, 1) * unit)
+        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
+        l_i = l_i * gl.exp2(m_i - m_ref) + gl.sum(gl.exp2(s * unit - m_ref[:, None]), 1)
+        m_i = m_new
+    return m_i + gl.log2(l_i)
+
+
+@gluon.jit
 def _rewrite_rows(
     q, k, v, o,  # `matrix` of each
     lse_ptr, votes, group_size, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys,
     heads_q, seqlen_q, total_q, window_left, window_right, scale, cap,
     BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, ANCHORED: gl.constexpr,
 ):  # fmt: skip
-    """Compute what is not finite for no reason of its own in the outputs of 64 queries, from row0 on, again."""
+    """Compute what is not finite for no reason of its own in out and lse of 64 queries, from row0 on, again."""
     hk = h // group_size
     q_base = q[0] + offset_of(q, b, h, first_q, LENGTHS)
     k_base = k[0] + offset_of(k, b, hk, first_k, LENGTHS)
@@ -211,19 +246,40 @@ def _rewrite_rows(
     else:
         first_lse = (b * heads_q + h).to(gl.int64) * seqlen_q
     lse = gl.load(lse_ptr + first_lse + row, mask=row < n_queries, other=float("inf"))
+    position = row + (n_keys - n_queries)
+    start, end = first_block * BLOCK_N, gl.minimum(end_block * BLOCK_N, n_keys)
+    lost = row < 0
+    if ANCHORED:  # a sum that float32 could not hold is an infinity, and after a mask's left edge maybe a NaN
+        last_key = gl.zeros_like(row) + (n_keys - 1)
+        first_key = gl.zeros_like(row)
+        if CAUSAL:
+            last_key = gl.minimum(position, last_key)
+        elif HAS_RIGHT:
+            last_key = gl.minimum(position + window_right, last_key)
+        if HAS_LEFT:
+            first_key = gl.maximum(position - window_left, 0)
+        lost = (row < n_queries) & (first_key <= last_key) & (lse == float("inf"))
+        if HAS_LEFT:
+            lost = lost | (lse != lse)
+        if _any_row(lost, votes) != 0:
+            lse_log2 = _log_sums(
+                q_base, k_base, q[3], k[3], q[4], row0, n_queries, n_keys, start, end, first_key, last_key, scale, cap,
+                SOFTCAP, NEGATE,
+            )  # fmt: skip
+            lost = lost & (lse_log2 != float("-inf"))
+            lse = gl.where(lost, lse_log2 * LN2, lse)
+            gl.store(lse_ptr + first_lse + row, lse, mask=lost)
     # Where the log-sum-exp is not finite either, a score is to blame, which reaches its own row only.
-    own = (gl.abs(lse) < float("inf"))[:, None]
+    own = ((gl.abs(lse) < float("inf")) | lost)[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    end = gl.minimum(end_block * BLOCK_N, n_keys)
     for first in range(0, o[4], COLUMNS):
         places = o_base + row[:, None].to(gl.int64) * o[3].to(gl.int64) + (first + column)[None, :]
         old = gl.load(places, mask=own & (first + column < o[4])[None, :], other=0.0)
-        leaked = ~(gl.abs(old.to(gl.float32)) < float("inf"))
+        leaked = ~(gl.abs(old.to(gl.float32)) < float("inf")) | (lost[:, None] & (first + column < o[4])[None, :])
         if _any_row(gl.max(leaked.to(gl.int32), 1), votes) != 0:
             exact = _values(
                 q_base, k_base, v_base, q[3], k[3], v[3], q[4], first, v[4],
-                lse * LOG2E, row + (n_keys - n_queries), row0, n_queries,
-                first_block * BLOCK_N, end, n_keys, window_left, window_right, scale, cap,
+                lse * LOG2E, position, row0, n_queries, start, end, n_keys, window_left, window_right, scale, cap,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
             )  # fmt: skip
             gl.store(places, exact.to(old.dtype), mask=leaked)
@@ -235,7 +291,7 @@ def rewrite_tiles(
     heads_q, seqlen_q, seqlen_k, total_q, window_left, window_right, scale, cap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, ANCHORED: gl.constexpr,
 ):  # fmt: skip
     """Go through all tiles of the program, which are written."""
     turn = 0
@@ -247,7 +303,7 @@ def rewrite_tiles(
             _rewrite_rows(
                 q, k, v, o, lse_ptr, votes.index(0), group_size, b, h, row0 + consumer * ROWS, first_block, end_block,
                 first_q, first_k, n_queries, n_keys, heads_q, seqlen_q, total_q, window_left, window_right, scale, cap,
-                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE,
+                BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE, ANCHORED,
             )  # fmt: skip
         turn += 1
         b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = kept_notice(

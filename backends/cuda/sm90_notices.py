@@ -6,7 +6,7 @@ shared memory. A notice without key blocks says that there is no tile left.
 
 Each turn has a notice of its own, which nobody overwrites: the grid has enough programs (`grid_of` in `sm90.py`), and
 in a dynamic deal none takes more tiles than it has notices for. So none need be waited for before it is written, and
-EXACT kernels can go through their tiles again where one was spoiled (`sm90_exact.py`). Of barriers there are two, in
+programs can go through their tiles again where one was spoiled (`sm90_exact.py`). Of barriers there are two, in
 turns: the producer has loaded the queries of turn t before it writes the notice of turn t + 1, so all consumers have
 done with those of turn t - 1, and with its barrier.
 """

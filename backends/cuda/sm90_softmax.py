@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+HEADROOM = gl.constexpr(2.0**60)  # how far a row's sum may grow beyond the maximum that it is measured from
 RISE = gl.constexpr(8.0)  # in units of log2: by how much scores may exceed the maximum that a lazy step measures from
 
 
@@ -71,3 +73,29 @@ def softmax_step(
     p = gl.exp2(x)
     alpha = gl.exp2(m_i - m_ref)
     return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def no_sums(BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `anchored_step` begins its sums with."""
+    return _by_thread(gl.zeros([64, BLOCK_N], gl.float32, LAYOUT))
+
+
+@gluon.jit
+def _by_thread(p):
+    """[64, BLOCK_N] -> [64, 4]: the sum of each thread's own elements of a row."""
+    # A column is 8 * n + 2 * (lane % 4) + bit.
+    columns = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]).permute(0, 2, 1, 3)
+    return gl.sum(columns.reshape([p.shape[0], 4, p.shape[1] // 4]), 2)
+
+
+@gluon.jit
+def anchored_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
+    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from a maximum of earlier blocks.
+
+    The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
+    of the first blocks will do for the rest of the walk, whatever it holds, up to a sum that float32 cannot hold.
+    """
+    s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
+    p = gl.exp2(s * scale - m_i[:, None])
+    return p, sums + _by_thread(p)
