@@ -45,6 +45,19 @@ CASES = [
     (case("seq_lens_causal", batch=2, seqlen_q=200, seq_lens=(200, 70), causal=True, head_dim=128), TWO),
     (case("seq_lens_more_keys", batch=2, seqlen_q=193, seqlen_k=260, seq_lens=(129, 250)), THREE),
     (case("seq_lens_heads_first", batch=2, seqlen_q=200, seq_lens=(130, 64), view="transposed"), TWO),
+    # Each program has sixteen tiles, a third of them beyond an end.
+    (
+        case(
+            "seq_lens_many_tiles",
+            batch=8,
+            seqlen_q=256,
+            seqlen_k=256,
+            seq_lens=(256, 48, 112, 16, 192, 80, 144, 32),
+            causal=True,
+            head_dim=128,
+        ),
+        replace(DYNAMIC, piece=64, joined=True, q_held=2, pairs=True, lazy=True, by_warp=True, pingpong=True),
+    ),
     (packed("packed", (150, 0, 3), (70, 20, 200), slack=9), TWO),
     (packed("packed_causal", (60, 200), (200, 60), causal=True), replace(TWO, persistent=True)),
     (packed("packed_many", (5, 64, 1, 130) * 9, (9, 1, 70, 2) * 9, heads=1), replace(TWO, persistent=True)),

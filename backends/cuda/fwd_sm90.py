@@ -421,7 +421,7 @@ def _attend_tile(
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
         )  # fmt: skip
     if ANCHORED:
-        sums = no_sums(BLOCK_N, accumulator_layout(BLOCK_N))
+        sums = no_sums(ROWS, BLOCK_N, accumulator_layout(BLOCK_N))
     else:
         sums = l_i
     o, p, m_i, sums, item = _attend_blocks(

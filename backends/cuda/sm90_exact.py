@@ -27,7 +27,7 @@ from diyfa.backends.cuda.exact import SIGN as _SIGN
 from diyfa.backends.cuda.sm90_notices import kept_notice
 from diyfa.backends.cuda.sm90_products import ROWS, run_count
 from diyfa.backends.cuda.sm90_rows import here_wide, offset_of
-from diyfa.backends.cuda.sm90_softmax import HEADROOM, LN2, LOG2E, scores_log2
+from diyfa.backends.cuda.sm90_softmax import HEADROOM, LN2, LOG2E, scores_log2, softmax_step
 from diyfa.backends.cuda.sm90_tiles import here
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
@@ -205,23 +205,20 @@ def _values(
 
 @gluon.jit
 def _log_sums(
-    q_base, k_base, stride_q, stride_k, head_dim, row0, n_queries, n_keys, start, end, first_key, last_key, scale, cap,
+    q_base, k_base, stride_q, stride_k, head_dim, position, row0, n_queries, start, end, n_keys,
+    window_left, window_right, scale, cap,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr, NEGATE: gl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps, in units of log2, of 64 queries over those of the keys [start, end) that each row sees: from
-    first_key to last_key [64]. -inf where all scores are."""
-    own_key, next_key = _indices(KEYS, gl.SliceLayout(0, MMA), 6)
+    """Log-sum-exps [64], in units of log2, of 64 queries over the keys [start, end); -inf where all scores are."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     l_i = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
     for key in range(start, end, KEYS):
         s = _scores(q_base, k_base, stride_q, stride_k, row0, n_queries, key, n_keys, head_dim)
-        s, unit = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
-        at = (key + own_key)[None, :] + next_key[None, :]
-        s = gl.where((at >= first_key[:, None]) & (at <= last_key[:, None]), s, float("-inf"))
-        m_new = gl.maximum(m_i, gl.max(s, 1) * unit)
-        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-        l_i = l_i * gl.exp2(m_i - m_ref) + gl.sum(gl.exp2(s * unit - m_ref[:, None]), 1)
-        m_i = m_new
+        _, m_i, l_i, _ = softmax_step(
+            s, m_i, l_i, key, position, n_keys, window_left, window_right, scale, cap,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, False,
+        )  # fmt: skip
     return m_i + gl.log2(l_i)
 
 
@@ -263,8 +260,8 @@ def _rewrite_rows(
             lost = lost | (lse != lse)
         if _any_row(lost, votes) != 0:
             lse_log2 = _log_sums(
-                q_base, k_base, q[3], k[3], q[4], row0, n_queries, n_keys, start, end, first_key, last_key, scale, cap,
-                SOFTCAP, NEGATE,
+                q_base, k_base, q[3], k[3], q[4], position, row0, n_queries, start, end, n_keys,
+                window_left, window_right, scale, cap, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE,
             )  # fmt: skip
             lost = lost & (lse_log2 != float("-inf"))
             lse = gl.where(lost, lse_log2 * LN2, lse)

@@ -76,9 +76,9 @@ def softmax_step(
 
 
 @gluon.jit
-def no_sums(BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+def no_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     """What `anchored_step` begins its sums with."""
-    return _by_thread(gl.zeros([64, BLOCK_N], gl.float32, LAYOUT))
+    return _by_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT))
 
 
 @gluon.jit
