@@ -100,6 +100,7 @@ def _add_up(sums_ptr, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.c
             mbarrier.arrive(empty.index(slot), count=4)
         sums = gl.sum(ring.index(slot * PIECES).load(LAYOUT).to(gl.float32), 1)
         sums += gl.sum(ring.index(slot * PIECES + 1).load(LAYOUT).to(gl.float32), 1)
+        fence_async_shared()
         if BUG == "one_arrival":
             _say(_RELEASE_TO_ALL)
             mbarrier.arrive(empty.index(slot), count=1)

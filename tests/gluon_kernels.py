@@ -53,6 +53,8 @@ def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, 
         if BUG == "early_release":
             mbarrier.arrive(empty.index(slot), count=1)
         x = ring.index(slot).load(LAYOUT)
+        if BUG != "no_fence_after_reading":
+            fence_async_shared()
         if BUG != "early_release" and BUG != "no_release":
             mbarrier.arrive(empty.index(slot), count=1)
         if BUG == "released_twice":
@@ -135,6 +137,7 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
             a = a.load(gl.DotOperandLayout(0, OUT, 4))
         elif BUG == "through_registers":  # no bug
             a = a.load(gl.DotOperandLayout(0, OUT, 2))
+            fence_async_shared()
         elif BUG == "through_shared" or BUG == "no_fence":  # the first is none
             copy.store(a.load(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
             if BUG != "no_fence":

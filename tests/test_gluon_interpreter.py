@@ -67,6 +67,7 @@ def test_a_right_pipeline_passes(seed: int, slots: int) -> None:
         ("init_twice", BarrierMisuse, "in use"),
         ("no_fence_after_init", Race, "without fence_async_shared after its init"),
         ("no_fence", Race, "TMA store to target .* without fence_async_shared after: store at"),
+        ("no_fence_after_reading", Race, "TMA load of source .* without fence_async_shared after: load at"),
         ("no_store_wait", Race, "store at .*, but nothing has waited for the end of: TMA store"),
         ("store_at_the_end", KernelBug, "the program ends while still running: TMA stores"),
         ("layout_mismatch", ValueError, "Layout mismatch"),

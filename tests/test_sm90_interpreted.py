@@ -157,6 +157,12 @@ MUTANTS = {
         {},
     ),
     "out leaves before it is visible": (r"(\.store\(out\)\n.*\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
+    "the next Q comes while this one is read": (
+        r"    if Q_HELD > 0:\n        fence_async_shared\(\)\n",
+        "",
+        Race,
+        {"piece": 64, "joined": True, "q_held": 1},
+    ),
     "the end does not wait for out": (
         r"    else:\n        tma\.store_wait\(0\)\n(?=    meet)",
         "",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.sm90 import CONSUMER_ROWS
 from diyfa.backends.cuda.sm90_softmax import any_in_warp
@@ -85,11 +85,16 @@ def held_queries(
 
     A product that takes its left operand from shared memory reads 64 rows of it again for every block of keys: at
     head_dim 256 and 64 keys as many bytes as K itself, and both together as many as shared memory delivers meanwhile.
+
+    From here on TMA may write over what was read: without the fence it would do so while reads are still under way,
+    for neither a meeting of threads nor an arrival waits for them.
     """
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BLOCK_N), 2)
     q = ()
     for j in gl.static_range(Q_HELD):
         q += (tile_at(q_buffers, CONSUMER * PIECES + j, 1).load(LAYOUT),)
+    if Q_HELD > 0:
+        fence_async_shared()
     return q
 
 

@@ -1,9 +1,9 @@
 """Vector clocks: what has certainly happened before a point of the execution, whatever the timing.
 
 An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies see shared memory:
-register instructions (generic) and TMA and wgmma (asynchronous). What the first wrote is in the sight of the second
-only from a `fence_async_shared` on, so a clock keeps both. Barriers that a partition initialised are in the sight of
-the cluster's other programs from its `fence.mbarrier_init` on.
+register instructions (generic) and TMA and wgmma (asynchronous). Only from a `fence_async_shared` on, what the first
+wrote is in the sight of the second, and the second cannot overwrite what the first still reads, so a clock keeps both.
+Barriers that a partition initialised are in the sight of the cluster's other programs from its `fence.mbarrier_init` on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Clock:
         _join(self.shown, other.shown)
 
     def fence(self) -> None:
-        """Register writes so far become visible to the asynchronous proxy."""
+        """Register writes so far become visible to the asynchronous proxy, and register reads so far are done."""
         _join(self.fenced, self.known)
 
     def show(self, agent: Hashable) -> None:

@@ -69,7 +69,7 @@ class Allocation:
         for old in self._accesses:
             conflicts = (old.write or new.write) and old.overlaps(new)
             if conflicts:
-                fence_needed = old.write and not old.asynchronous and new.asynchronous
+                fence_needed = not old.asynchronous and new.asynchronous
                 if clock.known.get(old.agent, 0) < old.step:
                     raise Race(f"{new.what}, but nothing has waited for the end of: {old.what} (in {self.name})")
                 if fence_needed and clock.fenced.get(old.agent, 0) < old.step:
