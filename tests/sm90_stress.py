@@ -4,19 +4,23 @@
 
 What kernels are compiled for comes from --variants choices; shapes and inputs are new each time. Processes side by side
 take every n-th call each, for most of the time goes to compiling. A race shows as an error that moves: each call is
-compared with the portable kernel, and every tenth is repeated and must give the same bits. A process stops at its first
-difference, with the options that repeat that call.
+compared with the portable kernel and repeated, which must give the same bits. A process stops at its first difference,
+with the options that repeat that call.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +30,12 @@ from diyfa.backends.cuda import configs, fwd, fwd_sm90, sm90, tune
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
 
 DEVICE = "cuda"
-KINDS = ("plain", "causal", "seq_lens", "packed", "window", "softcap", "widths", "form")
+KINDS = ("plain", "causal", "seq_lens", "packed", "window", "softcap", "widths", "form", "tiles")
 # At most this difference in units of out's largest element: two roundings of the weights and one of the result.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 2e-3
+REPEATS = 20  # of each call: most of the time goes to compiling
+LIMIT = 90  # seconds for one call, compiling included; what takes longer hangs
 
 
 def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
@@ -93,6 +99,9 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     # Odd lengths otherwise: whether 16 divides one is also something that the portable kernel is compiled for.
     sq = choose.choice((256, 512, 1024)) if whole else choose.choice((193, 200, 511, 777, 1025))
     sk = choose.choice((128, 512, 1024)) if whole else choose.choice((2, 39, 129, 200, 1023, 1500))
+    if kind == "tiles":  # some fifteen for each program, half of them short: the producer is ahead of the consumers
+        batch, heads, heads_kv, sq, sk = 8, 16, choose.choice((1, 4, 16)), 2048, 2048
+        common["window_right"] = 0
     features: dict[str, Any] = {}
     if kind == "packed":
         lens_q, lens_k = lengths(choose, batch * 4, 601), lengths(choose, batch * 4, 701)
@@ -112,7 +121,7 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
         q, k, v = (
             torch.randn([(batch, *shape)[i] for i in LAYOUTS[layout]], device=DEVICE).to(dtype) for shape in shapes
         )
-        if kind == "seq_lens":
+        if kind in ("seq_lens", "tiles"):
             lens = lengths(choose, batch, sk)
             lens = [min(n, sk) for n in lens]
             features = {"seq_lens": torch.tensor(lens, device=DEVICE, dtype=torch.int32)}
@@ -128,7 +137,9 @@ def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, Attentio
     config = sm90.config_of(problem)
     if kind == "form":
         config = replace(config, **compiled.choice(forms(d, config.consumers)))
-    elif kind in ("packed", "seq_lens", "window", "causal") and compiled.random() < 0.5:
+        if config.deal == "balanced" and not sm90.fills_rounds(problem, config):
+            config = replace(config, deal="static")
+    elif kind in ("packed", "seq_lens", "window", "causal", "tiles") and compiled.random() < 0.5:
         config = replace(config, persistent=True, deal="dynamic", cluster=1)
     return problem, AttentionTensors(q, k, v, scale, **features), config
 
@@ -160,17 +171,33 @@ def difference(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...])
     return None
 
 
-def check(seed: int, variant: int, kind: str, twice: bool) -> str | None:
+def check(seed: int, variant: int, kind: str) -> str | None:
     """What is wrong with one call, or None."""
     problem, tensors, config = call(seed, variant, kind)
     fwd_sm90.config_of = lambda problem: config
     mine = results(problem, tensors, fwd_sm90.attention_forward)
     wrong = difference(mine, results(problem, tensors, fwd.attention_forward))
-    if wrong is None and twice:
+    for turn in range(REPEATS if wrong is None else 0):
         again = results(problem, tensors, fwd_sm90.attention_forward)
         if not all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(mine, again, strict=True)):
-            wrong = "the same call gave other bits"
+            wrong = f"other bits when repeated: {turn}, {difference(again, mine)}"
+            break
     return None if wrong is None else f"{kind}: {wrong}\n{problem}\n{config}"
+
+
+@contextmanager
+def ending_after(seconds: float, what: str) -> Iterator[None]:
+    """End the process, and say what hung, should this take longer: a kernel that waits for ever does not return."""
+
+    def end() -> None:
+        print("HANGS:", what, flush=True)
+        os._exit(124)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def run(options: argparse.Namespace, first: int, step: int) -> tuple[str | None, dict[str, int]]:
@@ -184,9 +211,10 @@ def run(options: argparse.Namespace, first: int, step: int) -> tuple[str | None,
             break
         variant = i % options.variants
         kind = options.only or KINDS[variant % len(KINDS)]
-        wrong = check(options.seed * 1_000_003 + i, variant, kind, i // step % 10 == 0)
+        again = f"--seed {options.seed} --start {i} --iterations 1 --variants {options.variants} --jobs 1"
+        with ending_after(LIMIT, again):
+            wrong = check(options.seed * 1_000_003 + i, variant, kind)
         if wrong is not None:
-            again = f"--seed {options.seed} --start {i} --iterations 1 --variants {options.variants} --jobs 1"
             return f"{wrong}\n{again}", counts
         counts[kind] += 1
     return None, counts
@@ -213,6 +241,7 @@ def main() -> int:
             if found is not None:
                 print("FAILED:", found, flush=True)
                 wrong.append(found)
+            print(f"{total.total()} calls, {time.monotonic() - begin:.0f} s", flush=True)
     print(f"{total.total()} calls in {time.monotonic() - begin:.0f} s agree: {dict(total)}")
     return 1 if wrong else 0 if total.total() == options.iterations else 2
 

@@ -297,6 +297,8 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
+    if config.deal == "balanced" and not fills_rounds(problem, config):
+        raise ValueError("a balanced deal needs whole rounds, see fills_rounds")
     at_once = programs = min(tiles, _multiprocessors(device) // config.cluster)
     while _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
         programs += at_once

@@ -3,7 +3,8 @@
 An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies see shared memory:
 register instructions (generic) and TMA and wgmma (asynchronous). Only from a `fence_async_shared` on, what the first
 wrote is in the sight of the second, and the second cannot overwrite what the first still reads, so a clock keeps both.
-Barriers that a partition initialised are in the sight of the cluster's other programs from its `fence.mbarrier_init` on.
+Barriers that a partition initialised are in the sight of the cluster's other programs from its `fence.mbarrier_init`
+on.
 """
 
 from __future__ import annotations
