@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
 
 from targets import TARGETS, Target, absent  # noqa: E402
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import fast_interpreter
+
+    fast_interpreter.install()
+
 _ran: Counter[str] = Counter()
 _on_npu: list[int] = []  # kernels that each test ran on npu tensors, of those that ran any (see npu_interpreter.py)
 

@@ -1,0 +1,32 @@
+"""Makes Triton's interpreter faster: for each call of a kernel and of each of its helpers it looks for the builtins of
+`triton.language` among all names there are, to replace them, which takes a third of the time. Their names are fixed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def _builtins(owner: Any) -> tuple[str, ...]:
+    return tuple(name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member))
+
+
+_NAMES = {owner: _builtins(owner) for owner in (tl, tl.core, tl.math, tl.tensor)}
+
+
+def _patch_builtin(owner: Any, *how: Any) -> None:
+    if owner not in _NAMES:
+        _NAMES[owner] = _builtins(owner)
+    names = _NAMES[owner]
+    if names and tl.core.is_builtin(getattr(owner, names[0])):  # not so in a helper: its caller has replaced them all
+        for name in names:
+            interpreter._patch_attr(owner, name, getattr(owner, name), *how)
+
+
+def install() -> None:
+    """For Triton since 3.6; that of triton-ascend never takes its replacements back, see `npu_interpreter.py`."""
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_builtin = _patch_builtin
