@@ -285,6 +285,15 @@ def test_programs_have_room_for_all_their_notices(
             assert form.deal == "dynamic" or -(-tiles // programs) < sm90.KEPT_NOTICES
 
 
+def test_a_balanced_deal_of_too_many_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head is a group of one tile here: no number of programs would make their turns few."""
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    many = problem(batch=24, heads_q=8, heads_kv=2, seqlen_q=200, seqlen_k=200, window_right=-1)
+    form = replace(sm90.config_of(many), persistent=True, deal="balanced", cluster=1)
+    with pytest.raises(ValueError, match="whole rounds"):
+        sm90.grid_of(many, form, torch.device("cpu"))
+
+
 MASKS = {
     "causal": {"causal": True},
     "more_queries": {"causal": True, "seqlen_k": 500},
