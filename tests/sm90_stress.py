@@ -11,6 +11,7 @@ with the options that repeat that call.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -191,13 +192,16 @@ def ending_after(seconds: float, what: str) -> Iterator[None]:
 
     def end() -> None:
         print("HANGS:", what, flush=True)
+        faulthandler.dump_traceback()  # whether it is the host that does
         os._exit(124)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    yield
-    timer.cancel()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def run(options: argparse.Namespace, first: int, step: int) -> tuple[str | None, dict[str, int]]:

@@ -1,15 +1,14 @@
 """Which attention kernels are compiled ahead of time for an architecture: every shipped tile, every feature once.
 
-Plain problems are compiled with every tile of the table, in one dtype of its width; the other dtype, no mask and
-problems that use features with the default tile. The signature follows from the argument names and from what the kernel
-says of them, so a kernel that gains an argument needs no change here.
+Plain problems are compiled with every tile of the table, problems that use features with the default one. The
+signature follows from the argument names and from what the kernel says of them, so a kernel that gains an argument
+needs no change here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1, sm90
@@ -69,23 +68,19 @@ def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool 
 
 
 def problems(arch: str) -> Iterator[AttentionProblem]:
-    """Plain problems: the head dims that tables tell apart, padded samples."""
+    """Plain problems: the head dims that tables tell apart, both masks, one of each dtype, padded samples."""
     half = "float16"
     for d in (64, 128, 256):
         yield _problem(arch, half, d)
+    yield _problem(arch, half, 128, causal=False)
     yield _problem(arch, half, 80, seq_lens=True)
     for d in (64, 256):
         yield _problem(arch, half, d).replace(aligned=False)
-    for d in (64, 128):
-        yield _problem(arch, "float32", d)
-
-
-def alike(arch: str) -> Iterator[AttentionProblem]:
-    """Problems that have the same tiles as one of `problems`: without a mask, in bfloat16."""
-    yield _problem(arch, "float16", 128, causal=False)
     spec = gpu_spec(arch)
     if spec is not None and spec.has_bf16:
         yield _problem(arch, "bfloat16", 128)
+    for d in (64, 128):
+        yield _problem(arch, "float32", d)
 
 
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -283,13 +278,13 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
     backward = (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel))
-    for problem, most in (*((p, None) for p in problems(arch)), *((p, 1) for p in alike(arch))):
-        for config in islice(candidates("fwd", problem), most):
+    for problem in problems(arch):
+        for config in candidates("fwd", problem):
             yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
         v1 = fwd_v1.config(problem)
         yield _spec("attention_fwd/v1", fwd_v1._fwd_v1_kernel, problem, v1, fwd_v1.constants(problem, v1, False))
         for kind, fn in backward:
-            for config in islice(candidates(kind, problem), most):
+            for config in candidates(kind, problem):
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
         yield _preprocess(problem, False)
     for problem in feature_problems(arch):

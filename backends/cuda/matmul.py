@@ -350,15 +350,13 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
-    """Every default and candidate tile of both forms, for few rows and many, both layouts of b; in bfloat16, which has
-    float16's tiles, the default ones."""
+    """Every default and candidate tile of both forms, for few rows and many, both layouts of b."""
     for (dtype, compute, out, precision), kernel, aligned in product(_CASES, KERNELS, (True, False)):
         configs: dict[MatmulConfig, None] = {}
         for m in (16, 64, 4096):
             problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
             if kernel.unsupported(problem) is None:
-                others = () if dtype == "bfloat16" else candidates(problem, kernel.name)
-                configs.update(dict.fromkeys((kernel.config(problem), *others)))
+                configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
         for config in configs:
             yield from _SPECS[kernel.name](dtype, compute, out, precision, config, aligned)
 
