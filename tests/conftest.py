@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from importlib.metadata import version
+from importlib.util import find_spec
 
 # Small products on many threads wait for each other more than they compute; NumPy (the interpreter) reads this once.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -19,7 +20,7 @@ if not torch.cuda.is_available():
 
 from targets import TARGETS, Target, absent  # noqa: E402
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     import fast_interpreter
 
     fast_interpreter.install()
