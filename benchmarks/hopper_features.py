@@ -1,9 +1,10 @@
 """The Hopper forward kernel beside the portable one and PyTorch's cuDNN where each case can be asked of it.
 
-    python benchmarks/hopper_features.py [--only packed]
+    python benchmarks/hopper_features.py [--only packed] [--graph]
 
 GQA, samples and packed sequences of different lengths, windows, softcap, odd head dims, V of another width, grids of
-few tiles, 128k keys. Times are medians of `triton.testing.do_bench`; TFLOP/s count the products of visible pairs.
+few tiles, 128k keys. Times are medians of `triton.testing.do_bench`, with --graph of calls in a CUDA graph, which the
+host does not delay; TFLOP/s count the products of visible pairs.
 `difference` is the largest between the Hopper kernel's outputs, in the table's form and in others that the case may
 gain from, and the portable one's. One line for each case; JSON lines with --output. bf16.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench
+from triton.testing import do_bench, do_bench_cudagraph
 
 from diyfa.attention import flash_attention, flash_attention_varlen
 from diyfa.backends.cuda import fwd_sm90, sm90
@@ -60,13 +61,18 @@ CASES = {
     "D=192/128 full": Case(4, 16, 4096, 192, head_dim_v=128, causal=False),
     "D=96 full": Case(4, 20, 4096, 96, causal=False),
     "D=72 full": Case(4, 28, 4096, 72, causal=False),
-    "1 tile, S=512": Case(1, 1, 64, causal=False),
+    "1 tile, S=64": Case(1, 1, 64, causal=False),
+    "B·H=16, S=128": Case(1, 16, 128, causal=False),
+    "B·H=4, S=256": Case(1, 4, 256),
     "B·H=1, S=512": Case(1, 1, 512, causal=False),
     "B·H=8, S=512": Case(1, 8, 512),
     "B·H=16, S=512": Case(1, 16, 512, causal=False),
     "B·H=64, S=512": Case(4, 16, 512),
     "B·H=8, S=2k": Case(1, 8, 2048),
     "B·H=8, S=2k, D=64 full": Case(1, 8, 2048, 64, causal=False),
+    "B·H=1, S=512, D=256 full": Case(1, 1, 512, 256, causal=False),
+    "B·H=1, S=1k, D=64 full": Case(1, 1, 1024, 64, causal=False),
+    "B·H=1, S=1k": Case(1, 1, 1024),
     "B·H=4, S=2k, D=256": Case(1, 4, 2048, 256),
     "S=128k": Case(1, 2, 131072),
 }
@@ -161,7 +167,7 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
     return found, flops
 
 
-def measure(name: str, rep: int) -> dict[str, Any]:
+def measure(name: str, rep: int, graph: bool) -> dict[str, Any]:
     """TFLOP/s of each implementation that takes the case, the reason of each that does not."""
     row: dict[str, Any] = {"case": name}
     outs = {}
@@ -169,7 +175,10 @@ def measure(name: str, rep: int) -> dict[str, Any]:
     for who, call in found.items():
         try:
             outs[who] = call().float()
-            ms = do_bench(call, warmup=10, rep=rep, return_mode="median")
+            if graph:
+                ms = do_bench_cudagraph(call, rep=rep, return_mode="median")
+            else:
+                ms = do_bench(call, warmup=10, rep=rep, return_mode="median")
         except (ValueError, RuntimeError) as error:
             row[who] = str(error)[-160:]
             continue
@@ -184,12 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
+    parser.add_argument("--graph", action="store_true", help="time calls in a CUDA graph")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
     options = parser.parse_args()
     for name in CASES:
         if options.only not in name:
             continue
-        row = measure(name, options.rep)
+        row = measure(name, options.rep, options.graph)
         who = [key.removesuffix("_us") for key in row if key.endswith("_us")]
         figures = ", ".join(f"{name} {row[name]}" for name in who)
         times = "/".join(f"{row[f'{name}_us']:.0f}" for name in who)

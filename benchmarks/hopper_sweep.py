@@ -4,10 +4,10 @@
 
 Each implementation runs in a process of its own, and one that hangs or fails costs its time-out and nothing else. All
 of a case compile, then they are measured in turns, several rounds: the first to run on a cool GPU would look faster.
-bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 4·B·H·S²·D (half with a causal mask), medians over the rounds of
-medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range of the
-rounds over their median. Prints rows, then a table for each case, then for each length the best form with its share of
-the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON lines to --output.
+bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 2·B·H·S²·(D + Dv), half with a causal mask, medians over the
+rounds of medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range
+of the rounds over their median. Prints rows, then a table for each case, then for each length the best form with its
+share of the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON lines to --output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ TILES: dict[int, dict[str, Sm90Config]] = {
     64: {"3x64": Sm90Config(3, 128, 6, True, 160, 32), "2x64": Sm90Config(2, 128, 8, True, 240, 24)},
     96: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "native": Sm90Config(2, 128, 6, True, 240, 24, piece=32)},
     128: {"2x64": Sm90Config(2, 128, 4, True, 240, 24)},
-    192: {"2x64": Sm90Config(2, 128, 3, False, 240, 24)},
+    192: {
+        "2x64": Sm90Config(2, 128, 3, False, 240, 24),
+        "narrow": Sm90Config(2, 64, 6, False, 240, 24),
+    },
     256: {"2x64": Sm90Config(2, 64, 4, False, 240, 24)},
 }
 CHANGES: dict[str, dict[str, Any]] = {
@@ -61,6 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pieces": {"piece": 64, "joined": True},
     "held": {"piece": 64, "joined": True, "q_held": 2},
     "half-held": {"piece": 64, "joined": True, "q_held": 1},
+    "all-held": {"piece": 64, "joined": True, "q_held": 3},
 }
 # By case, the most promising first: what is named first is measured first, of all cases in turn.
 FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
@@ -107,14 +111,18 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 persistent pingpong pairs held lazy cluster following",
     ),
     (192, True): (
-        "2x64 balanced by-warp direct",
-        "2x64 dynamic by-warp direct",
-        "2x64 balanced by-warp direct following",
+        "narrow dynamic held pingpong pairs lazy by-warp direct",
+        "2x64 dynamic joined pingpong pairs lazy by-warp direct",
+        "narrow dynamic held pairs lazy by-warp direct",
+        "narrow dynamic all-held pairs lazy by-warp direct",
+        "narrow dynamic held pingpong pairs lazy by-warp direct following",
     ),
     (192, False): (
-        "2x64 persistent joined lazy by-warp direct",
-        "2x64 persistent joined lazy by-warp direct following",
-        "2x64",
+        "narrow persistent held pingpong pairs lazy by-warp direct",
+        "2x64 persistent joined pingpong pairs lazy by-warp direct",
+        "narrow persistent held pairs lazy direct",
+        "narrow persistent all-held pairs lazy by-warp direct",
+        "narrow persistent held pingpong pairs lazy by-warp direct following",
     ),
 }
 GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
@@ -138,6 +146,7 @@ def candidates(head_dim: int, causal: bool) -> dict[str, Sm90Config]:
 
 
 def sizes(head_dim: int, seqlen: int) -> tuple[int, int, int, int]:
+    """(B, H, S, D) of a point."""
     return max(1, TOKENS // seqlen), max(1, HIDDEN // head_dim), seqlen, head_dim
 
 
@@ -171,15 +180,16 @@ def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
     """A call of the Hopper kernel's launcher with `config`; compiled, not run."""
-    from diyfa.backends.cuda import fwd_sm90
+    from diyfa.backends.cuda import fwd_sm90, sm90
     from diyfa.backends.cuda.launch import Launches
     from diyfa.problem import AttentionProblem, AttentionTensors
 
     b, h, s, d = q.shape
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, d, -1, 0 if causal else -1)
-    out, lse = torch.empty_like(q), q.new_empty((b, h, s), dtype=torch.float32)
+    dv = v.shape[-1]
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
+    out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    fwd_sm90.config_of = lambda problem: config
+    fwd_sm90.config_of = lambda problem: sm90.fitted(problem, config)
 
     def call() -> torch.Tensor:
         fwd_sm90.attention_forward(problem, tensors, out, lse)
@@ -216,19 +226,22 @@ def _error(call: Callable[[], torch.Tensor], q: torch.Tensor, k: torch.Tensor, v
     return worst
 
 
-def serve(name: str, head_dim: int, causal: bool, seqlens: list[int], limit: float, rep: int) -> None:
+def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> None:
     """Compile one implementation at every length, say so, then measure the length of each line of stdin.
 
     Answers are JSON lines; the first of a length has the error against float64 too.
     """
     from triton.testing import do_bench
 
+    head_dim, causal = case
     config = None if name in PEERS else form(head_dim, name)
     calls = {}
     with _watchdog(COMPILE_LIMIT):
-        for seqlen in seqlens:
+        for seqlen in options.seq_lens:
             torch.manual_seed(0)
-            inputs = [torch.randn(sizes(head_dim, seqlen), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            *shape, d = sizes(head_dim, seqlen)
+            widths = (d, d, options.head_dim_v or d)
+            inputs = [torch.randn(*shape, width, device="cuda", dtype=torch.bfloat16) for width in widths]
             try:
                 call = _peer(name, *inputs, causal) if config is None else _ours(config, *inputs, causal)
                 if config is None:
@@ -243,10 +256,10 @@ def serve(name: str, head_dim: int, causal: bool, seqlens: list[int], limit: flo
     for line in sys.stdin:
         seqlen = int(line)
         call, inputs = calls[seqlen]
-        with _watchdog(limit):
+        with _watchdog(options.limit):
             if seqlen not in errors:
                 errors[seqlen] = float(f"{_error(call, *inputs, causal):.2e}")
-            ms = do_bench(call, warmup=15, rep=rep, return_mode="median")
+            ms = do_bench(call, warmup=15, rep=options.rep, return_mode="median")
         print(json.dumps({"ms": ms, "error": errors[seqlen]}), flush=True)
 
 
@@ -266,6 +279,7 @@ def _watchdog(limit: float) -> Iterator[None]:
 def _command(name: str, case: tuple[int, bool], options: argparse.Namespace) -> list[str]:
     command = [sys.executable, __file__, "--serve", name, "--cases", f"{case[0]}-{'causal' if case[1] else 'full'}"]
     command += ["--limit", str(options.limit), "--rep", str(options.rep)]
+    command += ["--head-dim-v", str(options.head_dim_v)]
     return [*command, "--seq-lens", *map(str, options.seq_lens)]
 
 
@@ -334,8 +348,9 @@ def measure_case(
         for (name, seqlen), times in figures.items():
             b, h, s, d = sizes(head_dim, seqlen)
             ms = median(times)
-            work = 4 * b * h * s * s * d / 1e9 * (0.5 if causal else 1)
-            row = {"implementation": name, "D": head_dim, "causal": causal, "S": s, "B": b, "H": h}
+            dv = options.head_dim_v or d
+            work = 2 * b * h * s * s * (d + dv) / 1e9 * (0.5 if causal else 1)
+            row = {"implementation": name, "D": head_dim, "Dv": dv, "causal": causal, "S": s, "B": b, "H": h}
             row |= {"ms": round(ms, 4), "tflops": round(work / ms, 1), "error": errors[name, seqlen]}
             row |= {"spread": round((max(times) - min(times)) / ms, 3), "rounds": len(times)}
             yield row | ({"copies": options.copies} if options.copies > 1 else {})
@@ -464,6 +479,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=every_case, choices=every_case)
     parser.add_argument("--seq-lens", nargs="+", type=int, default=list(SEQ_LENS))
+    parser.add_argument("--head-dim-v", type=int, default=0, help="columns of V and out, 0: as many as of Q and K")
     parser.add_argument("--only", nargs="*", default=[], help="forms whose name contains one of these")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--budget", type=float, default=440, help="seconds for everything")
@@ -482,7 +498,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [(int(case.split("-")[0]), case.endswith("causal")) for case in options.cases]
     if options.serve is not None:
-        serve(options.serve, *cases[0], options.seq_lens, options.limit, options.rep)
+        serve(options.serve, cases[0], options)
         return
     if options.summary is not None:
         print_summary([json.loads(line) for line in options.summary.read_text().splitlines()])

@@ -1,6 +1,6 @@
 """The Hopper kernel on random shapes and fresh inputs against the portable kernel, 2,000 calls, on an H100 or H200.
 
-    python tests/sm90_stress.py [--iterations 2000] [--seconds 300] [--seed 0] [--only seq_lens]
+    python tests/sm90_stress.py [--iterations 2000] [--seconds 300] [--seed 0] [--only seq_lens] [--head-dim 192]
 
 What kernels are compiled for comes from --variants choices; shapes and inputs are new each time. Processes side by side
 take every n-th call each, for most of the time goes to compiling. A race shows as an error that moves: each call is
@@ -72,12 +72,18 @@ def lengths(choose: random.Random, count: int, most: int) -> list[int]:
     return [choose.choice((1, 63, 64, 65, 128, most, choose.randint(1, most))) for _ in range(count)]
 
 
-def call(seed: int, variant: int, kind: str) -> tuple[AttentionProblem, AttentionTensors, sm90.Sm90Config]:
-    """A random problem of a kind, its tensors, which hold NaN where no sequence reaches, and the form to run it in."""
+def call(
+    seed: int, variant: int, kind: str, head_dim: int
+) -> tuple[AttentionProblem, AttentionTensors, sm90.Sm90Config]:
+    """A random problem of a kind, its tensors, which hold NaN where no sequence reaches, and the form to run it in.
+
+    `head_dim`: 0 for a random one.
+    """
     compiled, choose = random.Random(variant), random.Random(seed)
     torch.manual_seed(seed)
     dtype = compiled.choice((torch.float16, torch.bfloat16))
-    d = compiled.choice((64, 64, 128, 128, 256, 96, 192, 72))
+    drawn = compiled.choice((64, 64, 128, 128, 256, 96, 192, 72))
+    d = head_dim or drawn
     dv = compiled.choice((64, 128, 192, 256, 40)) if kind == "widths" else d
     layout = VARLEN if kind == "packed" else compiled.choice(("bhsd", "bshd"))
     # With the last, maxima of blocks differ by more than float32 can hold as a power of two.
@@ -172,9 +178,9 @@ def difference(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...])
     return None
 
 
-def check(seed: int, variant: int, kind: str) -> str | None:
+def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
     """What is wrong with one call, or None."""
-    problem, tensors, config = call(seed, variant, kind)
+    problem, tensors, config = call(seed, variant, kind, head_dim)
     fwd_sm90.config_of = lambda problem: config
     mine = results(problem, tensors, fwd_sm90.attention_forward)
     wrong = difference(mine, results(problem, tensors, fwd.attention_forward))
@@ -216,8 +222,9 @@ def run(options: argparse.Namespace, first: int, step: int) -> tuple[str | None,
         variant = i % options.variants
         kind = options.only or KINDS[variant % len(KINDS)]
         again = f"--seed {options.seed} --start {i} --iterations 1 --variants {options.variants} --jobs 1"
+        again += f" --head-dim {options.head_dim} --only {kind}"
         with ending_after(LIMIT, again):
-            wrong = check(options.seed * 1_000_003 + i, variant, kind)
+            wrong = check(options.seed * 1_000_003 + i, variant, kind, options.head_dim)
         if wrong is not None:
             return f"{wrong}\n{again}", counts
         counts[kind] += 1
@@ -233,6 +240,7 @@ def main() -> int:
     parser.add_argument("--variants", type=int, default=60, help="a multiple of --jobs, so that each compiles its own")
     parser.add_argument("--jobs", type=int, default=12, help="processes")
     parser.add_argument("--only", choices=KINDS, default=None)
+    parser.add_argument("--head-dim", type=int, default=0, help="of every call, 0: a random one of each variant")
     options = parser.parse_args()
     begin = time.monotonic()
     total: Counter[str] = Counter()

@@ -53,6 +53,7 @@ def problem(**changes) -> AttentionProblem:
         {"window_left": 128, "window_right": 0},
         {"window_left": 1000, "window_right": 50, "softcap": 30.0},
         {"layout": VARLEN, "total_q": 9000, "total_k": 9000, "window_right": 0},
+        {"batch": 1, "heads_q": 1, "heads_kv": 1, "seqlen_q": 64, "seqlen_k": 128},
     ],
     ids=str,
 )
@@ -74,6 +75,11 @@ def test_accepts(changes: dict) -> None:
         ({"dropout": True}, "does not implement dropout"),
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
+        ({"batch": 1, "seqlen_q": 127, "seqlen_k": 127}, "16384 elements of K"),
+        (
+            {"batch": 1, "heads_q": 4, "seqlen_q": 500, "seqlen_k": 500, "window_left": 99, "window_right": 0},
+            "16384 elements of K",
+        ),
         ({"seqlen_q": 63, "batch": 64}, "tiles of 64 queries, which 63 would not fill"),
     ],
     ids=str,

@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 def test_implementations_are_measured_in_turns(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_command", lambda name, case, options: [sys.executable, "-c", CHILD, name])
-    options = argparse.Namespace(jobs=2, rounds=3, copies=1, seq_lens=[1024, 4096])
+    options = argparse.Namespace(jobs=2, rounds=3, copies=1, head_dim_v=0, seq_lens=[1024, 4096])
     names = ["one", "absent", "hangs", "broken", "two"]
     rows = list(sweep.measure_case(names, (128, True), options, time.monotonic() + 60))
     reasons = {row["implementation"]: row["unavailable"] for row in rows if "unavailable" in row}
@@ -71,6 +71,10 @@ def test_implementations_are_measured_in_turns(sweep: ModuleType, monkeypatch: p
     options.copies = 2
     rows = list(sweep.measure_case(["two"], (128, True), options, time.monotonic() + 60))
     assert [(row["rounds"], row["copies"], row["ms"]) for row in rows] == [(6, 2, 2.0), (6, 2, 8.0)]
+
+    options.head_dim_v = 64
+    rows = list(sweep.measure_case(["two"], (128, True), options, time.monotonic() + 60))
+    assert (rows[1]["Dv"], rows[1]["tflops"]) == (64, round(2 * 4 * 16 * 4096**2 * (128 + 64) / 2 / 8.0 / 1e9, 1))
 
     late = list(sweep.measure_case(names, (128, True), options, time.monotonic() - 1))
     assert {row["implementation"] for row in late} == set(names) and not any("ms" in row for row in late)

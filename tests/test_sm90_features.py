@@ -27,6 +27,9 @@ THREE = replace(TWO, consumers=3)
 TURNS_OWN = {"own_walk": True, "persistent": True, "pingpong": True, "deal": "dynamic"}
 BALANCED = replace(TWO, persistent=True, deal="balanced")
 DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
+ALONE = {"lazy": True, "by_warp": True, "own_o": False, "direct": True}
+WIDE = {**ALONE, "joined": True, "pingpong": True, "pairs": True}  # as the table has it at 192/128
+HELD_192 = {**WIDE, "piece": 64, "q_held": 2}
 SHARING = replace(TWO, cluster=2)  # two programs, 256 queries together
 SHARING_128 = replace(SHARING, piece=64, joined=True, q_held=2)  # as the table has it at 128
 
@@ -110,6 +113,14 @@ CASES = [
     ),
     (case("direct_200", head_dim=200), replace(TWO, own_o=False, direct=True)),
     (case("direct_192_128", head_dim=192, head_dim_v=128), replace(TWO, own_o=False, direct=True)),
+    (case("held_192", heads=3, seqlen_q=300, head_dim=192, causal=True), replace(DYNAMIC, **HELD_192)),
+    (packed("held_192_packed", (150, 0, 70), (90, 30, 64), head_dim=192, causal=True), replace(DYNAMIC, **HELD_192)),
+    (case("held_whole_192", seqlen_k=300, head_dim=192), replace(DYNAMIC, **{**HELD_192, "q_held": 3})),
+    (case("held_64_192", head_dim=64, head_dim_v=192, causal=True), replace(TWO, slots=6, **HELD_192)),
+    (case("wide_128", heads=3, seqlen_q=300, head_dim=192, head_dim_v=128, causal=True), replace(DYNAMIC, **WIDE)),
+    (packed("wide_packed", (150, 0, 70), (90, 30, 64), head_dim=192, head_dim_v=128), replace(DYNAMIC, **WIDE)),
+    (case("one_direct", head_dim=128, seqlen_k=300, causal=True), replace(ONE, **ALONE)),
+    (case("one_wide", head_dim=192, seqlen_q=64), replace(ONE, slots=3, joined=True, **ALONE)),
     (packed("direct_packed", (150, 0, 70), (90, 30, 64)), replace(DYNAMIC, own_o=False, direct=True)),
     (case("direct_lens", seq_lens=(130,)), replace(DYNAMIC, own_o=False, direct=True)),
     (case("held_256", seqlen_q=300, head_dim=256), replace(DYNAMIC, piece=64, joined=True, q_held=2, own_o=False)),

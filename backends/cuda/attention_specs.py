@@ -201,6 +201,8 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}) for case in ((64, False), (128, True), (256, True))),
         ((192, False), "bfloat16", {"seqlen_q": 512, "seqlen_k": 512}),
         ((192, True), "float16", {"head_dim_v": 128}),
+        ((192, True), "bfloat16", {"head_dim_v": 128} | packed),
+        ((192, False), "bfloat16", {"head_dim_v": 128}),
         ((96, False), "float16", {}),
         ((96, True), "float16", {"head_dim_v": 64}),
         ((64, False), "float16", {"head_dim_v": 256}),
@@ -216,8 +218,6 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
             yield _hopper_spec(problem, sm90.config_of(problem))
-    for d, causal, config in sm90.WAITING:
-        yield _hopper_spec(_problem(arch, "bfloat16", d, causal).replace(seqlen_q=4096, seqlen_k=4096), config)
 
 
 def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileSpec:

@@ -23,6 +23,8 @@ CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
 BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
+# Keys times head_dim from which on it pays in calls of any size: it costs the host 2 us more than the portable kernel.
+LONG_WALK = 1 << 14
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
 KEPT_NOTICES = 128  # that fit beside the buffers of every form: 8 KB
@@ -74,66 +76,74 @@ _DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
 _BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
 _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
 _HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
-_WHOLE_Q: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
+_TWO_HELD: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
 _ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
 _WALKS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "own_walk": True, "lazy": True}
-_HALF_Q: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
-_HALF_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
+_ONE_HELD: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
+_ONE_HELD_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
 _PASSES: dict[str, Any] = {**_BALANCED, **_TURNS, "own_walk": True}
 _THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "piece": 32, "joined": True, "by_warp": True}
-_WIDE: dict[str, Any] = {**_STATIC, **_ALONE, "joined": True, "direct": True}
+_DIRECT: dict[str, Any] = {**_ALONE, "direct": True}
+_WIDE: dict[str, Any] = {**_TURNS, **_DIRECT, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_HALF_TURNS, measured=_LATER + "465")),
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_HELD_TURNS, measured=_LATER + "465")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "557/591")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "551/581")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_HALF_TURNS, measured=_LATER + "364")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_HELD_TURNS, measured=_LATER + "364")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "493/571")),
     ),
     (96, False): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, lazy=True, cluster=2, measured=_LATER + "496/554/571")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "508/548/565")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, lazy=True, cluster=2, measured=_LATER + "496/554/571")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "508/548/565")),
     ),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
-    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q, **_ALONE, measured=_LATER + "649/706/729")),),
+    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "649/706/729")),),
     (128, True): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_WHOLE_Q | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
     ),
-    (192, False): ((_ANY, C(2, 128, 3, False, 240, 24, **_WIDE, measured=_LATER + "541/591/600")),),
+    (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD, **_DIRECT, measured=_LATER + "650/715/727")),),
     (192, True): (
-        (_ANY, C(2, 128, 3, False, 240, 24, **_BALANCED, by_warp=True, direct=True, measured=_LATER + "422/554/605")),
+        (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
     ),
     (256, False): (
-        (8192, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "650/731")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, cluster=2, measured=_LATER + "754")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_HALF_Q, direct=True, measured=_LATER + "747")),
+        (8192, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "650/731")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, cluster=2, measured=_LATER + "754")),
+        (_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "747")),
     ),
     (256, True): (
         (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "500/660/719")),
     ),
 }
+# Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
+NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
+    (192, False): ((_ANY, C(2, 128, 4, False, 240, 24, **_STATIC, **_WIDE, measured=_LATER + "643/724/759")),),
+    (192, True): ((_ANY, C(2, 128, 4, False, 240, 24, **_DYNAMIC, **_WIDE, measured=_LATER + "481/682/729")),),
+}
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
-# then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers. Never timed.
+# then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers.
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24),
-    128: C(1, 64, 4, True, 232, 24),
-    192: C(1, 64, 3, False, 232, 24),
+    128: C(1, 64, 4, False, 232, 24, **_DIRECT),
+    192: C(1, 64, 3, False, 232, 24, joined=True, **_DIRECT),
     256: C(1, 64, 4, False, 248, 88),
 }
-# Forms by (head_dim, mask on the right) beside the table's that are compiled with it; `benchmarks/hopper_sweep.py` has
-# more.
-WAITING: tuple[tuple[int, bool, Sm90Config], ...] = ((192, True, C(2, 128, 3, False, 240, 24, joined=True)),)
 
 
 @lru_cache(maxsize=4096)
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
-    rows = CONFIGS[tile_class(problem)]
+    rows = rows_of(problem)
     config = next(c for most, c in rows if keys_seen(problem) <= most and may_share(problem, c))
     if tiles_of(problem, config) * config.cluster < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+    return fitted(problem, config)
+
+
+def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
+    """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -157,8 +167,6 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
                 deal="static",
                 q_held=0,
             )
-        if tile_class(problem)[0] == 192:  # else the loops spill up to 370 bytes with a window or a softcap
-            config = replace(config, lazy=True)
         if not finds_ahead(problem, config):
             config = replace(config, consumer_registers=232, producer_registers=40)
     return config
@@ -214,8 +222,14 @@ def has_one_ring(problem: AttentionProblem, piece: int = 0) -> bool:
     return pieces_of(d, dv, piece) == pieces_of(dv, d, piece)
 
 
+def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
+    """The rows of the table that a problem looks in."""
+    narrow = problem.head_dim_v <= 128 < problem.head_dim
+    return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
+
+
 def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
-    """The rows of the table that a problem looks in: columns of its widest tile, whether later tiles see more keys."""
+    """Columns of the widest tile of a problem, and whether later tiles see more keys: what the tables are keyed by."""
     masked = problem.window_right >= 0
     wide = widest(problem)
     return min(columns for columns, mask in CONFIGS if mask == masked and wide <= columns), masked
@@ -319,8 +333,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
-    if not has_tma(problem):
-        return f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on"
+    if not has_tma(problem) and keys_seen(problem) * widest(problem) < LONG_WALK:
+        return f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on, or {LONG_WALK} elements of K for a query"
     config = config_of(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
