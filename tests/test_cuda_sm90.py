@@ -76,6 +76,7 @@ def test_accepts(changes: dict) -> None:
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
         ({"batch": 1, "seqlen_q": 127, "seqlen_k": 127}, "16384 elements of K"),
+        ({"batch": 1, "heads_q": 4, "seqlen_q": 500, "seqlen_k": 500, "seq_lens": True}, "without seq_lens"),
         (
             {"batch": 1, "heads_q": 4, "seqlen_q": 500, "seqlen_k": 500, "window_left": 99, "window_right": 0},
             "16384 elements of K",

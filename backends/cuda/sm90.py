@@ -23,7 +23,8 @@ CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
 BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
-# Keys times head_dim from which on it pays in calls of any size: it costs the host 2 us more than the portable kernel.
+# Keys times head_dim from which on it pays in dense calls of any size: it costs the host 2 us more than the portable
+# kernel. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
 LONG_WALK = 1 << 14
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
@@ -196,6 +197,12 @@ def keys_seen(problem: AttentionProblem) -> int:
     return min(problem.window_left + 1 + right, problem.seqlen_k)
 
 
+def walks_far(problem: AttentionProblem) -> bool:
+    """Whether a tile's walk takes so long that the kernel pays however few tiles there are."""
+    with_lengths = problem.seq_lens or problem.varlen
+    return not with_lengths and keys_seen(problem) * widest(problem) >= LONG_WALK
+
+
 def schedule_of(config: Sm90Config) -> dict[str, int]:
     """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
     options = {"num_warps": 4, "launch_pdl": True}
@@ -333,8 +340,11 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
-    if not has_tma(problem) and keys_seen(problem) * widest(problem) < LONG_WALK:
-        return f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on, or {LONG_WALK} elements of K for a query"
+    if not has_tma(problem) and not walks_far(problem):
+        return (
+            f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on,"
+            f" or from {LONG_WALK} elements of K for a query, without seq_lens and not packed"
+        )
     config = config_of(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
