@@ -14,7 +14,7 @@ from gluon_interpreter import InterpretedKernel
 from diyfa import ops, plain, registry
 from diyfa.backends.cuda import configs, fwd_sm90, sm90, sm90_tickets
 from diyfa.backends.cuda.launch import Launches
-from diyfa.testing import AttentionCase, Results, attention_function, check_budget, make_inputs
+from diyfa.testing import YARDSTICK_DRAWS, AttentionCase, Results, attention_function, check_budget, make_inputs
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
 KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_notices", "sm90_products", "sm90_tiles", "fwd_sm90")
@@ -54,13 +54,13 @@ def interpret(
     return kernel
 
 
-def run(case: AttentionCase) -> dict[str, str]:
-    """Out and lse of `case` that miss their error budgets, in words."""
+def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS) -> dict[str, str]:
+    """Out and lse of `case` that miss their error budgets, of so many draws of inputs, in words."""
     inputs = make_inputs(case)
     attend = attention_function(case, backend="cuda", variant="sm90")
     with torch.no_grad():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    checks = check_budget(Results(out, lse, *[None] * (len(Results._fields) - 2)), case)
+    checks = check_budget(Results(out, lse, *[None] * (len(Results._fields) - 2)), case, draws=draws)
     return {
         name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
         for name, check in checks.items()

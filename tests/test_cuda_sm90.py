@@ -37,6 +37,9 @@ def problem(**changes) -> AttentionProblem:
     return plain.replace(**changes)
 
 
+PACKED = {"layout": VARLEN, "total_q": 9000, "total_k": 9000}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -52,7 +55,7 @@ def problem(**changes) -> AttentionProblem:
         {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
         {"window_left": 128, "window_right": 0},
         {"window_left": 1000, "window_right": 50, "softcap": 30.0},
-        {"layout": VARLEN, "total_q": 9000, "total_k": 9000, "window_right": 0},
+        PACKED | {"window_right": 0},
         {"batch": 1, "heads_q": 1, "heads_kv": 1, "seqlen_q": 64, "seqlen_k": 128},
     ],
     ids=str,
@@ -91,8 +94,12 @@ def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
 
 @pytest.mark.parametrize("head_dim", range(40, 257, 8))
 @pytest.mark.parametrize("head_dim_v", [40, 64, 128, 192, 256])
-def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int) -> None:
-    case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
+@pytest.mark.parametrize(
+    "features", [{}, {"window_right": 0}, {"seq_lens": True}, PACKED | {"window_right": 0}], ids=str
+)
+def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, features: dict) -> None:
+    """And out has buffers of its own, fits where Q was or needs none."""
+    case = problem(head_dim=head_dim, head_dim_v=head_dim_v, **features)
     for length, queries in ((1024, 4096), (4096, 4096), (512, 128)):
         config = sm90.config_of(case.replace(seqlen_k=length, seqlen_q=queries))
         width, pieces = sm90.pieces_of(head_dim, head_dim_v, config.piece)

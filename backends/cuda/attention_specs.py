@@ -211,6 +211,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         ((192, True), "bfloat16", {"window_left": 1000}),
         ((64, False), "bfloat16", {"window_left": 1000}),
         ((256, True), "bfloat16", {"window_left": 1000, "window_right": 100}),
+        ((256, True), "bfloat16", {"window_left": 1000, "head_dim_v": 128}),
         *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (192, True), (256, True))),
         ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
         *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),

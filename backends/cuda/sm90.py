@@ -145,6 +145,19 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
+    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER
+    if busy and tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
+        config = replace(
+            config,
+            persistent=False,
+            pingpong=False,
+            own_walk=False,
+            pairs=False,
+            direct=False,
+            by_warp=False,
+            deal="static",
+            q_held=0,
+        )
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -155,21 +168,8 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
         config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
     if config.deal == "balanced" and not fills_rounds(problem, config):
         config = replace(config, deal="dynamic")
-    if config.consumers == 2 and problem.features & BUSY_PRODUCER:
-        if tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
-            config = replace(
-                config,
-                persistent=False,
-                pingpong=False,
-                own_walk=False,
-                pairs=False,
-                direct=False,
-                by_warp=False,
-                deal="static",
-                q_held=0,
-            )
-        if not finds_ahead(problem, config):
-            config = replace(config, consumer_registers=232, producer_registers=40)
+    if busy and not finds_ahead(problem, config):
+        config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
 
