@@ -76,8 +76,6 @@ def test_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
             sm90_interpreted.interpret(patches, seed=case.seed)
             if small:
                 patches.setattr(sm90, "FULL_GPU", 1 << 30)
-            sm90.config_of.cache_clear()
             assert not sm90_interpreted.run(case, DRAWS), (case, small)
 
     check()
-    sm90.config_of.cache_clear()
