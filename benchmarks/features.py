@@ -1,16 +1,19 @@
 """What optional features cost over plain causal attention, ragged packed sequences over a batch, a window over none.
 
-    python benchmarks/features.py [--head-dims 64 128] [--dtype bfloat16]
+    python benchmarks/features.py [--head-dims 64 128] [--dtype bfloat16] [--variant v2]
 
 Three tables, forward and backward: each feature at (4, 16, 4096, D), as a multiple of the plain time; 64 ragged
 sequences of 128 to 1920 tokens in TFLOP/s beside a dense batch of 64 x 1024; a causal window of 1024 at S = 65536
-beside the whole triangle. Writes one JSON file with device, date and versions to benchmarks/results/.
+beside the whole triangle. --variant is the forward kernel's, by default what a call without it gets. Writes
+one JSON file with device, date and versions to benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,30 @@ RAGGED, MEAN_LENGTH = 64, 1024
 LONG, WINDOW = 65536, 1024
 
 
-def features(size: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for the rows of a table."""
+
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+    variant: str
+    rounds: int
+    warmup: int
+    rep: int
+
+    def inputs(self, *shape: int) -> list[torch.Tensor]:
+        """q, k and v, all of this shape and of `head_dim` columns."""
+        return [
+            torch.randn(*shape, self.head_dim, device=self.device, dtype=self.dtype, requires_grad=True)
+            for _ in range(3)
+        ]
+
+
+def features(
+    batch: int, heads: int, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
     """Name -> keyword arguments of a causal `flash_attention` on (B, H, S, D)."""
-    batch, heads, seq_len, _ = size
 
     def bias(*shape: int, grad: bool = False) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
@@ -54,38 +78,47 @@ def features(size: tuple[int, int, int, int], device: torch.device, dtype: torch
     }
 
 
-def time_both(
-    attend: Callable[[], torch.Tensor], leaves: list[torch.Tensor], device: torch.device, warmup: int, rep: int
-) -> dict[str, float]:
-    """Median milliseconds of the forward and of the backward pass."""
-    out = attend()
-    dout = torch.randn_like(out)
+Attention = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]  # a call, and what it is differentiated by
 
-    def forward() -> None:
+
+def time_in_turns(setup: Setup, cases: dict[str, Attention]) -> Iterator[tuple[str, str, float]]:
+    """(case, "forward" or "backward", median milliseconds), the cases in turns, so that all meet the same clocks."""
+
+    def forward(attend: Callable[[], torch.Tensor]) -> None:
         with torch.no_grad():
             attend()
 
-    def backward() -> None:
+    def backward(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> None:
         torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    return {
-        name: quantiles_of(time_calls(fn, device, warmup, rep))[0]
-        for name, fn in (("forward", forward), ("backward", backward))
-    }
+    calls: dict[tuple[str, str], Callable[[], None]] = {}
+    for name, (attend, leaves) in cases.items():
+        out = attend()
+        calls[name, "forward"] = partial(forward, attend)
+        calls[name, "backward"] = partial(backward, out, leaves, torch.randn_like(out))
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for _ in range(setup.rounds):
+        for key, call in calls.items():
+            times[key] += time_calls(call, setup.device, setup.warmup, setup.rep)
+    for (name, direction), milliseconds in times.items():
+        yield name, direction, quantiles_of(milliseconds)[0]
 
 
-def feature_rows(head_dim: int, device: torch.device, dtype: torch.dtype, timing: tuple[int, int]) -> Iterator[dict]:
+def time_ratios(setup: Setup, leaves: list[torch.Tensor], cases: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Causal attention with each case's arguments beside the first case's."""
+    attention: dict[str, Attention] = {}
+    for name, options in cases.items():
+        wanted = [*leaves, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+        attention[name] = partial(flash_attention, *leaves, causal=True, variant=setup.variant, **options), wanted
+    first: dict[str, float] = {}
+    for name, direction, ms in time_in_turns(setup, attention):
+        yield {"case": name, "pass": direction, "ms": ms, "ratio": ms / first.setdefault(direction, ms)}
+
+
+def feature_rows(setup: Setup) -> Iterator[dict[str, Any]]:
     """Each feature beside the plain call."""
-    size = (BATCH, HEADS, SEQ_LEN, head_dim)
-    q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    plain: dict[str, float] = {}
-    for name, options in features(size, device, dtype).items():
-        leaves = [q, k, v, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
-        ms = time_both(lambda options=options: flash_attention(q, k, v, True, **options), leaves, device, *timing)
-        plain = plain or ms
-        for direction, value in ms.items():
-            ratio = value / plain[direction]
-            yield {"table": "features", "case": name, "D": head_dim, "pass": direction, "ms": value, "ratio": ratio}
+    size = (BATCH, HEADS, SEQ_LEN)
+    return time_ratios(setup, setup.inputs(*size), features(*size, setup.device, setup.dtype))
 
 
 def ragged_lengths() -> list[int]:
@@ -95,45 +128,41 @@ def ragged_lengths() -> list[int]:
     return [low + round(i * (high - low) / (RAGGED - 1)) for i in order]
 
 
-def _attention_on(
-    batched: bool, lens: list[int], packed: list[torch.Tensor], causal: bool
-) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-    """(attention, its leaves) of the packed tensors, or of the same as a batch of equal sequences."""
+def _attention_on(setup: Setup, batched: bool, lens: list[int], causal: bool) -> Attention:
+    """Attention on packed tensors, or on the same as a batch of equal sequences."""
+    packed = setup.inputs(sum(lens), HEADS)
+    options: dict[str, Any] = {"causal": causal, "variant": setup.variant}
     if batched:
         leaves = [x.detach().unflatten(0, (len(lens), -1)).transpose(1, 2).requires_grad_() for x in packed]
-        return lambda: flash_attention(*leaves, causal), leaves
-    offsets = torch.tensor([0, *lens], device=packed[0].device).cumsum(0, dtype=torch.int32)
-    longest = max(lens)
-    return lambda: flash_attention_varlen(*packed, offsets, offsets, longest, longest, causal), packed
+        return partial(flash_attention, *leaves, **options), leaves
+    offsets = torch.tensor([0, *lens], device=setup.device).cumsum(0, dtype=torch.int32)
+    return partial(flash_attention_varlen, *packed, offsets, offsets, max(lens), max(lens), **options), packed
 
 
-def varlen_rows(head_dim: int, device: torch.device, dtype: torch.dtype, timing: tuple[int, int]) -> Iterator[dict]:
+def varlen_rows(setup: Setup) -> Iterator[dict[str, Any]]:
     """Ragged sequences packed, equal ones packed, and equal ones as a batch."""
-    lengths = {"ragged, packed": ragged_lengths(), "equal, packed": [MEAN_LENGTH] * RAGGED}
+    equal = [MEAN_LENGTH] * RAGGED
+    cases = {
+        "ragged, packed": (ragged_lengths(), False),
+        "equal, packed": (equal, False),
+        "equal, batch": (equal, True),
+    }
     for causal in (False, True):
-        for name, lens in (*lengths.items(), ("equal, batch", lengths["equal, packed"])):
-            total = sum(lens)
-            q, k, v = (
-                torch.randn(total, HEADS, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-            )
-            attend, leaves = _attention_on(name == "equal, batch", lens, [q, k, v], causal)
-            work = sum(attention_flops(1, HEADS, n, n, head_dim, causal) for n in lens)
-            for direction, ms in time_both(attend, leaves, device, *timing).items():
-                rate = tflops(work * (BACKWARD_FACTOR if direction == "backward" else 1), ms)
-                case = f"{name}, {'causal' if causal else 'full'}"
-                yield {"table": "varlen", "case": case, "D": head_dim, "pass": direction, "ms": ms, "tflops": rate}
+        attention = {name: _attention_on(setup, batched, lens, causal) for name, (lens, batched) in cases.items()}
+        for name, direction, ms in time_in_turns(setup, attention):
+            work = sum(attention_flops(1, HEADS, n, n, setup.head_dim, causal) for n in cases[name][0])
+            rate = tflops(work * (BACKWARD_FACTOR if direction == "backward" else 1), ms)
+            mask = "causal" if causal else "full"
+            yield {"case": f"{name}, {mask}", "pass": direction, "ms": ms, "tflops": rate}
 
 
-def window_rows(head_dim: int, device: torch.device, dtype: torch.dtype, timing: tuple[int, int]) -> Iterator[dict]:
+def window_rows(setup: Setup) -> Iterator[dict[str, Any]]:
     """A window against the whole causal triangle of a long sequence."""
-    q, k, v = (torch.randn(1, HEADS, LONG, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    whole: dict[str, float] = {}
-    for name, window in (("causal", (-1, -1)), (f"window {WINDOW}", (WINDOW, 0))):
-        ms = time_both(lambda w=window: flash_attention(q, k, v, True, window=w), [q, k, v], device, *timing)
-        whole = whole or ms
-        for direction, value in ms.items():
-            ratio = value / whole[direction]
-            yield {"table": "window", "case": name, "D": head_dim, "pass": direction, "ms": value, "ratio": ratio}
+    cases: dict[str, dict[str, Any]] = {"causal": {}, f"window {WINDOW}": {"window": (WINDOW, 0)}}
+    return time_ratios(setup, setup.inputs(1, HEADS, LONG), cases)
+
+
+TABLES = {"features": feature_rows, "varlen": varlen_rows, "window": window_rows}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -146,18 +175,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--rep", type=int, default=30)
+    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
+    parser.add_argument("--variant", default="auto", help="the forward kernel, as in flash_attention")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=5, help="calls before each round's measurement")
+    parser.add_argument("--rep", type=int, default=10, help="calls of each round")
     parser.add_argument("--device", default=None, help="cuda or npu; default: what is here")
     parser.add_argument("--output", type=Path, default=None, help="JSON file; default: benchmarks/results/…")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or default_backend())
     dtype = getattr(torch, arguments.dtype)
-    timing = (arguments.warmup, arguments.rep)
     rows: list[dict[str, Any]] = []
     for head_dim in arguments.head_dims:
-        for table in (feature_rows, varlen_rows, window_rows):
-            rows += [{**row, "dtype": dtype_name(dtype)} for row in table(head_dim, device, dtype, timing)]
+        setup = Setup(head_dim, device, dtype, arguments.variant, arguments.rounds, arguments.warmup, arguments.rep)
+        same = {"D": head_dim, "dtype": dtype_name(dtype), "variant": arguments.variant}
+        for name in arguments.tables:
+            rows += [{"table": name, **row, **same} for row in TABLES[name](setup)]
     print(device_name(device))
     print_rows(rows)
     path = arguments.output or default_path("features", device, RESULTS)

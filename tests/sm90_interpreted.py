@@ -15,7 +15,15 @@ from gluon_interpreter import InterpretedKernel
 from diyfa import ops, plain, registry
 from diyfa.backends.cuda import configs, fwd_sm90, sm90, sm90_tickets
 from diyfa.backends.cuda.launch import Launches
-from diyfa.testing import YARDSTICK_DRAWS, AttentionCase, Results, attention_function, check_budget, make_inputs
+from diyfa.testing import (
+    YARDSTICK_DRAWS,
+    AttentionCase,
+    Results,
+    attention_function,
+    check_budget,
+    make_inputs,
+    poisoned_allocations,
+)
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
 KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_notices", "sm90_products", "sm90_tiles", "fwd_sm90")
@@ -31,18 +39,25 @@ def interpret(
     kernels: ModuleType = fwd_sm90,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
-    """From now on `variant="sm90"` runs here: every tile that `sm90.py` would refuse for being small, with `config`
-    or the table's. `kernels`: where the kernel is taken from. `multiprocessors`: that persistent grids see."""
+    """From now on `variant="sm90"` runs here, and takes what `take_all` says. `kernels`: where the kernel is taken
+    from. `multiprocessors`: that persistent grids see."""
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
     monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(fwd_sm90, "_launches", Launches())
+    monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: multiprocessors)
+    take_all(monkeypatch, config)
+    return kernel
+
+
+def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = None) -> None:
+    """From now on `variant="sm90"` takes what `sm90.py` would refuse for being small, with `config` or as if the grid
+    were large."""
     # What is decided here must not outlive the patches.
     monkeypatch.setattr(plain, "plans", {})
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
-    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(sm90, "FULL_GPU", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
@@ -54,16 +69,16 @@ def interpret(
             (head_dim, mask): sm90.CONFIGS[head_dim, False] for head_dim, _ in sm90.CONFIGS for mask in (0, 1)
         }
         monkeypatch.setattr(sm90, "CONFIGS", every_form)
-    return kernel
 
 
-def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS) -> dict[str, str]:
+def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
     """Out and lse of `case` that miss their error budgets, of so many draws of inputs, in words."""
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, device)
     attend = attention_function(case, backend="cuda", variant="sm90")
-    with torch.no_grad():
+    with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    checks = check_budget(Results(out, lse, *[None] * (len(Results._fields) - 2)), case, draws=draws)
+    results = Results(out.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2))
+    checks = check_budget(results, case, device, draws)
     return {
         name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
         for name, check in checks.items()

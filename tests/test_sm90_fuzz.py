@@ -1,4 +1,5 @@
-"""Random dense and packed problems through the Hopper kernel's own choice of a form, in the Gluon interpreter.
+"""Random dense and packed problems through the Hopper kernel's own choice of a form: in the Gluon interpreter, or on
+a GPU of that kind.
 
 The default few are always the same; DIYFA_FUZZ=N runs N new ones.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
@@ -22,7 +24,8 @@ from diyfa.backends.cuda import sm90  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")
 EXAMPLES = int(os.environ.get("DIYFA_FUZZ", "0"))
 
 
@@ -73,9 +76,13 @@ def test_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     @given(cases(), st.booleans())
     def check(case: AttentionCase, small: bool) -> None:
         with monkeypatch.context() as patches:
-            sm90_interpreted.interpret(patches, seed=case.seed)
+            if is_interpreting():
+                sm90_interpreted.interpret(patches, seed=case.seed)
+            else:
+                sm90_interpreted.take_all(patches)
             if small:
                 patches.setattr(sm90, "FULL_GPU", 1 << 30)
-            assert not sm90_interpreted.run(case, DRAWS), (case, small)
+            device = "cpu" if is_interpreting() else "cuda"
+            assert not sm90_interpreted.run(case, DRAWS, device), (case, small)
 
     check()
