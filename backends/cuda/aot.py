@@ -43,9 +43,9 @@ KERNEL_MODULES = ("attention_specs", "matmul")
 
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-# ptxas: wgmma instructions were serialised, because of (C7510) a call or unsafe use, (C7512) insufficient registers or
-# (C7517) non-wgmma instructions that define their accumulators.
-_SERIALISED = re.compile(r"\bC75(?:10|12|17)\b[^\n]*")
+# ptxas: wgmma instructions were serialised. The number (C7510 to C7517 have been seen) says why: a call, too few
+# registers, other instructions that define their accumulators.
+_SERIALISED = re.compile(r"[^\n]*(?:\bC75\d\d\b|wgmma[^\n]*serializ)[^\n]*")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ def judge(
         notes.append(f"needs {shared} bytes of shared memory, {arch} has {limits.shared_per_block}")
     if limits.has_wgmma:
         notes += [f"ptxas: {warning}" for warning in _SERIALISED.findall(ptxas_log)]
-        notes += [f"ptxas: {m}" for m in re.findall(r"[^\n]*wgmma[^\n]*serializ[^\n]*", ptxas_log) if "C75" not in m]
     return CompileReport(
         "cuda",
         arch,

@@ -18,11 +18,12 @@ _forced: dict[str, AttentionConfig] = {}
 
 
 # Arguments whose value no kernel is compiled for: they change from call to call. Lengths are not among them: Triton
-# compiles for whether one is a multiple of 16, which keeps the statistics' rows aligned (a third fewer instructions in
-# the dK/dV loop), and for 1. Alignment of what is read one number at a time changes nothing.
+# compiles for whether one is a multiple of 16, which spares loops that read a bias a sixth of their instructions, and
+# for 1. Alignment of what is read one number at a time changes nothing.
 RUNTIME_SIZES = (
     "stride_slopeb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
+    "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
 UNALIGNED_POINTERS = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seq_lens_ptr", "slopes_ptr", "rng_state_ptr", "sinks_ptr",

@@ -98,12 +98,12 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 
 
 # Bytes of spills that default tiles may have with features, by kernel and class of GPU: what ptxas spills at most, with
-# Triton 3.6 on 2026-11-21, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
+# Triton 3.6 on 2026-11-23, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
 # beside accumulators that fill the registers, and no combination of features has tiles of its own. What a tile spills
 # without features is in the table of tiles.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
-    "dkdv": {"wgmma": 3328, "wgmma ragged": 2816, "large": 5120, "small": 768, "turing": 32},
+    "dkdv": {"wgmma": 1440, "wgmma ragged": 800, "large": 1120, "small": 256, "turing": 96},
     "dq": {"wgmma": 128, "large": 384, "small": 32, "turing": 32},
     "dbias": {"turing": 1280},
 }

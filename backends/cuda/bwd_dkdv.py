@@ -31,6 +31,20 @@ def _head_features(slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI
 
 
 @triton.jit
+def _statistics(lse_row, delta_row, offs_m, n_queries):
+    """(lse, delta) of the queries offs_m [BLOCK_M]; those that do not exist weigh exp(s - inf) = 0.
+
+    Loaded as matrices of one column, whose sums the compiler does not form twice: one load for each thread. A vector it
+    would load in the layout of the scores, where each thread has a quarter of it: BLOCK_M / 4 loads and masks.
+    """
+    rows = offs_m[:, None]  # [BLOCK_M, 1]
+    column = rows + tl.arange(0, 1)[None, :]
+    lse = tl.load(lse_row + column, mask=rows < n_queries, other=float("inf"))
+    delta = tl.load(delta_row + column, mask=rows < n_queries, other=0.0)
+    return tl.sum(lse, 1), tl.sum(delta, 1)
+
+
+@triton.jit
 def _dkdv_blocks(
     dk,  # [BLOCK_N, BLOCK_D] fp32
     dv,  # [BLOCK_N, BLOCK_DV] fp32
@@ -54,12 +68,22 @@ def _dkdv_blocks(
     """
     PRECISE: tl.constexpr = k.dtype == tl.float32
     CHECK_ROWS: tl.constexpr = MASKED or not EDGES
+    HAS_GAP: tl.constexpr = MASKED and (HAS_LEFT or EDGES)
     STAGES: tl.constexpr = 1 if EXACT else None
+    first_m = start
+    if HAS_GAP:
+        first_m += tl.where(start >= gap_at, gap, 0)
+    next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, BLOCK_M), n_queries)
     for start_m in tl.range(start, end, BLOCK_M, num_stages=STAGES):
-        if MASKED and (HAS_LEFT or EDGES):
+        next_m = start_m + BLOCK_M
+        if HAS_GAP:
             start_m += tl.where(start_m >= gap_at, gap, 0)
+            next_m += tl.where(next_m >= gap_at, gap, 0)
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
+        # One block ahead. The compiler would start these copies where it waits for them.
+        lse, delta = next_lse, next_delta
+        next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, BLOCK_M), n_queries)
         q = load_tile(
             q_ref, b, h, first_q, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, LENGTHS, FORM
         )
@@ -67,8 +91,6 @@ def _dkdv_blocks(
             do_ref, b, h, first_q, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, CHECK_ROWS, LENGTHS,
             FORM,
         )  # fmt: skip
-        lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
-        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         s_t = row_products(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
         s_t, tanh_t = scores_log2(
             s_t, start_m, col0, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope,
