@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from features import RESULTS, ragged_lengths
+from features import HEADS, RESULTS, ragged_lengths
 
-from diyfa import device as devices
 from diyfa.backends.cuda import backend, bwd, fwd
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
+from diyfa.validation import dtype_name
 
-HEADS = 16
 CASES: dict[str, list[int]] = {
     "64 x 1024 tokens": [1024] * 64,
     "16 x 4096": [4096] * 16,
@@ -51,7 +50,7 @@ def call_of(
         options |= {"total_q": sum(lengths), "total_k": sum(lengths)}
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     layout = VARLEN if packed else "bshd"
-    problem = AttentionProblem("cuda", backend.arch(device), str(dtype)[6:], layout, *size, **options)
+    problem = AttentionProblem("cuda", backend.arch(device), dtype_name(dtype), layout, *size, **options)
     return problem, AttentionTensors(q, k, v, head_dim**-0.5, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
 
 
@@ -112,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=10, help="calls of each round")
     parser.add_argument("--output", type=Path, default=None, help="JSON file; default: benchmarks/results/…")
     options = parser.parse_args()
-    device = torch.device(devices.default_backend())
+    device = torch.device("cuda")
     print(device_name(device))
     found = []
     for head_dim in options.head_dims:

@@ -152,7 +152,7 @@ def judge(
     if shared > limits.shared_per_block:
         notes.append(f"needs {shared} bytes of shared memory, {arch} has {limits.shared_per_block}")
     if limits.has_wgmma:
-        notes += [f"ptxas: {warning}" for warning in _SERIALISED.findall(ptxas_log)]
+        notes += _SERIALISED.findall(ptxas_log)
     return CompileReport(
         "cuda",
         arch,

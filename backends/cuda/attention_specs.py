@@ -103,7 +103,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # without features is in the table of tiles.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
-    "dkdv": {"wgmma": 1440, "wgmma ragged": 800, "large": 1120, "small": 256, "turing": 96},
+    "dkdv": {"wgmma": 1536, "wgmma ragged": 832, "large": 1856, "small": 128, "turing": 32},
     "dq": {"wgmma": 128, "large": 384, "small": 32, "turing": 32},
     "dbias": {"turing": 1280},
 }

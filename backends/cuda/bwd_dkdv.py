@@ -59,10 +59,11 @@ def _dkdv_blocks(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [start, end) of one head, leaving out `gap` at `gap_at` (MASKED with HAS_LEFT: both edges in one).
 
+    AHEAD: statistics are loaded a block ahead. It spares the wgmma loops most of their spills, and gives others some.
     MASKED compares positions, and clears what lies beyond a shorter sequence. Where all have one length, queries beyond
     the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask. EXACT (and MASKED): see exact.py.
     """
@@ -70,10 +71,11 @@ def _dkdv_blocks(
     CHECK_ROWS: tl.constexpr = MASKED or not EDGES
     HAS_GAP: tl.constexpr = MASKED and (HAS_LEFT or EDGES)
     STAGES: tl.constexpr = 1 if EXACT else None
-    first_m = start
-    if HAS_GAP:
-        first_m += tl.where(start >= gap_at, gap, 0)
-    next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, BLOCK_M), n_queries)
+    if AHEAD:
+        first_m = start
+        if HAS_GAP:
+            first_m += tl.where(start >= gap_at, gap, 0)
+        next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, BLOCK_M), n_queries)
     for start_m in tl.range(start, end, BLOCK_M, num_stages=STAGES):
         next_m = start_m + BLOCK_M
         if HAS_GAP:
@@ -81,9 +83,12 @@ def _dkdv_blocks(
             next_m += tl.where(next_m >= gap_at, gap, 0)
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        # One block ahead. The compiler would start these copies where it waits for them.
-        lse, delta = next_lse, next_delta
-        next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, BLOCK_M), n_queries)
+        if AHEAD:  # the compiler would start these copies where it waits for them
+            lse, delta = next_lse, next_delta
+            next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, BLOCK_M), n_queries)
+        else:
+            lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
+            delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         q = load_tile(
             q_ref, b, h, first_q, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, LENGTHS, FORM
         )
@@ -172,7 +177,7 @@ def _rewrite_dkdv(
                 col, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, EQUAL, True, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True,
+                HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True, False,
             )  # fmt: skip
         if DROPOUT:
             dv *= keep_scale
@@ -215,6 +220,7 @@ def _bwd_dkdv_kernel(
     EDGES: tl.constexpr = FORM != EDGE_FORM
     HAS_MASK: tl.constexpr = HAS_RIGHT or HAS_LEFT or EDGES
     ONE_LOOP: tl.constexpr = HAS_MASK and BLOCK_D > 128
+    AHEAD: tl.constexpr = FORM == DESCRIPTOR
 
     offs_n = col0 + tl.arange(0, BLOCK_N)
     k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
@@ -260,7 +266,7 @@ def _bwd_dkdv_kernel(
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False, AHEAD,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
@@ -268,7 +274,7 @@ def _bwd_dkdv_kernel(
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM, False,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM, False, AHEAD,
             )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
