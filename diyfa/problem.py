@@ -52,7 +52,7 @@ class AttentionProblem:
     softcap: float = 0.0
     seq_lens: bool = False
     alibi: bool = False
-    bias: bool = False
+    bias: str = ""  # dtype of attn_bias ("bfloat16"), "" without one
     sinks: bool = False
     dropout: bool = False
     deterministic: bool = False
@@ -105,7 +105,7 @@ class AttentionProblem:
             "seq_lens": self.seq_lens,
             "varlen": self.varlen,
             "alibi": self.alibi,
-            "attn_bias": self.bias,
+            "attn_bias": self.bias != "",
             "sinks": self.sinks,
             "dropout": self.dropout,
             "gqa": self.heads_q != self.heads_kv,

@@ -51,9 +51,9 @@ class AttentionCase:
     projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With `packing` "qkv" or
     "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
     shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
-    `bias_grad` says whether it wants a gradient. `alibi` is "h" or "bh". `dropout_p` comes with an rng_state drawn from
-    `seed`. Memory beyond `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where
-    kernels run in an interpreter.
+    `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
+    or "bh". `dropout_p` comes with an rng_state drawn from `seed`. Memory beyond `seq_lens` and beyond the last packed
+    sequence holds NaN. `large` cases are left out where kernels run in an interpreter.
     """
 
     name: str
@@ -78,6 +78,7 @@ class AttentionCase:
     softcap: float = 0.0
     alibi: str = ""
     bias: str = ""
+    bias_dtype: str = ""  # "": dtype
     bias_grad: bool = True
     sinks: bool = False
     dropout_p: float = 0.0
@@ -253,7 +254,8 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["alibi_slopes"] = place(random(*shape, dtype=torch.float32).abs() * 0.3)
     if case.bias:
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
-        options["attn_bias"] = place(random(*(full[letter] for letter in case.bias)), case.bias_grad)
+        bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
+        options["attn_bias"] = place(bias, case.bias_grad)
     if case.sinks:
         options["sinks"] = place(random(heads, dtype=torch.float32), True)
     if case.dropout_p:

@@ -198,6 +198,39 @@ def test_the_gate_compiles_what_calls_without_gqa_launch(tmp_path):
     assert json.loads(done.stdout) == []
 
 
+SHARED_WITH_A_BIAS = """
+import json, sys
+from diyfa.backends.cuda import aot, bwd, bwd_dkdv, fwd
+from diyfa.backends.cuda.attention_specs import _problem, _spec
+from diyfa.backends.cuda.configs import AttentionConfig, fits, shared_bytes
+arch, dtype, head_dim, kind, bias, form, *tile = json.loads(sys.argv[1])
+problem = _problem(arch, dtype, head_dim).replace(bias=bias)
+tile = AttentionConfig(*tile, form)
+fn = {"fwd": fwd._fwd_kernel, "dkdv": bwd_dkdv._bwd_dkdv_kernel}[kind]
+constants = fwd.constants(problem, tile, False) if kind == "fwd" else bwd.constants(problem, tile)
+report = aot.compile_spec(arch, _spec(kind, fn, problem, tile, constants))
+print(json.dumps([report.memory["shared"], shared_bytes(kind, tile, problem), fits(kind, tile, problem)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "kind", "bias", "form", "tile", "limit"),
+    [
+        ("sm_90", "float16", 256, "fwd", "float16", "tma", (64, 64, 4, 3), 227 << 10),
+        ("sm_90", "float16", 256, "fwd", "float32", "tma", (128, 64, 8, 2), 227 << 10),
+        ("sm_86", "float32", 256, "dkdv", "float32", "portable", (16, 32, 8, 1), 99 << 10),
+    ],
+)
+def test_a_bias_is_counted_with_the_shared_memory(tmp_path, arch, dtype, head_dim, kind, bias, form, tile, limit):
+    """The first and the last were default tiles, which no GPU could launch."""
+    case = json.dumps([arch, dtype, head_dim, kind, bias, form, *tile])
+    done = run_python("-c", SHARED_WITH_A_BIAS, case, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    needed, counted, fits = json.loads(done.stdout)
+    assert needed <= counted < needed + 2048
+    assert fits == (needed <= limit)
+
+
 # Three loops: over keys (a product, a branch back to 0010), the same that spills (0050), and over tiles, which may.
 SASS = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;

@@ -73,7 +73,7 @@ def test_accepts(changes: dict) -> None:
         ({"head_dim": 32, "head_dim_v": 32}, "head_dim 33 to 256, got 32 and 32"),
         ({"head_dim": 100, "head_dim_v": 100}, "multiples of 16 bytes, head_dim 100 is not"),
         ({"head_dim": 64, "head_dim_v": 320}, "head_dim 33 to 256, got 64 and 320"),
-        ({"alibi": True, "bias": True}, "does not implement alibi, attn_bias"),
+        ({"alibi": True, "bias": "bfloat16"}, "does not implement alibi, attn_bias"),
         ({"sinks": True}, "does not implement sinks"),
         ({"dropout": True}, "does not implement dropout"),
         ({"aligned": False}, "multiples of 16 bytes"),

@@ -28,19 +28,19 @@ TARGET = TARGETS["cuda"]
 KINDS = ("fwd", "dkdv", "dq")
 
 
-def tiles() -> Iterator[tuple[str, int, str, AttentionConfig]]:
-    """(kind, head_dim, dtype, tile): of every form, TMA's where a large problem would take it."""
+def tiles() -> Iterator[tuple[str, int, str, str, AttentionConfig]]:
+    """(kind, head_dim, dtype, a bias's dtype, tile): of every form, TMA's where a large problem would take it."""
     here = cuda.arch(torch.device(TARGET.device))
-    for arch, head_dim, dtype, aligned in (
-        *product((here,), (32,) if TARGET.interpreted else (64, 128, 256), ("float16", "float32"), (True, False)),
-        *(product(("sm_75",), (32,), ("float16",), (True,)) if TARGET.interpreted else ()),
+    head_dims, biases = ((32,), ("",)) if TARGET.interpreted else ((64, 128, 256), ("", "float32"))
+    for arch, head_dim, dtype, bias, aligned in (
+        *product((here,), head_dims, ("float16", "float32"), biases, (True, False)),
+        *(product(("sm_75",), (32,), ("float16",), ("",), (True,)) if TARGET.interpreted else ()),
     ):
-        problem = AttentionProblem(
-            "cuda", arch, dtype, "bhsd", 4, 8, 8, 4096, 4096, head_dim, head_dim, aligned=aligned
-        )
+        size = (4, 8, 8, 4096, 4096, head_dim, head_dim)
+        problem = AttentionProblem("cuda", arch, dtype, "bhsd", *size, bias=bias, aligned=aligned)
         for kind in KINDS:
             for tile in list(candidates(kind, problem))[: 1 if TARGET.interpreted else None]:
-                yield kind, head_dim, dtype, tile
+                yield kind, head_dim, dtype, bias, tile
 
 
 CASES = sorted(set(tiles()), key=repr)
@@ -48,11 +48,14 @@ CASES = sorted(set(tiles()), key=repr)
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "dtype", "tile"),
+    ("kind", "head_dim", "dtype", "bias", "tile"),
     CASES,
-    ids=[f"{k}-{d}-{t}-{c.block_m}x{c.block_n}-w{c.num_warps}s{c.num_stages}-{c.form}" for k, d, t, c in CASES],
+    ids=[
+        f"{k}-{d}-{t}{f'-{b}_bias' * bool(b)}-{c.block_m}x{c.block_n}-w{c.num_warps}s{c.num_stages}-{c.form}"
+        for k, d, t, b, c in CASES
+    ],
 )
-def test_tile(kind: str, head_dim: int, dtype: str, tile: AttentionConfig, causal: bool) -> None:
+def test_tile(kind: str, head_dim: int, dtype: str, bias: str, tile: AttentionConfig, causal: bool) -> None:
     case = AttentionCase(
         name="tile",
         batch=1 if TARGET.interpreted else 2,
@@ -64,6 +67,8 @@ def test_tile(kind: str, head_dim: int, dtype: str, tile: AttentionConfig, causa
         dtype=dtype,
         layout="bshd",
         causal=causal,
+        bias="1hqk" if bias else "",
+        bias_dtype=bias,
     )
     with ExitStack() as stack:
         stack.enter_context(use_config(kind, tile))

@@ -60,6 +60,8 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         batch = 1
     views = ["contiguous"] if layout == "3d" or packing else ["contiguous", "transposed", "sliced"]
     biases = ["", "", "bhqk", "1hqk", "b1qk", "b11k", "1h11", "qk", "k", "q1"]
+    bias = "" if varlen else feature("attn_bias", "", st.sampled_from(biases))
+    bias_dtypes = ["", "", "float16", "bfloat16", "float32", "float64"]
     return AttentionCase(
         name="fuzz",
         batch=batch,
@@ -82,7 +84,8 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         window=feature("window", (-1, -1), st.tuples(st.integers(-1, largest), st.integers(-1, largest))),
         softcap=feature("softcap", 0.0, st.sampled_from([0.0, 0.0, 1.0, 20.0])),
         alibi=feature("alibi", "", st.sampled_from(["", "", "h", "bh"])),
-        bias="" if varlen else feature("attn_bias", "", st.sampled_from(biases)),
+        bias=bias,
+        bias_dtype=draw(st.sampled_from(bias_dtypes)) if bias else "",
         bias_grad=draw(st.booleans()),
         sinks=feature("sinks", False, st.booleans()),
         dropout_p=feature("dropout", 0.0, st.sampled_from([0.0, 0.0, 0.1, 0.5])),

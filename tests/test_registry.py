@@ -79,7 +79,7 @@ def test_features_of_a_problem() -> None:
     assert problem().features == frozenset()
     assert problem(window_right=0).features == {"causal"}
     assert problem(window_left=5, window_right=0).features == {"causal", "window"}
-    assert problem(heads_kv=1, head_dim_v=64, sinks=True, bias=True).features == {
+    assert problem(heads_kv=1, head_dim_v=64, sinks=True, bias="float32").features == {
         "gqa",
         "head_dim_v",
         "sinks",

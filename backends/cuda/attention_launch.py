@@ -32,7 +32,7 @@ UNALIGNED_POINTERS = (
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
     """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
-    return problem.softcap != 0.0 or problem.alibi or problem.bias
+    return problem.softcap != 0.0 or problem.alibi or problem.bias != ""
 
 
 def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
@@ -94,7 +94,7 @@ def feature_constants(problem: AttentionProblem) -> dict[str, object]:
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
         "ALIBI": problem.alibi,
-        "BIAS": problem.bias,
+        "BIAS": problem.bias != "",
         "DROPOUT": problem.dropout,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -159,6 +159,7 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
         tuple(sorted(problem.features)),
         tune.bucket_size(problem.window_left + 1),
         problem.aligned,
+        problem.bias,
     )
 
 

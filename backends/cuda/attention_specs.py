@@ -21,7 +21,7 @@ from diyfa.backends.cuda.configs import (
     gpu_class,
     reads_rows,
 )
-from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, padded_head_dim
 from diyfa.problem import VARLEN, AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -86,9 +86,12 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512."""
     half = "float16"
-    everything = {"softcap": 30.0, "alibi": True, "bias": True, "sinks": True, "dropout": True, "bias_grad": True}
-    for d in (64, 128):
-        yield _problem(arch, half, d).replace(window_left=128, window_right=64, **everything)
+    everything = {"softcap": 30.0, "alibi": True, "sinks": True, "dropout": True, "bias_grad": True}
+    for d, bias in ((64, half), (128, "float32")):
+        yield _problem(arch, half, d).replace(bias=bias, window_left=128, window_right=64, **everything)
+    # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
+    for d in (64, 128, 256) if gpu_spec(arch).has_wgmma else (256,):
+        yield _problem(arch, half, d).replace(bias=half)
     yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
@@ -100,13 +103,16 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 # Bytes of spills that default tiles may have with features, by kernel and class of GPU: what ptxas spills at most, with
 # Triton 3.6 on 2026-11-23, rounded up. Dropout's words, slopes, bias addresses and the tanh of the softcap are alive
 # beside accumulators that fill the registers, and no combination of features has tiles of its own. What a tile spills
-# without features is in the table of tiles.
+# without features is in the table of tiles. A class with a number behind it is of that padded head_dim.
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
-    "dkdv": {"wgmma": 1536, "wgmma ragged": 832, "large": 1856, "small": 128, "turing": 32},
-    "dq": {"wgmma": 128, "large": 384, "small": 32, "turing": 32},
-    "dbias": {"turing": 1280},
-}
+    "dkdv": {
+        "wgmma": 576, "wgmma 128": 2304, "wgmma ragged": 832, "large": 1856, "small": 128, "small 256": 160,
+        "turing": 32, "turing 256": 2368,
+    },
+    "dq": {"wgmma": 128, "wgmma 256": 768, "large": 384, "small": 32, "turing": 32},
+    "dbias": {"turing": 1280, "large": 352},
+}  # fmt: skip
 
 
 # The Hopper kernel's: numbers that are stored once for each tile, at its ends or by the producer; loops over keys may
@@ -115,7 +121,8 @@ HOPPER_SPILLS = 96
 
 
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
-    allowed = FEATURE_SPILLS[kind].get(gpu_class(problem), 0)
+    spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
+    allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
@@ -139,7 +146,8 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
             signature[name] = f"tensordesc<{element}[1,1,{rows},{width}]>"
         elif name.endswith("_ptr"):
             reduced = name == "dbias_ptr" and constants["REDUCE"] != bwd_dbias.NOTHING.value
-            signature[name] = "*fp32" if reduced else _POINTER_TYPES.get(name, f"*{element}")
+            own = _TRITON_DTYPE[problem.bias or problem.dtype] if name in ("bias_ptr", "dbias_ptr") else element
+            signature[name] = "*fp32" if reduced else _POINTER_TYPES.get(name, f"*{own}")
             if (problem.aligned or name in _RESULTS) and not parameter.do_not_specialize_on_alignment:
                 aligned.add(name)
         else:

@@ -27,7 +27,7 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.bwd_dq import score_gradient
 from diyfa.backends.cuda.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.scores import first_row, key_blocks, query_blocks, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import bias_corner, first_row, key_blocks, query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
@@ -150,6 +150,7 @@ def _bwd_dbias_kernel(
         if ALIBI:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
         visible = visible_pairs(
             offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
         )
@@ -161,7 +162,7 @@ def _bwd_dbias_kernel(
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, _tanh = score_gradient(
             q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, True, SOFTCAP,
+            n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         # A pair that is not seen, or a query beyond the sequence, weighs 0, which times NaN is NaN.

@@ -13,7 +13,7 @@ from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTE
 from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, row_products
-from diyfa.backends.cuda.scores import first_row, query_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import bias_corner, first_row, query_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import DESCRIPTOR, EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
@@ -97,9 +97,12 @@ def _dkdv_blocks(
             FORM,
         )  # fmt: skip
         s_t = row_products(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+        corner = bias_base
+        if BIAS:
+            corner = bias_corner(bias_base, start_m, col0, stride_biasm, stride_biasn)
         s_t, tanh_t = scores_log2(
             s_t, start_m, col0, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope,
-            bias_base, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS, PRECISE,
+            corner, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS, PRECISE,
         )  # fmt: skip
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:

@@ -9,14 +9,14 @@ from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTE
 from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
-from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import bias_corner, first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tiles import DESCRIPTOR, EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
 def score_gradient(
     q, k, v, do, lse_log2, delta, row0, col0, rows, cols, visible, keep, n_queries, n_keys, offset, scale, softcap,
-    slope, keep_scale, bias_base, stride_biasm, stride_biasn,
+    slope, keep_scale, corner, stride_biasm, stride_biasn,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -24,7 +24,7 @@ def score_gradient(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = row_products(q, k, PRECISION)
     s, t = scores_log2(
-        s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_biasm,
+        s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_biasm,
         stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
     )  # fmt: skip
     p = tl.math.exp2(s - lse_log2[:, None])
@@ -56,9 +56,16 @@ def _dq_blocks(
 ):  # fmt: skip
     """Key blocks [start, end) without the gap; MASKED as in the forward pass. EXACT (and MASKED): see exact.py."""
     STAGES: tl.constexpr = 1 if EXACT else None
+    corner = bias_base
+    if BIAS:
+        corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
     for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        corner_here = corner
         if MASKED and HAS_LEFT:
-            start_n += tl.where(start_n >= gap_at, gap, 0)
+            skipped = tl.where(start_n >= gap_at, gap, 0)
+            start_n += skipped
+            if BIAS:
+                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
@@ -78,7 +85,7 @@ def _dq_blocks(
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
             q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP,
+            n_keys, offset, scale, softcap, slope, keep_scale, corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
@@ -87,6 +94,8 @@ def _dq_blocks(
             dq = exact_dot_add(tl.where(visible, ds, 0.0), visible, k, dq, PRECISION)
         else:
             dq = dot_add(round_to(ds, k.dtype), k, dq, PRECISION)
+        if BIAS:
+            corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
     return dq
 
 

@@ -98,6 +98,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
         (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "with a bias, 1k/4k: 297/283, causal 230/274; 2 stages 253/257, 215/247")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
         (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
         (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
@@ -192,6 +193,7 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(128, 64, 8, 3, "tma", _H200 + "583/668/687")),
         (64, C(64, 64, 4, 2, "tma", _H200 + "565/645/691, causal 1k 444")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "with a bias, 1k/4k: 375/400; 2 stages 284/311; 128x64 304/348")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "461/529/550")),
         (128, C(128, 64, 8, 3, "tma", _H200 + "538/673/660")),
         (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
@@ -342,20 +344,27 @@ def has_tma(problem: AttentionProblem) -> bool:
     return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
 
 
+# Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
+DESCRIPTOR_SPACE = 2048
+
+
 def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
     """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
     m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
-    if kind == "fwd":
-        return size * (m * d + stages * n * (d + dv))
-    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
-    twice = m * min(d, dv) if max(d, dv) > 256 else 0
-    if kind == "dkdv":  # K and V stay, Q and dO are buffered, dS crosses shared memory
-        return size * (n * (d + dv) + stages * m * (d + dv) + m * n + twice)
+    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # a tile of it: no dtype has over 8 bytes
     if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
-        return size * stages * ((m + n) * (d + dv) + m * n)
-    return size * (m * (d + dv) + stages * n * (d + dv) + m * n + twice)
+        return stages * (size * (m + n) * (d + dv) + bias)
+    descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0
+    if kind == "fwd":  # a bias is loaded as far ahead as K and V
+        return size * (m * d + stages * n * (d + dv)) + (stages - 1) * bias + descriptors
+    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
+    twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
+    crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
+    if kind == "dkdv":  # K and V stay, Q and dO are buffered
+        return size * (n + stages * m) * (d + dv) + max(twice, crossing + bias) + descriptors
+    return size * (m + stages * n) * (d + dv) + max(twice, crossing, bias) + descriptors
 
 
 def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
@@ -381,6 +390,16 @@ def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
     return kind == "fwd" and problem.causal and problem.seqlen_k <= 1024 and not _is_ragged(problem)
 
 
+def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
+    """Whether tiles of few queries come first."""
+    if kind != "dq" or not gpu_class(problem).startswith("wgmma"):
+        return False
+    # Few rows waste less on the diagonal and on a sequence's end. And with work for each score 64x64 on 4 warps beats
+    # 128x64 on 8 (H200, 2026-11-23, D = 64, 16 x 4096, full and causal: dropout 391/349 against 291/270 TFLOP/s,
+    # softcap 359/324 against 348/272).
+    return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
+
+
 def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
 
@@ -392,10 +411,12 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         return
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
+    if problem.bias and kind != "dkdv":  # more to wait for in each block
+        tiles.sort(key=lambda config: -config.num_stages)
+    if _prefers_few_rows(kind, problem):
+        tiles.sort(key=lambda config: max(64, config.block_m))
     if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
-    elif kind == "dq" and gpu_class(problem) == "wgmma ragged" and problem.window_right >= 0:
-        tiles.sort(key=lambda config: config.block_m)  # few rows waste less on the diagonal and on a sequence's end
     yield from tiles
 
 

@@ -34,7 +34,7 @@ from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.repeat import Pair, repeat_forward
-from diyfa.backends.cuda.scores import first_row, key_blocks, scores_log2, sequence_of, visible_pairs
+from diyfa.backends.cuda.scores import bias_corner, first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
     DESCRIPTOR,
@@ -93,9 +93,16 @@ def _attend_blocks(
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
     STAGES: tl.constexpr = 1 if EXACT else None
+    corner = bias_base
+    if BIAS:
+        corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
     for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        corner_here = corner
         if MASKED and HAS_LEFT:
-            start_n += tl.where(start_n >= gap_at, gap, 0)
+            skipped = tl.where(start_n >= gap_at, gap, 0)
+            start_n += skipped
+            if BIAS:
+                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
@@ -107,7 +114,7 @@ def _attend_blocks(
         if ADJUSTED:
             s, _ = scores_log2(
                 s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
-                bias_base, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+                corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
@@ -133,6 +140,8 @@ def _attend_blocks(
             acc = exact_dot_add(p, visible, v, acc, PRECISION)
         else:
             acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
+        if BIAS:
+            corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
     return acc, l_i, m_i
 
 

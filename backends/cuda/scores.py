@@ -148,14 +148,25 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def bias_corner(bias_ptr, row, col, stride_bm, stride_bn):
+    """Where attn_bias is `row` rows and `col` columns on, in 64 bits.
+
+    Loops over keys carry this pointer from block to block. Formed from the loop's counter it makes LLVM widen the
+    counter to 64 bits, and then set the accumulators to 0 once more on the way around the loop, on which ptxas
+    serialises the loop's wgmma (C7515).
+    """
+    return bias_ptr + tl.cast(row, tl.int64) * stride_bm + tl.cast(col, tl.int64) * stride_bn
+
+
+@triton.jit
 def scores_log2(
-    s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, bias_base, stride_bm, stride_bn,
+    s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_bm, stride_bn,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
 
     softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
-    The tile begins at (row0, col0); without MASKED all its keys exist.
+    The tile begins at (row0, col0), where `corner` points into the bias; without MASKED all its keys exist.
     """
     t = s
     if SOFTCAP:
@@ -167,9 +178,8 @@ def scores_log2(
         distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
         s = s - (slope * LOG2E) * tl.abs(distance)
     if BIAS:
-        # The tile's corner in 64 bits, once; inside it 32 bits do. Columns are checked only where they can overrun, so
-        # that a row of a full tile is read in wide pieces.
-        corner = bias_base + tl.cast(row0, tl.int64) * stride_bm + tl.cast(col0, tl.int64) * stride_bn
+        # 32 bits do inside of a tile. Columns are checked only where they can overrun, so that a row of a full tile is
+        # read in wide pieces.
         addresses = corner + (rows - row0) * stride_bm + (cols - col0) * stride_bn
         if MASKED:
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)

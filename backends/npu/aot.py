@@ -299,7 +299,7 @@ def _absent(problem: AttentionProblem) -> dict[str, None]:
         "cu_seqlens_q_ptr": problem.varlen,
         "cu_seqlens_k_ptr": problem.varlen,
         "slopes_ptr": problem.alibi,
-        "bias_ptr": problem.bias,
+        "bias_ptr": problem.bias != "",
         "rng_state_ptr": problem.dropout,
         "sinks_ptr": problem.sinks,
     }
@@ -663,7 +663,7 @@ def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...
     """
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
-    problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": bool(dims)})
+    problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": "float32" if dims else ""})
     for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
         yield attention_job(problem, kernel, bias=dims)
 
@@ -806,7 +806,7 @@ def exact_jobs(target: str, lean: bool) -> Iterator[Job]:
     """The kernels that form rows anew, of the output and of the gradients; `lean`: with all features only."""
     for case in EXACT_CASES[:1] if lean else EXACT_CASES:
         dims = case.get("bias", "")
-        problem = example(target, **{**case, "bias": bool(dims)})
+        problem = example(target, **{**case, "bias": "float32" if dims else ""})
         for kernel in ("out", "dkdv", "dq"):
             yield exact_job(problem, kernel, dims)
 

@@ -171,7 +171,7 @@ class Place:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
         example = aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
         width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
-        changes = {"head_dim_v": min(width, 512), **self.case, "bias": bool(self.bias)}
+        changes = {"head_dim_v": min(width, 512), **self.case, "bias": "float32" if self.bias else ""}
         return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
 
     def ranked_on(self, chip: str) -> AttentionProblem:

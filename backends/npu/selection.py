@@ -76,8 +76,8 @@ def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
 def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int, mode: str) -> Iterator[Job]:
     case = mode_case(kernel, mode)
     dims = case.get("bias", "")
-    changes = {**case, "bias": bool(dims), "dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
-    problem = example(target, **changes)
+    width = {"head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
+    problem = example(target, **{**case, "bias": "float32" if dims else "", "dtype": dtype, **width})
     row = configs.fused_tile(problem) if kernel == "fused" else configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
         # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.

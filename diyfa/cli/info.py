@@ -41,7 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed sequences": {"layout": "thd", "total_q": 4096, "total_k": 4096},
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi": True},
-    "attn_bias": {"bias": True},
+    "attn_bias": {"bias": "float32"},
     "sinks": {"sinks": True},
     "dropout": {"dropout": True},
     "deterministic": {"deterministic": True},

@@ -1,10 +1,11 @@
-"""The dK/dV and the dQ kernel alone, in each tile of the table for the GPU that is here and in others.
+"""The portable forward, the dK/dV and the dQ kernel alone, in each tile of the table for the GPU here and in others.
 
-    python benchmarks/backward_tiles.py [--head-dims 64 128] [--kinds dkdv] [--more 64x64x4x4,128x64x8x2]
+    python benchmarks/kernel_tiles.py [--head-dims 64 128] [--kinds dkdv] [--features plain bias] [--more 64x64x4x4]
 
 16 heads, bf16: batches of 64 x 1024, 16 x 4096 and 65 x 1000 tokens and 64 packed sequences of 128 to 1920, with and
-without a causal mask. Tiles of a case are timed in turns; TFLOP/s count the kernel's products, four or three. Writes
-one JSON file with device, date and versions to benchmarks/results/. A tile is queries x keys x warps x stages.
+without a causal mask; with features the first two. Tiles of a case are timed in turns; TFLOP/s count the kernel's
+products: two, four or three. Writes one JSON file with device, date and versions to benchmarks/results/. A tile is
+queries x keys x warps x stages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 from features import HEADS, RESULTS, ragged_lengths
 
 from diyfa.backends.cuda import backend, bwd, fwd
-from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.attention_launch import use_config
+from diyfa.backends.cuda.configs import AttentionConfig, candidates, fits
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops
@@ -33,16 +36,26 @@ CASES: dict[str, list[int]] = {
     "65 x 1000": [1000] * 65,
     "64 packed sequences of 128 to 1920": ragged_lengths(),
 }
-PRODUCTS = {"dkdv": 4, "dq": 3}  # the forward pass, whose work `attention_flops` counts, has two
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}  # `attention_flops` counts two
+# Fields of the problem. A bias is (1, H, S, S).
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": "bfloat16"},
+    "float32 bias": {"bias": "float32"},
+    "alibi": {"alibi": True},
+    "softcap": {"softcap": 30.0},
+    "dropout": {"dropout": True},
+    "bias + dropout + softcap": {"bias": "bfloat16", "dropout": True, "softcap": 30.0},
+}
 
 
 def call_of(
-    lengths: list[int], head_dim: int, causal: bool, dtype: torch.dtype, device: torch.device
+    lengths: list[int], head_dim: int, causal: bool, dtype: torch.dtype, feature: dict[str, Any], device: torch.device
 ) -> tuple[AttentionProblem, AttentionTensors]:
     """A batch of equal lengths, or others packed."""
     packed = len(set(lengths)) > 1
     size = (len(lengths), HEADS, HEADS, max(lengths), max(lengths), head_dim, head_dim)
-    options: dict[str, Any] = {"window_right": 0 if causal else -1, "needs_grad": True}
+    options: dict[str, Any] = {"window_right": 0 if causal else -1, "needs_grad": True, **feature}
     leading = (sum(lengths),) if packed else (len(lengths), lengths[0])
     q, k, v = (torch.randn(*leading, HEADS, head_dim, device=device, dtype=dtype) for _ in range(3))
     offsets = None
@@ -51,11 +64,19 @@ def call_of(
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     layout = VARLEN if packed else "bshd"
     problem = AttentionProblem("cuda", backend.arch(device), dtype_name(dtype), layout, *size, **options)
-    return problem, AttentionTensors(q, k, v, head_dim**-0.5, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    tensors = AttentionTensors(q, k, v, head_dim**-0.5, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    if problem.bias:
+        shape = (1, HEADS, problem.seqlen_q, problem.seqlen_k)
+        tensors = tensors._replace(attn_bias=torch.randn(shape, device=device, dtype=getattr(torch, problem.bias)))
+    if problem.alibi:
+        tensors = tensors._replace(alibi_slopes=torch.rand(HEADS, device=device))
+    if problem.dropout:
+        tensors = tensors._replace(rng_state=torch.tensor([1, 2], device=device), dropout_p=0.1)
+    return problem, tensors
 
 
-def backward_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable[[str, AttentionConfig], None]:
-    """Launches one kernel in one tile on what a forward pass has left."""
+def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable[[str, AttentionConfig], None]:
+    """Launches one kernel in one tile, those of the backward pass on what a forward pass has left."""
     out = torch.empty_like(tensors.q)
     lse = torch.empty(problem.lse_shape, device=out.device)
     fwd.attention_forward(problem, tensors, out, lse)
@@ -63,24 +84,33 @@ def backward_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callabl
     backward.preprocess()
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
     results = {"dkdv": (dk, dv), "dq": (dq,)}
-    return lambda kind, tile: backward.gradient(kind, tile, results[kind])
+
+    def launch(kind: str, tile: AttentionConfig) -> None:
+        if kind == "fwd":
+            with use_config(kind, tile):
+                fwd.attention_forward(problem, tensors, out, lse)
+        else:
+            backward.gradient(kind, tile, results[kind])
+
+    return launch
 
 
 def name_of(tile: AttentionConfig) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.num_warps}x{tile.num_stages} {tile.form}"
 
 
-def rows(head_dim: int, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+def rows(head_dim: int, feature: str, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Each tile in each case."""
     dtype = getattr(torch, options.dtype)
-    for case, lengths in CASES.items():
+    for case, lengths in list(CASES.items())[: 2 if FEATURES[feature] else None]:
         for causal in (False, True):
-            problem, tensors = call_of(lengths, head_dim, causal, dtype, device)
-            launch = backward_of(problem, tensors)
+            problem, tensors = call_of(lengths, head_dim, causal, dtype, FEATURES[feature], device)
+            launch = kernels_of(problem, tensors)
             work = sum(attention_flops(1, HEADS, n, n, head_dim, causal) for n in lengths)
             for kind in options.kinds:
                 tiles = list(candidates(kind, problem))
-                tiles += [replace(tiles[0], **tile, measured="") for tile in options.more]
+                more = (replace(tiles[0], **tile, measured="") for tile in options.more)
+                tiles += [tile for tile in more if fits(kind, tile, problem)]
                 calls = {name_of(tile): partial(launch, kind, tile) for tile in tiles}
                 times: dict[str, list[float]] = {name: [] for name in calls}
                 for _ in range(options.rounds):
@@ -90,8 +120,9 @@ def rows(head_dim: int, options: argparse.Namespace, device: torch.device) -> It
                     ms = quantiles_of(milliseconds)[0]
                     rate = tflops(work * PRODUCTS[kind] / 2, ms)
                     yield {
-                        "table": kind, "pass": "backward", "case": case, "D": head_dim, "causal": causal,
-                        "dtype": options.dtype, "tile": name, "ms": ms, "tflops": rate,
+                        "table": kind, "pass": "forward" if kind == "fwd" else "backward", "case": case, "D": head_dim,
+                        "causal": causal, "feature": feature, "dtype": options.dtype, "tile": name, "ms": ms,
+                        "tflops": rate,
                     }  # fmt: skip
 
 
@@ -103,7 +134,8 @@ def tile_of(text: str) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--kinds", choices=PRODUCTS, nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--kinds", choices=PRODUCTS, nargs="+", default=["dkdv", "dq"])
+    parser.add_argument("--features", choices=FEATURES, nargs="+", default=["plain"])
     parser.add_argument("--more", type=lambda text: [tile_of(x) for x in text.split(",")], default=[])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
@@ -114,17 +146,17 @@ def main() -> None:
     device = torch.device("cuda")
     print(device_name(device))
     found = []
-    for head_dim in options.head_dims:
-        for row in rows(head_dim, options, device):
+    for head_dim, feature in product(options.head_dims, options.features):
+        for row in rows(head_dim, feature, options, device):
             mask = "causal" if row["causal"] else "full"
             print(
-                f"{row['table']:5}D={head_dim:<4}{mask:7}{row['case']:36}{row['tile']:20}{row['ms']:9.3f} ms "
-                f"{row['tflops']:7.1f} TFLOP/s",
+                f"{row['table']:5}D={head_dim:<4}{feature:13}{mask:7}{row['case']:36}{row['tile']:20}"
+                f"{row['ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s",
                 flush=True,
             )
             found.append(row)
-    path = options.output or default_path("backward_tiles", device, RESULTS)
-    write_json(path, "backward_tiles", device, found)
+    path = options.output or default_path("kernel_tiles", device, RESULTS)
+    write_json(path, "kernel_tiles", device, found)
     print(path)
 
 
