@@ -87,8 +87,8 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
 # (benchmarks/results/h200-2026-11-21-tiles.json), also where ptxas spills a little: its budget is then what it spills.
-# Rows without figures were chosen for compiling without spills. The dK/dV figures are of a kernel that loaded its
-# statistics in another way (docs/cuda.md has what that changed); the order of its rows is from then.
+# Rows without figures were chosen for compiling without spills. Figures of 2026-11-23 are of 16 heads and 64 x 1024 or
+# 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
 Row = tuple[int, AttentionConfig]
 C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
@@ -98,7 +98,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
         (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
-        (64, C(64, 64, 4, 3, "tma", _LATER + "with a bias, 1k/4k: 297/283, causal 230/274; 2 stages 253/257, 215/247")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "bias 297/283, causal 230/274; 2 stages 253/257, 215/247")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
         (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
         (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
@@ -148,14 +148,14 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 64, 4, 2, "tma", _H200 + "440/525/508", 96)),
-        (64, C(64, 64, 4, 3, "tma", _H200 + "438/483/488")),
+        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 96)),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "447/484, causal 335/445; features: first")),
         (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
         (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
-        (128, C(64, 64, 4, 2, "tma", _H200 + "509/611/592", 64)),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "525/571, causal 453/559", 64)),
         (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579", 2048)),
         (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494", 1536)),
-        (256, C(64, 64, 8, 2, "tma", _H200 + "288/322/313", 96)),
+        (256, C(64, 64, 8, 2, "tma", _LATER + "303/319, causal 259/306", 96)),
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
@@ -193,7 +193,7 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "wgmma": (
         (64, C(128, 64, 8, 3, "tma", _H200 + "583/668/687")),
         (64, C(64, 64, 4, 2, "tma", _H200 + "565/645/691, causal 1k 444")),
-        (64, C(64, 64, 4, 3, "tma", _LATER + "with a bias, 1k/4k: 375/400; 2 stages 284/311; 128x64 304/348")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "bias 375/400; 2 stages 284/311; 128x64 304/348")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "461/529/550")),
         (128, C(128, 64, 8, 3, "tma", _H200 + "538/673/660")),
         (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
@@ -287,8 +287,8 @@ _RAGGED: dict[str, tuple[Row, ...]] = {
         (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 384)),
     ),
     "dkdv": (
-        (64, C(64, 64, 4, 3, "tma", _LATER + "434, 343; 128x64: 424, 322", 192)),
-        (128, C(64, 64, 4, 2, "tma", _LATER + "514, 436", 192)),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "411, 328; 128x64: 384, 293", 192)),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "472, 425", 192)),
     ),
     "dq": (
         (64, C(128, 64, 8, 3, "tma", _H200 + "backward 296 to 302, 211")),
