@@ -187,7 +187,7 @@ def flash_attention(
         window: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 is unbounded.
         softcap: scores become softcap · tanh(score / softcap); 0 is off.
         alibi_slopes: (H,) or (B, H) float32; adds -slope · |i + Sk - Sq - j| to the scores.
-        attn_bias: broadcastable to (B, H, Sq, Sk); added to the scores.
+        attn_bias: broadcastable to (B, H, Sq, Sk), in q's dtype or another; added to the scores.
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
         dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
