@@ -92,8 +92,6 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
     for d in (64, 128, 256) if gpu_spec(arch).has_wgmma else (256,):
         yield _problem(arch, half, d).replace(bias=half)
-    if gpu_spec(arch).has_wgmma:
-        yield _problem(arch, half, 128, seq_lens=True).replace(bias=half)
     yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
@@ -109,8 +107,8 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
     "dkdv": {
-        "wgmma": 576, "wgmma 128": 2304, "wgmma ragged": 832, "wgmma ragged 128": 1088, "large": 1856, "small": 128,
-        "small 256": 160, "turing": 32, "turing 256": 2368,
+        "wgmma": 576, "wgmma 128": 2304, "wgmma ragged": 832, "large": 1856, "small": 128, "small 256": 160,
+        "turing": 32, "turing 256": 2368,
     },
     "dq": {"wgmma": 128, "wgmma 256": 768, "large": 384, "small": 32, "turing": 32},
     "dbias": {"turing": 1280, "large": 352},

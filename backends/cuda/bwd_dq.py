@@ -6,21 +6,11 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention_launch import RUNTIME_SIZES, UNALIGNED_POINTERS
-from diyfa.backends.cuda.dots import dot_add, round_to, unknown_zeros
+from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
 from diyfa.backends.cuda.scores import bias_corner, first_row, key_blocks, scores_log2, sequence_of, visible_pairs
-from diyfa.backends.cuda.tiles import (
-    DESCRIPTOR,
-    EQUAL,
-    LOG2E,
-    PACKED,
-    POINTER,
-    SEQ_LENS,
-    head_base,
-    load_tile,
-    store_tile,
-)
+from diyfa.backends.cuda.tiles import DESCRIPTOR, EQUAL, LOG2E, PACKED, POINTER, head_base, load_tile, store_tile
 
 
 @triton.jit
@@ -216,10 +206,7 @@ def _bwd_dq_kernel(
     if DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-    if BIAS and LENGTHS == SEQ_LENS:
-        dq = unknown_zeros(seqlen_q, BLOCK_M, BLOCK_D)
-    else:
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(
         dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m,
         offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,

@@ -32,17 +32,6 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def unknown_zeros(length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] fp32 zeros that the compiler does not know, from any length >= 0: the signs of sums.
-
-    For an accumulator of wgmma whose zeros LLVM would otherwise set once more on the way past the loop (C7515, see
-    docs/cuda.md). Every element is a value of its own: one for all would be copied there just the same.
-    """
-    places = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return ((length + places) >> 31).to(tl.float32)
-
-
-@triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
     so there, and only there, the rounding is done on the bits first."""

@@ -29,7 +29,7 @@ from diyfa.backends.cuda.attention_launch import (
     tuned_config,
 )
 from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
-from diyfa.backends.cuda.dots import dot_add, round_to, unknown_zeros
+from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
@@ -43,7 +43,6 @@ from diyfa.backends.cuda.tiles import (
     LOG2E,
     PACKED,
     POINTER,
-    SEQ_LENS,
     box,
     cdiv,
     head_base,
@@ -247,10 +246,7 @@ def _fwd_kernel(
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    if BIAS and LENGTHS == SEQ_LENS:
-        acc = unknown_zeros(seqlen_q, BLOCK_M, BLOCK_DV)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,

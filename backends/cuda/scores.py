@@ -152,7 +152,7 @@ def bias_corner(bias_ptr, row, col, stride_bm, stride_bn):
     """Where attn_bias is `row` rows and `col` columns on, in 64 bits.
 
     Loops over keys carry this pointer from block to block. Formed from the loop's counter it makes LLVM widen the
-    counter to 64 bits, and then set the accumulators to 0 once more on the way around the loop, on which ptxas
+    counter to 64 bits, and then set the accumulators to 0 once more on the way past the loop, for which ptxas
     serialises the loop's wgmma (C7515).
     """
     return bias_ptr + tl.cast(row, tl.int64) * stride_bm + tl.cast(col, tl.int64) * stride_bn
