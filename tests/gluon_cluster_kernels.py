@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-
 from diyfa.backends.cuda.sm90_multicast import (
     CLUSTER_RELEASE_MARK,
     COPIED_MARK,
@@ -13,6 +9,9 @@ from diyfa.backends.cuda.sm90_multicast import (
     RELEASE_MARK,
     WAIT_MARK,
 )
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 _COPY_TO_ALL = gl.constexpr(f"mov.b32 $0, 0; {COPY_MARK}")
 _COPIED = gl.constexpr(f"mov.b32 $0, 0; {COPIED_MARK}")

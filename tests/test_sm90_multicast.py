@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 import triton
-from subprocesses import run_python
-
-from diyfa.backends.cuda import sm90, sm90_multicast
-from diyfa.backends.cuda.sm90 import Sm90Config, may_share
 from diyfa.backends.cuda.sm90_multicast import (
     ARRIVE_MARK,
     CLUSTER_RELEASE_MARK,
@@ -22,6 +18,10 @@ from diyfa.backends.cuda.sm90_multicast import (
     complete,
     completing,
 )
+from subprocesses import run_python
+
+from diyfa.backends.cuda import sm90, sm90_multicast
+from diyfa.backends.cuda.sm90 import Sm90Config, may_share
 from diyfa.problem import VARLEN, AttentionProblem
 
 needs_triton = pytest.mark.skipif(

@@ -196,12 +196,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     for (d, causal), dtype, changes in (
         *(
-            (case, "bfloat16", {"seqlen_q": queries, "seqlen_k": min(most, 16384)})
+            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
             for case, rows in sm90.CONFIGS.items()
-            for most, row in rows
-            if row.cluster > 1 or all(other.cluster == 1 for limit, other in rows if limit == most)
-            # Nine tiles make no clusters: they have the row behind.
-            for queries in ((16384, 9 * row.consumers * sm90.CONSUMER_ROWS) if row.cluster > 1 else (16384,))
+            for most, _ in rows
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
@@ -269,7 +266,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
         f"{' anchored' if constants['ANCHORED'] else ''}"
-        f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
+        f"{' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,

@@ -45,18 +45,15 @@ from diyfa.backends.cuda.sm90 import (
     rewrites,
     schedule_of,
 )
-from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
-from diyfa.backends.cuda.sm90_cluster import (
+from diyfa.backends.cuda.sm90_barriers import (
     await_kernels_before,
     await_stores,
-    bystander,
-    cluster_rank,
-    meet,
+    idle,
     release,
     releases_of,
-    show_barriers,
     wait_full,
 )
+from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.sm90_deal import (
     draw_ticket,
     end_place,
@@ -74,7 +71,6 @@ from diyfa.backends.cuda.sm90_exact import (
     rewrite_tiles,
     vote,
 )
-from diyfa.backends.cuda.sm90_multicast import completing
 from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
@@ -92,6 +88,7 @@ from diyfa.backends.cuda.sm90_products import (
     start_values,
     tile_at,
 )
+from diyfa.backends.cuda.sm90_ptx import completing
 from diyfa.backends.cuda.sm90_rows import matrix, offset_of, store_rows
 from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, anchored_step, no_sums, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
@@ -112,7 +109,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors
 def _give_notice(
     place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -121,13 +118,13 @@ def _give_notice(
         heads_q = here(heads_q)
         heads_at_once = here(heads_at_once)
         seqlen_q = here(seqlen_q)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    end = end_place(tiles, group, DEAL, CLUSTER)
+    end = end_place(tiles, group, DEAL)
     searching = True
     while searching:
-        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL, CLUSTER)
+        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -136,9 +133,8 @@ def _give_notice(
         more = (place < end) & (is_last_turn(turn - 1, notices, DEAL) == 0)
         searching = more & ((exists & dealt) == 0)
         if searching:
-            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL, CLUSTER)
+            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL)
         else:
-            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
             end_block = gl.where(more, end_block, 0)
             write_notice(
                 turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
@@ -149,20 +145,20 @@ def _give_notice(
 @gluon.jit
 def _load_block(
     tensor, b, h, row, end, n_keys, buffers, item, kv_full, kv_empty,
-    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying an item of the ring, as soon as its buffer is free."""
     slot = item % SLOTS
     mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
     start_load(
         tensor, b, h, row, end, n_keys, buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-        PIECES, RAGGED, CLUSTER,
+        PIECES, RAGGED,
     )  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -177,14 +173,13 @@ def _producer(
     ring is short, or another program waits as well, the consumers would stand still meanwhile; elsewhere they would
     because the block comes later.
     """
-    meet(CLUSTER)
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
     turn = 0
     place = _give_notice(
-        first_place(DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+        first_place(DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
         heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+        tickets_ptr, BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
     )  # fmt: skip
     b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
         turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
@@ -198,7 +193,7 @@ def _producer(
             # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             start_load(
-                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
+                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED
             )  # fmt: skip
         n_blocks = end_block - first_block
         # The answer comes while a block waits for its buffers. Asking with the first block would commit programs a
@@ -215,34 +210,33 @@ def _producer(
             if AHEAD:  # noqa: SIM102 (decided when it is compiled)
                 if i == n_blocks - 1:
                     place = _give_notice(
-                        next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written,
+                        next_place(place, ticket, DEAL), turn + 1, notices, written,
                         lengths_q_ptr, lengths_k_ptr, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k,
                         total_q, total_k, window_left, window_right, tickets_ptr,
-                        BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+                        BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
                     )  # fmt: skip
             start_n = (end_block - 1 - i) * BLOCK_N
             _load_block(
                 k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
-                SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
+                SLOTS, PIECES, ONE_RING, RAGGED,
             )  # fmt: skip
             _load_block(
                 v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, item + 1, kv_full, kv_empty,
-                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+                SLOTS, PIECES_V, ONE_RING, RAGGED,
             )  # fmt: skip
             item += 2
         turn += 1
         if not AHEAD:
             place = _give_notice(
-                next_place(place, ticket, DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+                next_place(place, ticket, DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
                 heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+                tickets_ptr, BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
             )  # fmt: skip
         b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
             turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
         )  # fmt: skip
     if DEAL == "dynamic":
         leave(tickets_ptr)
-    meet(CLUSTER)
 
 
 @gluon.jit
@@ -281,7 +275,7 @@ def _attend_blocks(
     p,  # weights of the block before, `held`
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
     position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
@@ -305,7 +299,7 @@ def _attend_blocks(
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
-        release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
+        release(kv_empty.index(k_slot), BY_WARP)
         if ANCHORED:
             weights, l_i = anchored_step(s, m_i, l_i, scale, cap, SOFTCAP, NEGATE)
         else:
@@ -314,7 +308,7 @@ def _attend_blocks(
                 MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
             )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
-        release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
+        release(kv_empty.index(v_slot), BY_WARP)
         p = held(weights, o, v_buffers.dtype, PAIRS)
         if not ANCHORED:
             o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
@@ -324,7 +318,7 @@ def _attend_blocks(
 @gluon.jit
 def _pass_over(
     key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -341,7 +335,7 @@ def _pass_over(
             _hand_over(CONSUMER, CONSUMERS)
         for j in gl.static_range(2):
             wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, BY_WARP)
-            release(kv_empty.index((item + j) % SLOTS), CLUSTER, BY_WARP)
+            release(kv_empty.index((item + j) % SLOTS), BY_WARP)
         item += 2
     return item
 
@@ -352,7 +346,7 @@ def _attend_tile(
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
     heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
     found,  # whether what came with V was not finite, see `look`
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr, DIRECT: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
@@ -371,7 +365,7 @@ def _attend_tile(
         before = item
         item = _pass_over(
             row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
         )  # fmt: skip
         end_block -= (item - before) // 2
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
@@ -403,7 +397,7 @@ def _attend_tile(
     wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
     s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
+    release(kv_empty.index(k_slot), BY_WARP)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
@@ -416,7 +410,7 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
         )  # fmt: skip
@@ -427,7 +421,7 @@ def _attend_tile(
     o, p, m_i, sums, item = _attend_blocks(
         o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
         position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+        CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
         False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, ANCHORED,
     )  # fmt: skip
@@ -439,7 +433,7 @@ def _attend_tile(
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
             position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
             True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
         )  # fmt: skip
@@ -460,7 +454,7 @@ def _attend_tile(
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     o = finish_values(o, PIECES_V, JOINED)
-    release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
+    release(kv_empty.index(v_slot), BY_WARP)
     if EXACT:
         found = look(o, found, PIECES_V, JOINED)
     if ANCHORED:
@@ -498,7 +492,7 @@ def _attend_tile(
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
@@ -510,7 +504,6 @@ def _consumer(
     scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile."""
-    meet(CLUSTER)
     # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
     cap = softcap * LOG2E
     if not SOFTCAP:
@@ -529,7 +522,7 @@ def _consumer(
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
             heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
             found,
-            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
             LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED,
         )  # fmt: skip
@@ -542,7 +535,6 @@ def _consumer(
         await_stores()
     else:
         tma.store_wait(0)
-    meet(CLUSTER)
 
 
 SIZES = (
@@ -566,7 +558,7 @@ def _fwd_sm90_kernel(
     group_size,  # query heads that share one key head
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
@@ -599,10 +591,9 @@ def _fwd_sm90_kernel(
         mbarrier.init(q_empty.index(c), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
-        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
+        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, BY_WARP))
     notices, written = allocate_notices(NOTICES)
     fence_async_shared()
-    show_barriers(CLUSTER)
     await_kernels_before()
 
     both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
@@ -628,16 +619,16 @@ def _fwd_sm90_kernel(
     produce = both + lengths + (heads, heads_at_once, batch, total_k)
     produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
-    # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
+    # Idle warps fill up the producer's warpgroup, which has registers for four warps anyway.
     # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
     # the warps the kernel is launched with and takes the registers that are left.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
             ],
             [1],
@@ -646,16 +637,16 @@ def _fwd_sm90_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
-                (bystander, (CLUSTER,)),
-                (bystander, (CLUSTER,)),
+                (idle, ()),
+                (idle, ()),
             ],
             [4, 1, 1, 2],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -663,19 +654,19 @@ def _fwd_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
                              CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
+                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
-                (bystander, (CLUSTER,)),
-                (bystander, (CLUSTER,)),
+                (idle, ()),
+                (idle, ()),
             ],
             [4, 4, 1, 1, 2],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -700,12 +691,11 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
-        "CLUSTER": config.cluster,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
-        "BY_WARP": config.by_warp or config.cluster > 1,
+        "BY_WARP": config.by_warp,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],

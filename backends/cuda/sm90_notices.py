@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.sm90_cluster import LANES, arrive_by_lane, wait_full
+from diyfa.backends.cuda.sm90_barriers import LANES, arrive_by_lane, wait_full
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
 BARRIERS = gl.constexpr(2)

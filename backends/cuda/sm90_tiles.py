@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from diyfa.backends.cuda.sm90 import ROW_BOUND
-from diyfa.backends.cuda.sm90_cluster import copy_piece
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
 
 BOUND = gl.constexpr(ROW_BOUND)
@@ -140,12 +139,11 @@ def tile_of(
 @gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, index, full,
-    PIECES: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+    PIECES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile, which fills PIECES buffers of equal columns; `full` completes when all bytes have arrived.
 
-    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`). CLUSTER: how
-    many programs want this tile, each of which starts it; 1 for one of its own.
+    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * PIECES
@@ -156,7 +154,7 @@ def start_load(
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
             coordinates = [b, h, row, j * WIDTH]
-        copy_piece(tensor, coordinates, full, buffer, j, CLUSTER)
+        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
 
 
 @gluon.jit
