@@ -247,10 +247,10 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
-    pointers = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
-    addresses = pointers if sm90.rewrites(problem, config) else ("o_ptr",) if config.direct else ()
-    constants |= dict.fromkeys(set(pointers) - set(addresses))
-    signature |= dict.fromkeys(addresses, f"*{element}")
+    if config.direct:
+        signature["o_ptr"] = f"*{element}"
+    else:
+        constants["o_ptr"] = None
     if config.deal == "dynamic":
         signature["tickets_ptr"] = "*i32"
     else:
@@ -265,7 +265,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{' own walk' if config.own_walk else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
-        f"{' anchored' if constants['ANCHORED'] else ''}"
+        f"{' fixed max' if constants['FIXED_MAX'] else ''}"
         f"{' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
@@ -274,7 +274,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         4,
         1,
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
-        aligned=frozenset({"lse_ptr", *addresses}),
+        aligned=frozenset({"lse_ptr", *(("o_ptr",) if config.direct else ())}),
         spill_budget=HOPPER_SPILLS,
         clean_loops=True,
     )

@@ -12,7 +12,7 @@ import triton
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
-from diyfa.problem import AttentionProblem, exact_nonfinite, refuse_features
+from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap"})
 ARCH = "sm_90"
@@ -55,7 +55,7 @@ class Sm90Config:
     by_warp: bool = (
         False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_barriers.py`)
     )
-    anchored: bool = True  # in bfloat16 no maximum after the first blocks (`anchored_step` in `sm90_softmax.py`)
+    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `sm90_softmax.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
@@ -259,19 +259,9 @@ def heads_together(problem: AttentionProblem) -> int:
     return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
 
 
-def is_exact(problem: AttentionProblem) -> bool:
-    """The kernel's EXACT. Without a mask every row sees every key: nothing can leak."""
-    return problem.masked and exact_nonfinite()
-
-
-def is_anchored(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """The kernel's ANCHORED. Weights that grow with the scores need the range of bfloat16."""
-    return config.anchored and problem.dtype == "bfloat16"
-
-
-def rewrites(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether a program may have to go through its tiles again (`sm90_exact.py`)."""
-    return is_exact(problem) or is_anchored(problem, config)
+def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16."""
+    return config.fixed_max and problem.dtype == "bfloat16"
 
 
 def notices_of(config: Sm90Config) -> int:

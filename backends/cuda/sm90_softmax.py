@@ -1,4 +1,4 @@
-"""The softmax of the Hopper kernel: one step of the running (online) softmax."""
+"""The softmax of the Hopper kernel: one step, with a running maximum (online softmax) or with a fixed one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-HEADROOM = gl.constexpr(2.0**60)  # how far a row's sum may grow beyond the maximum that it is measured from
 RISE = gl.constexpr(8.0)  # in units of log2: by how much scores may exceed the maximum that a lazy step measures from
 
 
@@ -65,10 +64,7 @@ def softmax_step(
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     if LAZY:
         m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
-    if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
-        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_ref = m_new
+    m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     x = s * scale - m_ref[:, None]
     p = gl.exp2(x)
     alpha = gl.exp2(m_i - m_ref)
@@ -77,7 +73,7 @@ def softmax_step(
 
 @gluon.jit
 def no_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `anchored_step` begins its sums with."""
+    """What `fixed_max_step` begins its sums with."""
     return _by_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT))
 
 
@@ -90,8 +86,8 @@ def _by_thread(p):
 
 
 @gluon.jit
-def anchored_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
-    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from a maximum of earlier blocks.
+def fixed_max_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
+    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from the maximum of earlier blocks.
 
     The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
     of the first blocks will do for the rest of the walk, whatever it holds, up to a sum that float32 cannot hold.

@@ -137,6 +137,40 @@ def tile_of(
 
 
 @gluon.jit
+def edges_of(
+    row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+):  # fmt: skip
+    """How many key blocks a tile visits first: (at the right end of what it sees, then at the left end).
+
+    At the right end those that a mask or the end of the keys cuts for one of its rows and the next one; at the left end
+    those that a window cuts, or the first one. Blocks in between are whole for all rows, and what rows have seen by
+    then, their latest keys and the very first ones, is where most attention goes.
+    """
+    n_blocks = end_block - first_block
+    key0 = row0 + n_keys - n_queries
+    last_key = n_keys - 1  # that the first row sees
+    n_right = 1
+    if HAS_RIGHT:
+        last_key = gl.minimum(key0 if CAUSAL else key0 + window_right, last_key)
+    if HAS_RIGHT or CHECK_KEYS:
+        n_right += end_block - gl.maximum(last_key, 0) // BLOCK_N
+    n_right = gl.minimum(n_right, n_blocks)
+    n_left = 1
+    if HAS_LEFT:
+        n_left = gl.maximum(gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - window_left, 0), BLOCK_N) - first_block, 1)
+    return n_right, gl.minimum(n_left, n_blocks - n_right)
+
+
+@gluon.jit
+def block_at(i, first_block, end_block, n_right, n_left):
+    """The i-th key block of a tile's walk: from the right end inwards, at the left end, then the others."""
+    block = gl.where(i < n_right, end_block - 1 - i, first_block + i - n_right)
+    return gl.where(i < n_right + n_left, block, end_block - 1 - i + n_left)
+
+
+@gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, index, full,
     PIECES: gl.constexpr, RAGGED: gl.constexpr,
