@@ -87,7 +87,7 @@ from diyfa.backends.cuda.sm90_products import (
 )
 from diyfa.backends.cuda.sm90_ptx import completing
 from diyfa.backends.cuda.sm90_rows import matrix, offset_of, store_rows
-from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, fixed_max_step, no_sums, softmax_step
+from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, add_sink, fixed_max_step, no_sums, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
     block_at,
@@ -359,13 +359,13 @@ def _pass_over(
 def _attend_tile(
     b, h, tile_row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
+    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr, DIRECT: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -462,11 +462,15 @@ def _attend_tile(
     o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
-    if LENGTHS == SEQ_LENS:
-        seen = seen & (rows < n_queries)
     total = gl.where(seen, l_i, 1.0)
-    lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
     factor = gl.where(seen, 1.0 / total, 0.0)
+    lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
+    if SINKS:
+        lse_log2, factor = add_sink(lse_log2, factor, gl.load(sinks_ptr + h) * LOG2E)
+    lse = gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2 * LN2)
+    if LENGTHS == SEQ_LENS:
+        factor = gl.where(rows < n_queries, factor, 0.0)
+        lse = gl.where(rows < n_queries, lse, float("inf"))
     if LENGTHS == PACKED:
         gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
     else:
@@ -514,10 +518,10 @@ def _consumer(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     AGAIN: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, o_buffers,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers,
     scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile. AGAIN: of those that are flagged, with a running maximum."""
@@ -543,10 +547,10 @@ def _consumer(
         item, overflown = _attend_tile(
             b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, used,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
+            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers, scale, cap,
             CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX and not AGAIN,
+            LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
         )  # fmt: skip
         if AGAIN:
             used += 1
@@ -575,7 +579,7 @@ def _specialise(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -590,7 +594,7 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
             ],
@@ -602,10 +606,10 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
                 (idle, ()),
@@ -619,13 +623,13 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
                 (idle, ()),
@@ -672,6 +676,7 @@ def _fwd_sm90_kernel(
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
     o_ptr,  # for DIRECT
+    sinks_ptr,  # (H,) fp32, for SINKS
     tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -683,7 +688,7 @@ def _fwd_sm90_kernel(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `sm90_overflow.py`)
     NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -721,7 +726,11 @@ def _fwd_sm90_kernel(
         address = o_ptr
     else:
         address = heads
-    consume = both + (o_tensor, lse_ptr, address, o_buffers, scale, softcap)
+    if SINKS:
+        sinks = sinks_ptr
+    else:
+        sinks = heads
+    consume = both + (o_tensor, lse_ptr, address, sinks, o_buffers, scale, softcap)
     if LENGTHS == EQUAL:
         lengths = (heads, heads)
     else:
@@ -736,7 +745,7 @@ def _fwd_sm90_kernel(
     _specialise(
         consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-        LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
     if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
         if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4):
@@ -746,7 +755,7 @@ def _fwd_sm90_kernel(
             _specialise(
                 consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+                LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
             )  # fmt: skip
 
 
@@ -775,6 +784,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
+        "SINKS": problem.sinks,
         "NEGATE": negate,
         "LAZY": config.lazy,
         "FIXED_MAX": has_fixed_max(problem, config),
@@ -804,7 +814,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 5,  # lengths, lse, o_ptr, tickets
+            *(None,) * 6,  # lengths, lse, o_ptr, sinks, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -842,7 +852,7 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            launch(q, k, v, out, *lengths, lse, out if config.direct else None, tickets)
+            launch(q, k, v, out, *lengths, lse, out if config.direct else None, tensors.sinks, tickets)
 
 
 def repeat(
@@ -855,7 +865,7 @@ def repeat(
     no_tickets = () if config.deal == "dynamic" else (None,)
 
     def arguments(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, out if config.direct else None, *no_tickets
+        return q, k, v, out, None, None, lse, out if config.direct else None, None, *no_tickets
 
     again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:

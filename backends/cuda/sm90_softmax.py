@@ -95,3 +95,17 @@ def fixed_max_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.c
     s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
     p = gl.exp2(s * scale - m_i[:, None])
     return p, sums + _by_thread(p)
+
+
+@gluon.jit
+def add_sink(lse_log2, factor, sink):
+    """A row's log-sum-exp [64] and the factor of its sums, once a sink has joined the sum: a key without a value.
+
+    Both in units of log2; -inf where a row saw no key.
+    """
+    larger = gl.maximum(lse_log2, sink)
+    larger = gl.where(larger == float("-inf"), 0.0, larger)
+    keys = gl.exp2(lse_log2 - larger)
+    total = keys + gl.exp2(sink - larger)
+    factor = factor * gl.where(total == 0.0, 0.0, keys / total)
+    return larger + gl.log2(total), factor
