@@ -12,7 +12,7 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
-from test_sm90_features import BALANCED, DYNAMIC, SHARING, THREE, TWO, case, packed  # noqa: E402
+from test_sm90_features import BALANCED, DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
 from diyfa.backends.cuda import sm90  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
@@ -57,7 +57,6 @@ CASES = [
     ),
     (case("d192_128", sm_scale=FAR, head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
     (case("d256", sm_scale=FAR, head_dim=256), replace(DYNAMIC, own_o=False, direct=True)),
-    (case("cluster", sm_scale=FAR, seqlen_q=256, seqlen_k=256), replace(SHARING, pairs=True, lazy=True)),
     (case("turns", sm_scale=FAR, seqlen_q=400, seqlen_k=300), replace(THREE, persistent=True, pingpong=True)),
     (case("float16", sm_scale=FAR, dtype="float16"), TWO),
 ]
@@ -66,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
 def test_within_budget(case: AttentionCase, config: sm90.Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = sum(case.name.encode()) % 7
-    interpret(monkeypatch, replace(config, anchored=True), seed=seed, multiprocessors=2 * config.cluster)
+    interpret(monkeypatch, replace(config, anchored=True), seed=seed)
     assert not run(case)
 
 
@@ -76,5 +75,5 @@ def test_scores_rise_beyond_what_sums_hold(name: str, monkeypatch: pytest.Monkey
     case, config = next((case, config) for case, config in CASES if case.name == name)
     source = source_of("fwd_sm90")
     kernels = load_kernel({"fwd_sm90": source.replace("if is_spoiled(votes, CONSUMERS) != 0:", "if False:")}, tmp_path)
-    interpret(monkeypatch, replace(config, anchored=True), kernels=kernels, multiprocessors=2 * config.cluster)
+    interpret(monkeypatch, replace(config, anchored=True), kernels=kernels)
     assert run(case)

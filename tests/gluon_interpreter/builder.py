@@ -17,15 +17,15 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from . import barriers, inline_asm
 from .atomics import add_scalar
-from .cluster import ARRIVE_MARK, CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
+from .marks import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, take_mark
 from .mma import product
 from .numerics import narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
-from .tma import load
+from .tma import Landing
 
 
 def _scalar(handle: TensorHandle) -> int:
@@ -236,19 +236,15 @@ class Builder(InterpreterBuilder):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
-        mark = take_mark("mbarrier.arrive", RELEASE_MARK, CLUSTER_RELEASE_MARK, ARRIVE_MARK)
+        mark = take_mark("mbarrier.arrive", RELEASE_MARK, ARRIVE_MARK)
         if mark == ARRIVE_MARK:
             if count != barriers.WARP or current().num_warps != 1:
                 raise InvalidOperand(f"{location()}: an arrival by lane is one of each of a warp, not {count}")
-        elif mark is not None and (count != WARPGROUP or current().num_warps != WARPGROUP):
+        elif mark is not None and not count == current().num_warps == 4:
             raise InvalidOperand(f"{location()}: an arrival by warp is one of each of 4, not {count}")
         self.program.scheduler.pause()
-        if not _scalar(pred):
-            return
-        barriers.barrier_at(view).arrive(count)
-        for other in self.program.cluster.programs if mark == CLUSTER_RELEASE_MARK else ():
-            if other is not self.program:
-                barriers.barrier_at(other.same_place(view)).arrive_from_afar(count, other)
+        if _scalar(pred):
+            barriers.barrier_at(view).arrive(count)
 
     def create_mbarrier_wait(self, view: SharedView, phase: TensorHandle, pred: TensorHandle, deps: list[Any]) -> None:
         take_mark("mbarrier.wait", WAIT_MARK)  # it frees warps of a partition from each other, which run in step here
@@ -262,9 +258,8 @@ class Builder(InterpreterBuilder):
     ) -> None:
         self.program.scheduler.pause()
         self.program.touch_global("copy")
-        to_all = copies_to_all()
         if _scalar(pred):
-            load(descriptor, [_scalar(c) for c in coordinates], barrier, view, to_all)
+            Landing(descriptor, [_scalar(c) for c in coordinates], barriers.barrier_at(barrier), view)
 
     def create_async_tma_copy_local_to_global(
         self, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
