@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lazy": {"lazy": True},
     "direct": {"direct": True, "own_o": False},
     "by-warp": {"by_warp": True},
-    "following": {"anchored": False},
+    "following": {"fixed_max": False},
     "pieces": {"piece": 64, "joined": True},
     "held": {"piece": 64, "joined": True, "q_held": 2},
     "half-held": {"piece": 64, "joined": True, "q_held": 1},

@@ -168,7 +168,7 @@ MUTANTS = {
         r"    else:\n        tma\.store_wait\(0\)\n(?=\n\nSIZES)",
         "",
         KernelBug,
-        {"anchored": False},
+        {"fixed_max": False},
     ),
     "nobody has the first turn": (
         r"if PINGPONG and CONSUMER == CONSUMERS - 1:",

@@ -49,7 +49,7 @@ DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
 OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
 FORMS = (
     (PLAIN, WALK),
-    (replace(PLAIN, anchored=False), WALK),
+    (replace(PLAIN, fixed_max=False), WALK),
     (replace(PLAIN, own_o=False), WALK),
     (replace(PLAIN, pingpong=True), WALK),
     (replace(PLAIN, by_warp=True), WALK),

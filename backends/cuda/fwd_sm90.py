@@ -63,7 +63,7 @@ from diyfa.backends.cuda.sm90_deal import (
 from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, kept_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_overflow import (
     allocate_flags,
-    flag_program,
+    end_flags,
     flag_tile,
     is_flagged,
     next_flagged,
@@ -564,7 +564,7 @@ def _consumer(
             notice = read_notice(turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP)
         b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = notice
     if FIXED_MAX and not AGAIN:
-        flag_program(flags, all_overflown, CONSUMER, NOTICES)
+        end_flags(flags, turn, all_overflown, CONSUMER, NOTICES)
         await_stores()  # before the rows are written again
     else:
         tma.store_wait(0)
@@ -748,7 +748,7 @@ def _fwd_sm90_kernel(
         LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
     if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
-        if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4):
+        if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:
             _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS)
             _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)
             fence_async_shared()

@@ -50,19 +50,20 @@ def flag_tile(flags, turn, lost, CONSUMER: gl.constexpr, NOTICES: gl.constexpr):
 
 
 @gluon.jit
-def flag_program(flags, lost, CONSUMER: gl.constexpr, NOTICES: gl.constexpr):
-    """The same for all tiles of the program."""
-    flags.index(CONSUMER * (NOTICES + 1) + NOTICES).store(_by_warp(lost))
+def end_flags(flags, turn, lost, CONSUMER: gl.constexpr, NOTICES: gl.constexpr):
+    """Leave the same word for all tiles of the program, and flag the turn behind the last, where a search shall end."""
+    flag_tile(flags, turn, gl.full([ROWS], 1, gl.int32, lost.type.layout), CONSUMER, NOTICES)
+    flag_tile(flags, NOTICES, lost, CONSUMER, NOTICES)
 
 
 @gluon.jit
 def is_flagged(flags, turn, CONSUMERS: gl.constexpr, NOTICES: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Whether a consumer has flagged the tile of this turn; of turn NOTICES, whether one has flagged any tile."""
+    """Whether a consumer has flagged the tile of this turn, of turn NOTICES any tile -> int32."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS], [32], [NUM_WARPS], [0])  # every thread reads all of them
     found = 0
     for c in gl.static_range(CONSUMERS):
         found |= gl.max(flags.index(c * (NOTICES + 1) + turn).load(LAYOUT), 0)
-    return found != 0
+    return found
 
 
 @gluon.jit
@@ -70,12 +71,8 @@ def next_flagged(
     turn, notices, flags, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The first turn from `turn` on whose tile is flagged, or the one behind the last -> (turn, its notice)."""
+    """The first turn from `turn` on that is flagged -> (turn, its notice). The one behind the last tile is."""
     NOTICES: gl.constexpr = notices.shape[0]
-    notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, NUM_WARPS)
-    searching = (notice[4] > 0) & (is_flagged(flags, turn, CONSUMERS, NOTICES, NUM_WARPS) == 0)
-    while searching:
+    while is_flagged(flags, turn, CONSUMERS, NOTICES, NUM_WARPS) == 0:
         turn += 1
-        notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, NUM_WARPS)
-        searching = (notice[4] > 0) & (is_flagged(flags, turn, CONSUMERS, NOTICES, NUM_WARPS) == 0)
-    return turn, notice
+    return turn, kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, NUM_WARPS)

@@ -151,10 +151,11 @@ class Stores:
         program = self.task.program
         writer = program.new_writer()
         program.memory.written[writer] = self.writing, number
+        known = self.task.clock.copy().known
 
         def read() -> None:
             if reduction is None:
-                program.memory.store(addresses, inside, view.array, writer)
+                program.memory.store(addresses, inside, view.array, writer, known)
             else:
                 program.memory.reduce(addresses, inside, view.array, _REDUCTIONS[reduction])
             self._reading.remove(number)
