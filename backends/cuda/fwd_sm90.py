@@ -365,7 +365,8 @@ def _attend_tile(
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
@@ -518,7 +519,8 @@ def _consumer(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     AGAIN: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
     window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers,
@@ -547,7 +549,8 @@ def _consumer(
         item, overflown = _attend_tile(
             b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, used,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers, scale, cap,
+            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers,
+            scale, cap,
             CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
             LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
@@ -579,7 +582,8 @@ def _specialise(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -755,7 +759,8 @@ def _fwd_sm90_kernel(
             _specialise(
                 consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+                LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True,
+                CONSUMER_REGISTERS, PRODUCER_REGISTERS,
             )  # fmt: skip
 
 
