@@ -47,7 +47,7 @@ JOBS ?= 2
 CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_86 sm_89 sm_75
 
 # What runs on npu tensors; everything else does not depend on the environment.
-NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py \
+NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py tests/test_infinite_scores.py \
   tests/test_device.py tests/test_cli.py
 
 # What depends on the version of Triton.
