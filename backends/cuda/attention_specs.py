@@ -222,6 +222,10 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),
         *((case, "bfloat16", {"sinks": True}) for case in ((64, True), (128, False), (256, True))),
         ((64, True), "bfloat16", {"sinks": True, "window_left": 127}),
+        *((case, "bfloat16", {"alibi": True}) for case in ((64, False), (64, True), (128, False), (128, True))),
+        *((case, "bfloat16", {"alibi": True}) for case in ((192, True), (256, False), (256, True))),
+        ((128, True), "float16", {"alibi": True} | packed),
+        ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
@@ -249,10 +253,8 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
-    if problem.sinks:
-        signature["sinks_ptr"] = "*fp32"
-    else:
-        constants["sinks_ptr"] = None
+    for name, there in (("slopes_ptr", problem.alibi), ("sinks_ptr", problem.sinks)):
+        (signature if there else constants)[name] = "*fp32" if there else None
     if config.direct:
         signature["o_ptr"] = f"*{element}"
     else:

@@ -288,13 +288,13 @@ def _attend_blocks(
     p,  # weights of the block before, `held`
     m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end,
     first_block, end_block, n_right, n_left,
-    position, n_keys, window_left, window_right, scale, cap,
+    position, n_keys, window_left, window_right, scale, cap, slope,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before.
 
@@ -314,13 +314,15 @@ def _attend_blocks(
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
         release(kv_empty.index(k_slot), BY_WARP)
+        start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
         if FIXED_MAX:
-            weights, l_i = fixed_max_step(s, m_i, l_i, scale, cap, SOFTCAP, NEGATE)
+            weights, l_i = fixed_max_step(
+                s, m_i, l_i, start_n, position, scale, cap, slope, SOFTCAP, ALIBI, NEGATE
+            )  # fmt: skip
         else:
-            start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
             weights, m_i, l_i, alpha = softmax_step(
-                s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
-                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+                s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
+                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
             )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
         release(kv_empty.index(v_slot), BY_WARP)
@@ -359,13 +361,14 @@ def _pass_over(
 def _attend_tile(
     b, h, tile_row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers, scale, cap,
+    heads_q, seqlen_q, total_q, window_left, window_right,
+    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, scale, cap,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr, DIRECT: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
     LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
@@ -404,6 +407,9 @@ def _attend_tile(
         n_masked = end_block - (gl.maximum(gl.minimum(after, n_keys), 1) - 1) // BLOCK_N
         n_masked = gl.maximum(gl.minimum(n_masked, n_right), 1)
 
+    slope = 0.0
+    if ALIBI:
+        slope = gl.load(slopes_ptr + b * stride_slopeb + h) * LOG2E
     # The first block has no block before it whose values could be added meanwhile.
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -417,26 +423,26 @@ def _attend_tile(
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
-        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap, slope,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
     )  # fmt: skip
     o = no_values(WIDTH, PIECES_V, JOINED)
     p = held(weights, o, DTYPE, PAIRS)
     if HAS_LEFT or HAS_RIGHT:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
             CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
         )  # fmt: skip
     if FIXED_MAX:
         if not HAS_LEFT:
             o, p, m_i, l_i, item = _attend_blocks(
                 o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_first,
-                first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap,
+                first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
                 CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
+                False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
             )  # fmt: skip
         # Nothing but -inf so far, of a row that sees the next blocks: a product that overflowed, or infinite inputs.
         lost = (m_i == float("-inf")) & (n_first < n_blocks)
@@ -444,17 +450,17 @@ def _attend_tile(
         sums = no_sums(ROWS, BLOCK_N, accumulator_layout(BLOCK_N))
         o, p, m_i, sums, item = _attend_blocks(
             o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_first, n_blocks,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
             CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, True,
+            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, True,
         )  # fmt: skip
         l_i += gl.convert_layout(gl.sum(sums, 1), S_ROWS)
     else:
         o, p, m_i, l_i, item = _attend_blocks(
             o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_blocks,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
             CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
+            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
         )  # fmt: skip
     if (OWN_O or DIRECT) and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -519,11 +525,12 @@ def _consumer(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
     LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     AGAIN: gl.constexpr,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
+    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
     scale, softcap,
 ):  # fmt: skip
     """One warpgroup: its 64 queries of each tile. AGAIN: of those that are flagged, with a running maximum."""
@@ -549,11 +556,12 @@ def _consumer(
         item, overflown = _attend_tile(
             b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, used,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, sinks_ptr, o_buffers,
+            heads_q, seqlen_q, total_q, window_left, window_right,
+            o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
             scale, cap,
             CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
+            LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
         )  # fmt: skip
         if AGAIN:
             used += 1
@@ -582,7 +590,7 @@ def _specialise(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
     LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
     DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -598,7 +606,7 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
             ],
@@ -610,10 +618,10 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
                 (idle, ()),
@@ -627,13 +635,13 @@ def _specialise(
             [
                 (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                              PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
                 (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
                              CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
                 (idle, ()),
@@ -668,23 +676,26 @@ def _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS: gl.constexpr, SLO
 
 SIZES = (
     "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
-    "window_left", "window_right", "group_size",
+    "window_left", "window_right", "group_size", "stride_slopeb",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+UNALIGNED_POINTERS = (*LENGTH_POINTERS, "slopes_ptr", "sinks_ptr")
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
     o_ptr,  # for DIRECT
+    slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
     tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads that share one key head
+    stride_slopeb,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
@@ -692,7 +703,8 @@ def _fwd_sm90_kernel(
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `sm90_overflow.py`)
     NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -730,11 +742,15 @@ def _fwd_sm90_kernel(
         address = o_ptr
     else:
         address = heads
+    if ALIBI:
+        slopes = slopes_ptr
+    else:
+        slopes = heads
     if SINKS:
         sinks = sinks_ptr
     else:
         sinks = heads
-    consume = both + (o_tensor, lse_ptr, address, sinks, o_buffers, scale, softcap)
+    consume = both + (o_tensor, lse_ptr, address, slopes, stride_slopeb, sinks, o_buffers, scale, softcap)
     if LENGTHS == EQUAL:
         lengths = (heads, heads)
     else:
@@ -749,7 +765,8 @@ def _fwd_sm90_kernel(
     _specialise(
         consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
         PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-        LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False,
+        CONSUMER_REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
     if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
         if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:
@@ -759,7 +776,7 @@ def _fwd_sm90_kernel(
             _specialise(
                 consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
                 PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True,
+                LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True,
                 CONSUMER_REGISTERS, PRODUCER_REGISTERS,
             )  # fmt: skip
 
@@ -789,6 +806,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
+        "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
         "NEGATE": negate,
         "LAZY": config.lazy,
@@ -806,6 +824,8 @@ _launches = Launches()
 
 def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: Sm90Config) -> Launch:
     q, k, v = tensors.q, tensors.k, tensors.v
+    slopes = tensors.alibi_slopes
+    stride_slopeb = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
 
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -819,7 +839,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 6,  # lengths, lse, o_ptr, sinks, tickets
+            *(None,) * 7,  # lengths, lse, o_ptr, slopes, sinks, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -833,6 +853,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             problem.window_left,
             problem.window_right,
             problem.heads_q // problem.heads_kv,
+            stride_slopeb,
             *(n for x in (q, k, v) for n in (steps_of(x, layout) if box is ragged_box else (0, 0))),
             scale,
             problem.softcap,
@@ -842,7 +863,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
         return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
     strides = (q.stride(), k.stride(), v.stride(), out.stride())
-    key = (config, problem, tensors.sm_scale, strides, q.device)
+    key = (config, problem, tensors.sm_scale, strides, stride_slopeb, q.device)
     return _launches.get(key, make)
 
 
@@ -857,7 +878,8 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            launch(q, k, v, out, *lengths, lse, out if config.direct else None, tensors.sinks, tickets)
+            address = out if config.direct else None
+            launch(q, k, v, out, *lengths, lse, address, tensors.alibi_slopes, tensors.sinks, tickets)
 
 
 def repeat(
@@ -870,7 +892,7 @@ def repeat(
     no_tickets = () if config.deal == "dynamic" else (None,)
 
     def arguments(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, out if config.direct else None, None, *no_tickets
+        return q, k, v, out, None, None, lse, out if config.direct else None, None, None, *no_tickets
 
     again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:

@@ -14,7 +14,7 @@ from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
 from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "sinks"})
+FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
 TRITON = (3, 6)  # Gluon changes names and meanings from release to release

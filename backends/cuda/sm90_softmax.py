@@ -32,10 +32,29 @@ def scores_log2(s, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
 
 
 @gluon.jit
+def _columns(s):
+    """The columns [1, BLOCK_N] of a block of scores in two parts: (that of the lane, a constant of the program).
+
+    A thread's columns are those of its lane, 2 * (lane % 4), plus constants. With the lane's part on the rows' side of
+    a comparison or difference the other side is a constant; else the columns would fill up to 32 registers.
+    """
+    columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    return columns & 6, columns & ~6
+
+
+@gluon.jit
+def _alibi(s, start_n, position, slope):
+    """What ALiBi takes off scores [64, BLOCK_N]: slope times the distance of query and key."""
+    lane, constant = _columns(s)
+    own = (position[:, None] - lane - start_n).to(gl.float32)
+    return slope * gl.abs(own - constant.to(gl.float32))
+
+
+@gluon.jit
 def softmax_step(
-    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
+    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
 
@@ -46,18 +65,18 @@ def softmax_step(
     at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
     """
     s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
+    if ALIBI:
+        s = s * scale - _alibi(s, start_n, position, slope)
+        scale = 1.0
     if MASKED:
-        # A thread's columns are those of its lane, 2 * (lane % 4), plus constants. Moving the lane's part to the other
-        # side leaves comparisons with constants; else the columns would fill up to 32 registers during the loop.
-        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        own = position[:, None] - (columns & 6) - start_n
-        constant = columns & ~6
+        lane, constant = _columns(s)
+        own = position[:, None] - lane - start_n
         if CAUSAL:  # which also keeps inside the keys
             seen = constant <= own
         elif HAS_RIGHT:
-            seen = (constant <= own + window_right) & (constant < n_keys - start_n - (columns & 6))
+            seen = (constant <= own + window_right) & (constant < n_keys - start_n - lane)
         else:
-            seen = constant < n_keys - start_n - (columns & 6)
+            seen = constant < n_keys - start_n - lane
         if HAS_LEFT:
             seen = seen & (constant >= own - window_left)
         s = gl.where(seen, s, float("-inf"))
@@ -86,14 +105,20 @@ def _by_thread(p):
 
 
 @gluon.jit
-def fixed_max_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
+def fixed_max_step(
+    s, m_i, sums, start_n, position, scale, cap, slope,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr,
+):  # fmt: skip
     """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from the maximum of earlier blocks.
 
     The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
     of the first blocks will do for the rest of the walk, whatever it holds, up to a sum that float32 cannot hold.
     """
     s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
-    p = gl.exp2(s * scale - m_i[:, None])
+    x = s * scale - m_i[:, None]
+    if ALIBI:
+        x = x - _alibi(s, start_n, position, slope)
+    p = gl.exp2(x)
     return p, sums + _by_thread(p)
 
 
