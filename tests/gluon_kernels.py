@@ -358,3 +358,42 @@ def _fill_with_ones(x_tensor, buffer, BUG: gl.constexpr):
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
         )
+
+
+@gluon.jit
+def _instruction(name: gl.constexpr, x):
+    return gl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def of_subnormals(x_ptr, out_ptr):
+    """Functions of the smallest numbers: x = [2^-130, -130, 2^-20, 0.75 * 2^128, NaN], float32."""
+    small = gl.load(x_ptr)
+    low = gl.load(x_ptr + 1)
+    half = gl.load(x_ptr + 2)
+    large = gl.load(x_ptr + 3)
+    nan = gl.load(x_ptr + 4)
+    gl.store(out_ptr, gl.exp2(low))
+    gl.store(out_ptr + 1, gl.exp(low * 0.6931471805599453))
+    gl.store(out_ptr + 2, gl.log2(small))
+    gl.store(out_ptr + 3, gl.log(small))
+    gl.store(out_ptr + 4, small / 4.0)
+    gl.store(out_ptr + 5, 1.0 / large)
+    gl.store(out_ptr + 6, gl.floor(-small))
+    gl.store(out_ptr + 7, gl.ceil(small))
+    gl.store(out_ptr + 8, gl.sqrt(small))
+    gl.store(out_ptr + 9, gl.rsqrt(small))
+    gl.store(out_ptr + 10, small * 2.0)
+    gl.store(out_ptr + 11, small - 2.0 * small)
+    gl.store(out_ptr + 12, gl.maximum(small, nan))
+    gl.store(out_ptr + 13, gl.where(small != 0.0, small, -1.0))
+    gl.store(out_ptr + 14, small.to(gl.bfloat16).to(gl.float32))
+    gl.store(out_ptr + 15, half.to(gl.float16).to(gl.float32))
+    gl.store(out_ptr + 16, _instruction("ex2.approx.ftz.f32", low))
+    gl.store(out_ptr + 17, _instruction("ex2.approx.f32", low))
+    gl.store(out_ptr + 18, _instruction("lg2.approx.f32", small))
+    gl.store(out_ptr + 19, _instruction("lg2.approx.ftz.f32", small))
+    gl.store(out_ptr + 20, _instruction("tanh.approx.f32", small))
+    gl.store(out_ptr + 21, _instruction("rcp.approx.f32", large))
+    gl.store(out_ptr + 22, _instruction("rcp.approx.ftz.f32", large))
+    gl.store(out_ptr + 23, _instruction("rcp.approx.ftz.f32", small))

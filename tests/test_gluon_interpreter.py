@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from subprocesses import run_python
 
 triton = pytest.importorskip("triton")
 if not triton.__version__.startswith("3.6."):
@@ -242,6 +247,78 @@ def test_arithmetic_is_the_hardwares(operation: str, n: int, x: float, expected:
     out = torch.zeros(1)
     InterpretedKernel(kernels.arithmetic)[(1,)](torch.tensor([x]), n, out, OPERATION=operation)
     assert out.item() == expected
+
+
+# What `of_subnormals` computes, and the instruction that the compiler makes of it.
+SMALL, LARGE = 2.0**-130, 0.75 * 2.0**128
+OF_SUBNORMALS = (
+    ("ex2.approx.ftz.f32", 0.0),
+    ("ex2.approx.f32", SMALL),
+    ("fma.rn.ftz.f32", -130.0),  # which multiplies subnormal arguments by 2^23 before
+    ("setp.lt.f32", -130 * math.log(2)),
+    ("div.full.f32", SMALL / 4),
+    ("div.full.f32", 1 / LARGE),
+    ("cvt.rmi.ftz.f32.f32", 0.0),
+    ("cvt.rpi.ftz.f32.f32", 0.0),
+    ("sqrt.approx.ftz.f32", 0.0),
+    ("rsqrt.approx.ftz.f32", math.inf),
+    ("add.f32", 2 * SMALL),
+    ("fma.rn.f32", -SMALL),
+    ("max.f32", SMALL),
+    ("setp.neu.f32", SMALL),
+    ("cvt.rn.bf16.f32", SMALL),
+    ("cvt.rn.f16.f32", 2.0**-20),
+    ("ex2.approx.ftz.f32", 0.0),
+    ("ex2.approx.f32", SMALL),
+    ("lg2.approx.f32", -130.0),
+    ("lg2.approx.ftz.f32", -math.inf),
+    ("tanh.approx.f32", SMALL),
+    ("rcp.approx.f32", 1 / LARGE),
+    ("rcp.approx.ftz.f32", 0.0),
+    ("rcp.approx.ftz.f32", math.inf),
+)
+
+
+def of_subnormals(kernel: object, device: str = "cpu") -> torch.Tensor:
+    x = torch.tensor([SMALL, -130.0, 2.0**-20, LARGE, math.nan], device=device)
+    out = torch.full((len(OF_SUBNORMALS),), math.nan, device=device)
+    kernel[(1,)](x, out)
+    return out.cpu()
+
+
+def test_subnormal_numbers_are_flushed_where_the_hardware_does() -> None:
+    expected = torch.tensor([value for _, value in OF_SUBNORMALS])
+    torch.testing.assert_close(of_subnormals(InterpretedKernel(kernels.of_subnormals)), expected, rtol=1e-4, atol=0)
+
+
+def test_the_compiler_makes_the_instructions_of_which_that_is_known() -> None:
+    """Whatever the version of Triton. Runs without its interpreter."""
+    code = """
+import gluon_kernels, triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+source = GluonASTSource(gluon_kernels.of_subnormals, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {}, {})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+    ptx = run_python(code, Path(__file__).parent, TRITON_INTERPRET="0")
+    used = set(re.findall(r"^\s*([a-z0-9]+(?:\.\w+)*)", ptx, re.MULTILINE))
+    assert {name for name, _ in OF_SUBNORMALS} <= used
+    assert {name for name in used if ".ftz" in name} <= {name for name, _ in OF_SUBNORMALS}
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+def test_the_hardware_flushes_those() -> None:
+    expected = torch.tensor([value for _, value in OF_SUBNORMALS])
+    torch.testing.assert_close(of_subnormals(kernels.of_subnormals, "cuda"), expected, rtol=1e-2, atol=0)
+
+
+def test_products_keep_subnormal_numbers() -> None:
+    a, b, c = torch.full((64, 192), SMALL).bfloat16(), torch.ones(192, 32).bfloat16(), torch.zeros(64, 32)
+    kernel = InterpretedKernel(kernels.multiply)
+    kernel[(1,)](descriptor(a, 64, 32), descriptor(b, 32, 32), c, 6, SLOTS=2, BUG="")
+    assert (c == 192 * SMALL).all()
 
 
 def test_overflow_and_reads_beyond_a_storage_are_reported() -> None:

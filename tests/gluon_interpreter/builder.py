@@ -21,7 +21,7 @@ from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .marks import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, take_mark
 from .mma import product
-from .numerics import narrow, poison, stored, widen
+from .numerics import flush, narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
@@ -108,6 +108,14 @@ class Builder(InterpreterBuilder):
             if arg.dtype.scalar == tl.bfloat16:
                 return TensorHandle(narrow(op(widen(arg.data, tl.bfloat16)), tl.bfloat16), tl.bfloat16)
             return TensorHandle(op(arg.data), arg.dtype.scalar)
+
+    # max.f32 and min.f32 give the operand that is not NaN.
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -305,6 +313,25 @@ class Builder(InterpreterBuilder):
 
     def create_barrier(self) -> None:
         self.program.scheduler.pause()
+
+
+def _flushing(create: Any) -> Any:
+    """A function of Triton's interpreter, in float32 as an instruction with `.ftz` computes it."""
+
+    def flushing(self: Builder, arg: TensorHandle) -> TensorHandle:
+        if arg.dtype.scalar != tl.float32:
+            return create(self, arg)
+        with np.errstate(all="ignore"):
+            result = create(self, TensorHandle(flush(arg.data), tl.float32))
+        return TensorHandle(flush(result.data), tl.float32)
+
+    return flushing
+
+
+# What these compile to flushes subnormal numbers: ex2.approx.ftz, sqrt.approx.ftz, rsqrt.approx.ftz, cvt.rmi.ftz,
+# cvt.rpi.ftz, and multiplications with .ftz. Everything else keeps them, exp and log among it.
+for _name in ("exp2", "sqrt", "rsqrt", "floor", "ceil", "sin", "cos", "erf"):
+    setattr(Builder, f"create_{_name}", _flushing(getattr(InterpreterBuilder, f"create_{_name}")))
 
 
 class _Results:

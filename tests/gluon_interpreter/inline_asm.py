@@ -15,12 +15,12 @@ from triton.runtime.interpreter import TensorHandle
 from .atomics import OfFirstLane, add_scalar
 from .errors import BarrierMisuse, InvalidOperand, location
 from .marks import MARKS, mark
-from .numerics import narrow
+from .numerics import flush, narrow
 from .scheduler import current
 
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 _NUMBERS = 16
-# float32 functions of one argument: `name $0, $1;`
+# float32 functions of one argument: `name $0, $1;`. With `.ftz` in their names they flush subnormal numbers.
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ex2.approx.ftz.f32": np.exp2,
     "ex2.approx.f32": np.exp2,
@@ -150,6 +150,7 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _unless_zero(*(value.data for value in values))
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
+        change = flush if ".ftz" in found[1] else np.asarray
         with np.errstate(all="ignore"):
-            return TensorHandle(FUNCTIONS[found[1]](values[0].data).astype(np.float32), dtype)
+            return TensorHandle(change(FUNCTIONS[found[1]](change(values[0].data)).astype(np.float32)), dtype)
     raise NotImplementedError(f"inline assembly at {location()} that the interpreter does not know: {asm!r}")
