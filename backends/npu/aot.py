@@ -335,7 +335,6 @@ def attention_job(
     flags = configs.attention_flags(problem, step)
     constants: dict[str, Any] = {
         **flags,
-        "MASKED": flags["MASKED"] or fused,
         "ALWAYS_MASK": always_mask,
         "FUSED": fused,
         "HEAD_DIM": problem.head_dim,

@@ -182,7 +182,7 @@ def attention_bwd(
         tile = tiles["dkdv"]
         tasks = (shares if fused else triton.cdiv(problem.seqlen_k, tile.block_n)) * batch * problem.heads_kv
         flags = _flags(problem, "dkdv")
-        flags["MASKED"] |= fused  # the sum over keys must leave out those beyond the last
+        del flags["MASKED"]  # each of its tiles is asked about a mask
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
             dk, dv, parts, parts,

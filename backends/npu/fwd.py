@@ -31,6 +31,7 @@ from diyfa.backends.npu.primitives import (
     capped_scores,
     dot,
     dot_add,
+    first_rows,
     key_range,
     load_row,
     load_tile,
@@ -157,7 +158,7 @@ def _fwd_kernel(
                 m_new = running_max(m_i, sink, INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
-                acc = tl.where(hi > lo, acc, 0.0) * alpha[:, None]
+                acc = first_rows(acc, tl.where(hi > lo, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
                 m_i = m_new
             # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
             # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.

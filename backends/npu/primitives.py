@@ -441,6 +441,15 @@ def drop_columns(x, start, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_rows(acc, count, BLOCK: tl.constexpr):
+    """acc [BLOCK, columns] with 0 in the rows from `count` on: in all of them for a count of 0, the way to drop what an
+    accumulator holds that no iteration of its loop wrote, which is not cleared then. By rows even so: a select with a
+    scalar condition is more than AscendNPU IR 1.1.0 compiles."""
+    rows = tl.arange(0, BLOCK).to(tl.float32)
+    return tl.where((rows < count.to(tl.float32))[:, None], acc, 0.0)
+
+
+@triton.jit
 def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
     """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
