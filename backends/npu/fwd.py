@@ -22,7 +22,6 @@ from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.exact_out import exact_out
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, heads_together, launch_options
 from diyfa.backends.npu.primitives import (
     add_alibi,
@@ -203,4 +202,3 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             **attention_flags(problem, "fwd"), BIAS=bias.dims, INTERPRET=INTERPRETED,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        exact_out(problem, tensors._replace(q=q, k=k, v=v), out, lse, strides, bias)

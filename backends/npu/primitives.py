@@ -272,6 +272,20 @@ def row_range(
 
 
 @triton.jit
+def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Which of the rows at position `first` and the next see nothing, 1.0 or 0.0 [ROWS]: one sees what of 0 to `count`
+    is as far as `below` below it and `above` above it."""
+    position = (tl.arange(0, ROWS) + first).to(tl.float32)
+    lo = tl.zeros([ROWS], tl.float32)
+    hi = lo + count.to(tl.float32)
+    if HAS_BELOW:
+        lo = tl.maximum(lo, position - below.to(tl.float32))
+    if HAS_ABOVE:
+        hi = tl.minimum(hi, position + (above + 1).to(tl.float32))
+    return tl.where(lo < hi, 0.0, 1.0)
+
+
+@triton.jit
 def tile_needs_mask(
     row0, n0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
