@@ -13,7 +13,7 @@ equivalence  torch_npu.npu_fusion_attention and diyfa's own on the same calls, b
 tiles        milliseconds of the table's tile and of its neighbours (`configs.candidates`), for the forward, dq and
              dk/dv kernels.
 attention    forward and backward of diyfa, with the table's tiles and with the best found, beside the operator, in
-             TFLOP/s; causal also without the kernels that keep NaN apart by rows ("diyfa NaN by tiles"): their cost.
+             TFLOP/s.
 
 The file is written anew after every line of it, so a crash of the device costs what came after. `diyfa report FILE`
 shows it. Exit status 1 when any numerics fail.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
 from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
-from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import attention_function, check_budget, make_inputs, measure_error, run_case
 
 RESULTS = Path(__file__).parent / "results"
@@ -280,7 +279,6 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
             candidates: list[tuple[str, dict, Callable[[], dict[str, Callable[[], Any]]]]] = [
                 ("diyfa", {}, lambda passes=passes: passes),
                 *([("diyfa tuned", best, lambda passes=passes: passes)] if best else []),
-                *([("diyfa NaN by tiles", {}, lambda passes=passes: passes)] if causal else []),
                 ("diyfa fused", {}, lambda leaves=leaves, causal=causal: fused_backward(leaves, causal)),
                 ("torch_npu", {}, lambda leaves=leaves, causal=causal: vendors_passes(leaves, causal)),
             ]
@@ -288,9 +286,8 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
             case = {"table": "attention", "B": size[0], "H": size[1], "S": seq_len, "D": head_dim, "causal": causal}
             for name, chosen, make in candidates:
                 row = {**case, "dtype": dtype_, "implementation": name}
-                by_tiles = name == "diyfa NaN by tiles"
                 try:
-                    with tiles(chosen), use_exact_nonfinite(False) if by_tiles else nullcontext():
+                    with tiles(chosen):
                         for direction, fn in make().items():
                             work = flops * (BACKWARD_FACTOR if direction == "backward" else 1)
                             ms, p20, p80 = quantiles_of(time_calls(fn, device, grid.warmup, grid.rep))

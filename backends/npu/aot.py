@@ -335,7 +335,6 @@ def attention_job(
     flags = configs.attention_flags(problem, step)
     constants: dict[str, Any] = {
         **flags,
-        "MASKED": flags["MASKED"] or fused,
         "ALWAYS_MASK": always_mask,
         "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
@@ -364,43 +363,6 @@ def attention_job(
         problem=problem,
         step=kernel,
         tile=tile,
-    )
-
-
-def exact_job(problem: AttentionProblem, kernel: str, bias: str = "qk", bias_dtype: str = "float32") -> Job:
-    """The job of a kernel that forms rows anew which are not finite: of "out", "dq" or "dkdv". It has no matrix
-    product, so the gate asks for nothing but that it compiles and fits.
-    """
-    from diyfa.backends.npu import exact_dkdv, exact_dq, exact_out
-    from diyfa.backends.npu.compat import padded_head_dim
-
-    function = {
-        "out": exact_out._exact_out_kernel,
-        "dq": exact_dq._exact_dq_kernel,
-        "dkdv": exact_dkdv._exact_dkdv_kernel,
-    }[kernel]
-    rows, lines = configs.exact_rows(problem)
-    constants: dict[str, Any] = {
-        **configs.exact_flags(problem),
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_M": rows,
-        "BLOCK_N": rows,
-        "LINES": lines,
-        "BIAS": bias if problem.bias else "",
-        "INTERPRET": False,
-    }
-    constants |= _absent(problem)
-    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
-    signature["bias_ptr"] = "*" + _TRITON_DTYPES[bias_dtype]
-    return Job(
-        f"attention_{'fwd' if kernel == 'out' else 'bwd'}/exact_{kernel}",
-        f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {rows} from {lines}",
-        function,
-        signature,
-        {name: value for name, value in constants.items() if name in function.arg_names},
     )
 
 
@@ -685,7 +647,6 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
-    yield from exact_jobs(target, lean)
     yield from matmul_jobs(target)
 
 
@@ -791,24 +752,6 @@ def helper_jobs(target: str) -> Iterator[Job]:
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
         yield dbias_rows_job(dims, True, True, dtype)
     yield from (dbias_rows_job(dims, True, True, masked=True) for dims in "q1")
-
-
-# Of the kernels that form rows anew: all features, a mask alone, packed sequences, and the widest.
-EXACT_CASES: tuple[dict[str, Any], ...] = (
-    {**MODE_CASES["crowded"], "dtype": "float32"},
-    {"window_right": 0},
-    {"layout": VARLEN, "window_left": 256, "window_right": 0, "dropout": True, "dtype": "bfloat16", "head_dim": 64},
-    {"window_right": 0, "head_dim": 576, "head_dim_v": 512, "bias": "k"},
-)
-
-
-def exact_jobs(target: str, lean: bool) -> Iterator[Job]:
-    """The kernels that form rows anew, of the output and of the gradients; `lean`: with all features only."""
-    for case in EXACT_CASES[:1] if lean else EXACT_CASES:
-        dims = case.get("bias", "")
-        problem = example(target, **{**case, "bias": "float32" if dims else ""})
-        for kernel in ("out", "dkdv", "dq"):
-            yield exact_job(problem, kernel, dims)
 
 
 def matmul_jobs(target: str) -> Iterator[Job]:

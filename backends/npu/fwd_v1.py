@@ -22,11 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.bias import Bias
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import preprocess_rows
 from diyfa.backends.npu.configs_v1 import v1_flags, v1_tile
-from diyfa.backends.npu.exact_out import exact_out
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
     dot,
@@ -189,4 +187,3 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             problem.batch, problem.heads_q, problem.seqlen_q,
             HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_v, BLOCK_M=rows, INTERPRET=INTERPRETED,
         )  # fmt: skip
-        exact_out(problem, tensors._replace(q=q, k=k, v=v), out, lse, strides, Bias())

@@ -5,8 +5,8 @@ A kernel with matrix products must be *bound* (both vector cores of an AI core s
 compiler does not do so for. The table may only shrink: the gate also fails for an exception that is no longer needed,
 and a test knows how many there are.
 
-Kernels for the vector cores alone (delta, sums, and those that form rows anew where a
-NaN got in) have nothing to share or to wait for: of them the gate asks that they compile and fit.
+Kernels for the vector cores alone (delta, sums) have nothing to share or to wait for: of them the gate asks that they
+compile and fit.
 """
 
 from __future__ import annotations

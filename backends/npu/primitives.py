@@ -272,6 +272,20 @@ def row_range(
 
 
 @triton.jit
+def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Which of the rows at position `first` and the next see nothing, 1.0 or 0.0 [ROWS]: one sees what of 0 to `count`
+    is as far as `below` below it and `above` above it."""
+    position = (tl.arange(0, ROWS) + first).to(tl.float32)
+    lo = tl.zeros([ROWS], tl.float32)
+    hi = lo + count.to(tl.float32)
+    if HAS_BELOW:
+        lo = tl.maximum(lo, position - below.to(tl.float32))
+    if HAS_ABOVE:
+        hi = tl.minimum(hi, position + (above + 1).to(tl.float32))
+    return tl.where(lo < hi, 0.0, 1.0)
+
+
+@triton.jit
 def tile_needs_mask(
     row0, n0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -438,6 +452,15 @@ def drop_columns(x, start, length, BLOCK: tl.constexpr):
         cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
         x = tl.where(cols < (length - start).to(tl.float32), x, 0.0)
     return x
+
+
+@triton.jit
+def first_rows(acc, count, BLOCK: tl.constexpr):
+    """acc [BLOCK, columns] with 0 in the rows from `count` on: in all of them for a count of 0, the way to drop what an
+    accumulator holds that no iteration of its loop wrote, which is not cleared then. By rows even so: a select with a
+    scalar condition is more than AscendNPU IR 1.1.0 compiles."""
+    rows = tl.arange(0, BLOCK).to(tl.float32)
+    return tl.where((rows < count.to(tl.float32))[:, None], acc, 0.0)
 
 
 @triton.jit

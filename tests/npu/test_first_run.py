@@ -73,8 +73,8 @@ def check_tiles_are_timed(document: dict) -> None:
 def check_attention_is_timed_beside_the_operator(document: dict) -> None:
     found = rows(document, "attention")
     names = {"diyfa", "diyfa tuned", "diyfa fused", "torch_npu"}
-    assert {row["implementation"] for row in found if not row["causal"]} == names
-    assert {row["implementation"] for row in found if row["causal"]} == {*names, "diyfa NaN by tiles"}
+    for causal in (False, True):
+        assert {row["implementation"] for row in found if row["causal"] is causal} == names
     for row in found:
         if row["implementation"] == "torch_npu":
             assert row["unavailable"].startswith("refused: RuntimeError")
