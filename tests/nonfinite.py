@@ -36,6 +36,14 @@ def same_nonfinite(got: torch.Tensor, want: torch.Tensor) -> bool:
     return all(same)
 
 
+def _others(x: torch.Tensor, field: str, case: AttentionCase) -> list[torch.Tensor]:
+    """What of a result belongs to other samples or packed sequences than the first."""
+    if case.lens_q is None:
+        return [x[1:]]
+    lens = case.key_lens if field in ("dk", "dv") else case.lens_q
+    return [x[..., lens[0] :] if field == "lse" else x[lens[0] :]]
+
+
 def assert_shows_in_what_depends(target: Target, case: AttentionCase, variant: str, name: str, value: float) -> None:
     """What is not finite on the CPU backend, which keeps values apart by rows, is not here either; other samples and
     sequences are as without the poison, and what is finite is right."""
@@ -59,13 +67,7 @@ def assert_shows_in_what_depends(target: Target, case: AttentionCase, variant: s
         depends = ~y.isfinite() & z.isfinite()
         assert not bool((depends & x.isfinite()).any()), f"{field}: hides what it depends on"
         if field in ("out", "lse", "dq", "dk", "dv"):
-            others = slice(case.lens_q[0] if field != "dk" and field != "dv" else case.key_lens[0], None)
-            if case.lens_q is None:
-                others = slice(1, None)
-            elif field == "lse":
-                x, z = x.transpose(0, 1), z.transpose(0, 1)
-            assert torch.equal(x[others], z[others]), f"{field}: another sample or sequence has changed"
-            if case.lens_q is not None and field == "lse":
-                x, z = x.transpose(0, 1), z.transpose(0, 1)
+            for other, before in zip(_others(x, field, case), _others(z, field, case), strict=True):
+                assert torch.equal(other, before), f"{field}: another sample or sequence has changed"
         rest.append(torch.where(x.isfinite(), x, z))
     assert_within_budget(Results(*rest), case, target.oracle_device)
