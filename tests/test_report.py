@@ -131,6 +131,7 @@ def test_80_columns_are_enough(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert invoke(path).exit_code == 0
     printed = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in printed.splitlines())
+    assert "…" not in printed
     for s in build_sections([read_document(path)]):
         for row in s.rows:
             for value in row:
