@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import GPUArch, NPUArch, gpu_arch_name, gpu_spec, npu_spec
+from diyfa.terminal import printable
 
 GIB = 1024**3
 CANN_REMEDY = (
@@ -240,7 +241,11 @@ def describe(device: GPUCapabilities | NPUCapabilities) -> list[tuple[str, str]]
 
 def print_gpu_info() -> None:
     """Print the capabilities of every accelerator here, as a table where rich is installed, else as plain text."""
-    devices = detect()
+    with printable():
+        _print_devices(detect())
+
+
+def _print_devices(devices: list[GPUCapabilities | NPUCapabilities]) -> None:
     if not devices:
         print(f"No accelerator: {_cuda_problem()}; {npu_status().problem}.")
         return

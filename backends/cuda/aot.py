@@ -164,6 +164,7 @@ def judge(
         spills,
         {"shared": shared},
         tuple(notes),
+        spill_budget=spec.spill_budget,
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.bench.table import fits, table
 from diyfa.problem import CompileReport
 
 FAMILY = "Ascend"
@@ -89,12 +91,10 @@ def _row(report: CompileReport) -> list[str]:
     ]
 
 
-NARROWEST = 150  # columns of a terminal that the table is readable in
-
-
-def shown(target: str, reports: list[CompileReport], width: int) -> RenderableType:
-    """What to print on a terminal of `width` columns: the table, or where it does not fit, a paragraph a kernel."""
-    return table(target, reports) if width >= NARROWEST else paragraphs(target, reports)
+def shown(target: str, reports: list[CompileReport], console: Console) -> RenderableType:
+    """What to print: the table, or where it does not fit, a paragraph a kernel."""
+    whole = _table(target, reports)
+    return whole if fits(whole, console) else paragraphs(target, reports)
 
 
 def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
@@ -108,21 +108,11 @@ def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
     return Text("\n".join(lines))
 
 
-def table(target: str, reports: list[CompileReport]) -> Table:
+def _table(target: str, reports: list[CompileReport]) -> Table:
     """One row for each kernel; units are in the headings."""
-    found = Table(title=f"{target}: {len(reports)} compilations", caption=NOTE)
-    for heading in ("kernel", "case"):
-        found.add_column(heading, overflow="fold")
-    for heading in (*HEADINGS, "s"):
-        found.add_column(heading, justify="right")
-    found.add_column("result")
-    for report in reports:
-        found.add_row(
-            report.kernel,
-            report.case,
-            *_row(report),
-            f"{report.seconds:.1f}",
-            "ok" if report.ok else "FAILED",
-            style=None if report.ok else "bold red",
-        )
-    return found
+    rows = [
+        [escape(r.kernel), escape(r.case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"] for r in reports
+    ]
+    styles = [None if r.ok else "bold red" for r in reports]
+    title = f"{target}: {len(reports)} compilations"
+    return table(title, ["kernel", "case", *HEADINGS, "s", "result"], rows, styles, caption=NOTE)
