@@ -247,6 +247,7 @@ class CompileReport:
     limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
     metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
     spill_budget: int | None = None  # bytes of spills that the gate allows
+    compiler: str = ""  # and its version, where a kernel is compiled with several
 
 
 class ToolMissing(RuntimeError):

@@ -306,18 +306,19 @@ def tile_needs_mask(
 
 @triton.jit
 def mask_tile(
-    x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right,
+    x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """x where query and key see each other, else `fill`.
 
-    `rel` is row minus column inside the tile, `cols` the column, both fp32 and shaped to broadcast with x.
+    `rel` is row minus column inside the tile, of x's shape, `rows` the row, shaped to broadcast with it, both fp32.
     """
     distance = n0 - row0 - (sk - sq)
     if CAUSAL:
         x = tl.where(rel >= distance.to(tl.float32), x, fill)
     else:
-        x = tl.where(cols < (sk - n0).to(tl.float32), x, fill)
+        # column < sk - n0; asked of columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core
+        x = tl.where(rel > rows - (sk - n0).to(tl.float32), x, fill)
     if HAS_RIGHT:
         x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
     if HAS_LEFT:
@@ -362,7 +363,7 @@ def mask_whole(
     rows = rows[None, :] if TRANSPOSED else rows[:, None]
     cols = cols[:, None] if TRANSPOSED else cols[None, :]
     rel = rows - cols
-    return mask_tile(x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+    return mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
 
 
 @triton.jit
