@@ -27,7 +27,7 @@ from diyfa.testing import (
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_kernel = pytest.mark.skipif(
-    not ON_HOPPER or sm90.environment_refusal() is not None, reason="needs an sm_90 GPU and the Gluon of Triton 3.6"
+    not ON_HOPPER or sm90.environment_refusal() is not None, reason="needs an sm_90 GPU and a Triton of the kernel's"
 )
 
 
@@ -210,7 +210,7 @@ def test_a_balanced_deal_is_balanced(head_dim: int, seqlen: int) -> None:
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert "Gluon of Triton 3.6, this is Triton 3.9.0" in sm90.environment_refusal()
+    assert "Gluon of Triton 3.6 and 3.7, this is Triton 3.9.0" in sm90.environment_refusal()
 
 
 def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper_gluon import need_hopper_gluon
 from subprocesses import run_python
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the interpreter is written for the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 import gluon_kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -347,7 +346,10 @@ def test_what_another_program_writes_must_not_be_read() -> None:
         ((16, 32), {"layout": gl.NVMMASharedLayout(128, 16, 2)}, "a row of the box fills the swizzle"),
     ],
 )
-def test_descriptors_keep_the_rules_of_tma(block: tuple, changes: dict, rule: str) -> None:
+def test_descriptors_keep_the_rules_of_tma(
+    block: tuple, changes: dict, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # Triton's own checks: 3.7 has more
     x = torch.zeros(90, 64, dtype=torch.float16)
     source = descriptor(x, *block, **changes)
     with pytest.raises(InvalidOperand, match=rule):

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 from sm90_interpreted import interpret, run  # noqa: E402
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
 from test_sm90_features import BALANCED, DYNAMIC, THREE, TWO, case, packed  # noqa: E402

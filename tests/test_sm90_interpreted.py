@@ -9,10 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 from gluon_interpreter import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402

@@ -17,7 +17,7 @@ from diyfa.problem import AttentionProblem, refuse_features
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
-TRITON = (3, 6)  # Gluon changes names and meanings from release to release
+TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
@@ -321,11 +321,15 @@ def refuses(problem: AttentionProblem) -> str | None:
     return None
 
 
+def has_gluon() -> bool:
+    """Whether this Triton is one whose Gluon the kernel is written in."""
+    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+
+
 def environment_refusal() -> str | None:
     """Why the kernel cannot be compiled here, whatever the problem, or None."""
-    if tuple(int(x) for x in triton.__version__.split(".")[:2]) != TRITON:
-        wanted = ".".join(map(str, TRITON))
-        return f"sm90 is written in the Gluon of Triton {wanted}, this is Triton {triton.__version__}"
+    if not has_gluon():
+        return f"sm90 is written in the Gluon of Triton {' and '.join(TRITON)}, this is Triton {triton.__version__}"
     if is_interpreting():
         return "sm90 is written in Gluon, which Triton's interpreter does not run"
     return None

@@ -1,9 +1,9 @@
-"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
+"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 and 3.7 has no words for.
 
-Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a barrier each for itself there:
-Triton has them all meet before, and one arrive. `sm90_barriers.py` writes marks in front of the instructions it means.
-A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's making of the PTX and ptxas,
-`complete` acts on the marks:
+Plain Python, no Triton types. Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a
+barrier each for itself there: Triton has them all meet before, and one arrive. `sm90_barriers.py` writes marks in front
+of the instructions it means. A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's
+making of the PTX and ptxas, `complete` acts on the marks:
 
 * a marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp for
   itself;
@@ -23,10 +23,7 @@ from typing import Any
 
 import triton
 
-from diyfa.backends.cuda.sm90 import TRITON
-
-# The patterns below are made for the PTX of this Triton, the only one that the kernel is compiled with.
-IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
+from diyfa.backends.cuda.sm90 import has_gluon
 
 # Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
@@ -91,16 +88,17 @@ _LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas wo
 @contextmanager
 def completing() -> Iterator[None]:
     """Kernels with marks that are compiled inside are completed; others are as ever, and so is another's hook."""
-    if not IS_KNOWN:
+    if not has_gluon():  # the patterns are made for the PTX of those versions
         yield
         return
     with _LOCK, triton.knobs.runtime.scope():
         other = triton.knobs.runtime.add_stages_inspection_hook
 
-        def both(*arguments: Any) -> None:
-            if other is not None:
-                other(*arguments)
-            _wrap_ptx_stage(*arguments)
+        def both(*arguments: Any) -> Any:
+            asked = other(*arguments) if other is not None else None
+            if not arguments:  # Triton 3.7 asks what to keep the kernel under besides; for our edits the marks say it
+                return asked or ("", "")
+            return _wrap_ptx_stage(*arguments)
 
         triton.knobs.runtime.add_stages_inspection_hook = both
         yield

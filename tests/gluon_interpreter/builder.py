@@ -6,6 +6,7 @@ where that is not exact (bfloat16); everything about Hopper is here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ from .shared_memory import Allocation, SharedView
 from .tma import Landing
 
 
+@dataclass(frozen=True)
+class _Options(InterpreterOptions):
+    enable_iisan: bool = False  # whether copies emit checks of their own, asked since Triton 3.7
+
+
 def _scalar(handle: TensorHandle) -> int:
     return int(handle.data.reshape(-1)[0])
 
@@ -36,7 +42,7 @@ class Builder(InterpreterBuilder):
     def __init__(self, program: Program) -> None:
         super().__init__()
         # Overflow is checked in binary_op, for all operations alike.
-        self.options = InterpreterOptions(sanitize_overflow=False)
+        self.options = _Options(sanitize_overflow=False)
         self.program = program
         self.set_grid_dim(*program.grid)
         self.set_grid_idx(*program.index)
@@ -262,8 +268,16 @@ class Builder(InterpreterBuilder):
     # ---- TMA
 
     def create_async_tma_copy_global_to_local(
-        self, descriptor: Any, coordinates: list[TensorHandle], barrier: SharedView, view: SharedView, pred: Any
+        self,
+        descriptor: Any,
+        coordinates: list[TensorHandle],
+        barrier: SharedView,
+        view: SharedView,
+        pred: Any,
+        multicast: bool = False,
     ) -> None:
+        if multicast:
+            raise NotImplementedError(f"copy to a cluster at {location()}")
         self.program.scheduler.pause()
         self.program.touch_global("copy")
         if _scalar(pred):
