@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 
 import typer
 from rich.console import Console
+from subprocesses import run_python
 from typer.testing import CliRunner
 
 import diyfa
@@ -73,6 +74,12 @@ def test_python_dash_m():
     result = subprocess.run([sys.executable, "-m", "diyfa", "--version"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == diyfa.__version__
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = "import sys\nfrom diyfa.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    for arguments in (["--version"], ["--help"], ["compile", "--help"]):
+        run_python(code, arguments=arguments)
 
 
 @pytest.mark.parametrize("name", commands())

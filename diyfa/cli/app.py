@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from typer.core import TyperGroup
 
 import diyfa
 from diyfa.cli.output import err, print_json, writable
-from diyfa.problem import ToolMissing
 
-# What diyfa, PyTorch and the file system raise when they cannot do what was asked; all else is a bug.
-REFUSALS = (ValueError, TypeError, ImportError, OSError, ToolMissing, torch.OutOfMemoryError)
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether diyfa, PyTorch or the file system cannot do what was asked; all else is a bug."""
+    import torch  # not at the top: --help and --version need none of it
+
+    from diyfa.problem import ToolMissing
+
+    return isinstance(error, (ValueError, TypeError, ImportError, OSError, ToolMissing, torch.OutOfMemoryError))
 
 
 class Commands(TyperGroup):
@@ -31,7 +35,7 @@ class Commands(TyperGroup):
             raise
         except Exception as error:
             told = getattr(error, "format_message", None)  # typer's own have it, such as BadParameter
-            if told is None and not isinstance(error, REFUSALS):
+            if told is None and not _is_refusal(error):
                 raise
             message = " ".join((told() if told else str(error) or type(error).__name__).split())
             command = " ".join(filter(None, ["diyfa", ctx.invoked_subcommand]))
