@@ -23,6 +23,7 @@ from diyfa.attention import (
     flash_attention_varlen,
     normalised_window,
 )
+from diyfa.device import present_device
 from diyfa.ops import attention
 from diyfa.problem import VARLEN
 from diyfa.reference import reference_attention
@@ -31,7 +32,7 @@ from diyfa.yardstick import largest_scores, plain_flash_attention
 BUDGET_FACTOR = 2.0
 ABSOLUTE_FLOOR = 1e-20  # for results that are zero by construction, as gradients of q and k are with sm_scale = 0
 LSE_UNIT = 2.0**-20  # of the largest score of its row
-YARDSTICK_DRAWS = 16  # of inputs, to learn the yardstick's error where few values leave it to chance
+YARDSTICK_DRAWS = 16  # of nudged inputs, to learn the yardstick's error where few values leave it to chance
 
 
 PACKINGS = ("qkv", "kv")
@@ -54,7 +55,8 @@ class AttentionCase:
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
     or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks and `rise` (nats; without packing) to
     the scores, from nothing at the first key to all of it at the last. `dropout_p` comes with an rng_state drawn from
-    `seed`. Memory beyond `seq_lens` and beyond the last packed
+    `seed`. A `nudge` other than 0 changes every number drawn by up to 1/32 of itself, each `nudge` otherwise: enough
+    for other rounding errors, of the same size. Memory beyond `seq_lens` and beyond the last packed
     sequence holds NaN. `large` cases are left out where kernels run in an interpreter.
     """
 
@@ -90,6 +92,7 @@ class AttentionCase:
     all_variants: bool = False  # worth running on every kernel, not only the preferred one
     large: bool = False
     seed: int = 0
+    nudge: int = 0
 
     def __post_init__(self) -> None:
         if (self.layout == VARLEN) != (self.lens_q is not None):
@@ -211,14 +214,21 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
     samples, rows_q, _ = case.rows
 
+    nudges = torch.Generator().manual_seed(case.nudge)
+
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if case.nudge:
+            x *= 1 + (2 * torch.rand(shape, generator=nudges, dtype=torch.float64) - 1) / 32
+        return x.to(dtype)
 
     owners = _buffers(case, random)
     if case.rise:  # by one feature that all queries share
         q, k = owners[:2]
         q[..., 0] = 1.0
-        k[..., 0] = torch.linspace(0, case.rise / (case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale), k.shape[2])
+        k[..., 0] = torch.linspace(
+            0, case.rise / (case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale), k.shape[2]
+        )
     dout = random(samples, heads, rows_q, head_dim_v)
     stat_dtype = torch.promote_types(dtype, torch.float32)
     dlse = random(samples, heads, rows_q, dtype=stat_dtype)
@@ -351,7 +361,10 @@ def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def _run_plain(
-    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]], case: AttentionCase, dtype: torch.dtype | None, device: str
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    case: AttentionCase,
+    dtype: torch.dtype | None,
+    device: str,
 ) -> Results:
     """`compute` on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
     inputs = make_inputs(case, device)
@@ -443,16 +456,16 @@ def _lse_unit(case: AttentionCase, device: str) -> Error:
 
 @lru_cache(maxsize=64)
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
-    """The error of a plain FlashAttention for each result of `case`: the largest of `draws` draws of inputs.
+    """The error of a plain FlashAttention for each result of `case`: the largest of `draws` draws of rounding errors.
 
-    The case's own inputs are the first draw. In one draw of few values it may be exact by luck.
+    The case's own inputs are the first draw, the others are nudged. In one draw of few values it may be exact by luck.
 
     Raises:
         ValueError: its result is not finite where the float64 one is, so that it cannot serve as a yardstick.
     """
     found: dict[str, Error] = {}
     for draw in range(draws):
-        drawn = replace(case, seed=case.seed + draw * 1_000_003)
+        drawn = replace(case, nudge=draw)
         for name, want, low in zip(
             Results._fields, expected_results(drawn, device), yardstick_results(drawn, device), strict=True
         ):
@@ -485,7 +498,7 @@ def check_budget(
 ) -> dict[str, Check]:
     """Every result of `case` by name, beside its error budget.
 
-    The yardstick's error on the case's own inputs nearly always suffices; else other draws of inputs are looked at.
+    The yardstick's error on the case's own inputs nearly always suffices; else it is looked at on nudged ones, too.
 
     `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU),
     `draws` how many inputs tell the yardstick's error at most.
@@ -615,13 +628,14 @@ def validate_matmul(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     dtype: torch.dtype = torch.float16,
-    device: str = "cuda",
+    device: torch.device | str | None = None,
     verbose: bool = False,
 ) -> tuple[bool, float]:
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
-    backend: `lambda a, b: triton_matmul(a, b, backend="cpu")`.
+    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
+    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend:
+    `lambda a, b: triton_matmul(a, b, backend="cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -629,6 +643,7 @@ def validate_matmul(
     Raises:
         ValueError: the function's result has another shape than (m, n).
     """
+    device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
     a = torch.randn((m, k), generator=generator).to(dtype)
     b = torch.randn((k, n), generator=generator).to(dtype)
@@ -654,13 +669,14 @@ def validate_attention(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     dtype: torch.dtype = torch.float16,
-    device: str = "cuda",
+    device: torch.device | str | None = None,
     verbose: bool = False,
 ) -> tuple[bool, float]:
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
-    backend, or call this inside `diyfa.use_backend("cpu")`.
+    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
+    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend, or
+    call this inside `diyfa.use_backend("cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -668,6 +684,7 @@ def validate_attention(
     Raises:
         ValueError: the function's result has another shape than (batch, heads, seq_len, head_dim).
     """
+    device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((batch, heads, seq_len, head_dim), generator=generator).to(dtype) for _ in range(3))
     where = _reference_device(device)

@@ -10,7 +10,7 @@ the rounded output. Every result is rounded once. The score matrix lies in memor
 
 from __future__ import annotations
 
-from math import log, log2, e
+from math import e, log, log2
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,10 @@ def _scores_log2(
 
 
 def _update(
-    s: torch.Tensor, m: torch.Tensor, l: torch.Tensor, acc: torch.Tensor  # noqa: E741
+    s: torch.Tensor,
+    m: torch.Tensor,
+    l: torch.Tensor,  # noqa: E741
+    acc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weights of a block of scores, and maximum, sum and accumulator once it has been seen."""
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
@@ -101,7 +104,7 @@ class _FlashAttention(torch.autograd.Function):
 
         scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
-        delta = (out.to(wide) * dout).sum(-1) - dlse
+        delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide), dout) - dlse
         kept, dp = p, dout @ v_w.mT
         if call.keep is not None:
             kept, dp = p * call.keep, dp * call.keep * call.keep_scale
@@ -142,7 +145,7 @@ def _attend(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, 
 
 
 def _row_maxima(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p):
-    q, k, v, valid_q, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
+    q, k, v, _, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
     scores = _scores_log2(q, k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1), attn_bias, call)[0] * LN2
     candidates = [scores, scores.new_full((*scores.shape[:-1], 1), -_INF)]
     if sinks is not None:

@@ -39,7 +39,7 @@ def configurations(block_m: int, block_n: int, has_left: bool, has_right: bool, 
     return torch.tensor(found, dtype=torch.int32)
 
 
-def check_ranges(ranges, blocks, others, offset, left, right, block: int, other_block: int, transposed: bool, edges: bool):
+def check_ranges(ranges, blocks, others, offset, left, right, other_block: int, transposed: bool, edges: bool) -> None:
     """`ranges` (begin, full_begin, full_end, end) of the rows (or, transposed, columns) `blocks` [N, block].
 
     `others` [N]: how many columns (rows) there are. Positions of `blocks` that do not exist are -1.
@@ -56,7 +56,9 @@ def check_ranges(ranges, blocks, others, offset, left, right, block: int, other_
         at = torch.full_like(blocks, j)
         pair = sees(at, blocks, offset, left, right) if transposed else sees(blocks, at, offset, left, right)
         pair = pair & exists & (j < others)[:, None]
-        visited = ((begin <= j) & (j < full_begin)) | ((full_begin <= j) & (j < full_end)) | ((full_end <= j) & (j < end))
+        visited = (
+            ((begin <= j) & (j < full_begin)) | ((full_begin <= j) & (j < full_end)) | ((full_end <= j) & (j < end))
+        )
         lost = pair.any(1, keepdim=True) & ~visited
         assert not bool(lost.any()), f"{int(lost.sum())} blocks leave out position {j}, which they see"
         unmasked = (full_begin <= j) & (j < full_end) & (j < others)[:, None]
@@ -75,13 +77,15 @@ def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     (block_m, block_n), of_keys, edges = blocks, kind != "key_blocks", kind.endswith("edges")
     has_left, has_right = mask in ("left", "both"), mask in ("right", "both")
     cases = configurations(block_m, block_n, has_left, has_right, of_keys)
-    found = block_range_kernels.run(cases, of_keys, edges, block_m, block_n, has_left, has_right, TARGETS["cuda"].device)
+    found = block_range_kernels.run(
+        cases, of_keys, edges, block_m, block_n, has_left, has_right, TARGETS["cuda"].device
+    )
     start, sq, sk, left, right = (x.long() for x in cases.unbind(1))
     length, others, block, other = (sk, sq, block_n, block_m) if of_keys else (sq, sk, block_m, block_n)
     positions = start[:, None] + torch.arange(block)
     positions = torch.where(positions < length[:, None], positions, -1)
     columns = (x[:, None] for x in (sk - sq, left, right))
-    check_ranges(found.long().unbind(1), positions, others, *columns, block, other, of_keys, edges)
+    check_ranges(found.long().unbind(1), positions, others, *columns, other, of_keys, edges)
     if not of_keys:  # full blocks hold keys only
         assert bool((found[:, 2] <= torch.maximum(found[:, 1], cases[:, 2])).all())
 
