@@ -186,6 +186,12 @@ def default_backend() -> str:
     return "cpu"
 
 
+def present_device() -> torch.device:
+    """The accelerator that is here, else the CPU."""
+    npu_status()  # imports torch_npu where it works
+    return torch.device(default_backend())
+
+
 def check_hopper_features() -> dict[str, Any]:
     """What the current GPU offers of the features that came with Hopper; all False where there is no NVIDIA GPU.
 

@@ -400,6 +400,22 @@ def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
     assert not document["agree"]
 
 
+@pytest.mark.parametrize("device", demo_train.PRESETS)
+def test_demo_tells_curves_apart(device):
+    """A tenth of the loss at the end, or a hundredth at the start on a CPU, is no rounding."""
+    preset = demo_train.PRESETS[device]
+    curve = [3.0 - step * 1e-3 for step in range(300)]
+
+    def agrees(at: int, relative: float) -> bool:
+        other = [loss * (1 + relative * (step == at)) for step, loss in enumerate(curve)]
+        return demo_train.Comparison(curve, other).agrees(preset)
+
+    assert agrees(299, 0.0) and agrees(10, 1e-5) and agrees(299, 1e-3)
+    for relative in (0.1, -0.1, float("nan"), float("inf")):
+        assert not agrees(299, relative) and not agrees(0, relative)
+    assert not agrees(demo_train.EARLY_STEPS - 1, 0.01)
+
+
 def test_demo_fails_when_a_loss_is_not_a_number(tiny, monkeypatch):
     real = demo_train.compare
 

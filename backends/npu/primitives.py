@@ -176,11 +176,11 @@ def block_of_share(share, shares, visit):
 
 @triton.jit
 def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
-    """Query rows and keys of sample `b` that take part."""
+    """Query rows and keys of sample `b` that take part, never more than the tensors have."""
     sq = seqlen_q
     sk = seqlen_k
     if SEQ_LENS:
-        sk = tl.load(seq_lens_ptr + b)
+        sk = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k)
         sq = tl.minimum(sk, seqlen_q)
     return sq, sk
 

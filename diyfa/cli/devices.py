@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 import typer
 
-from diyfa.device import default_backend, npu_status
+from diyfa.device import present_device
 from diyfa.registry import backend_names, load_backend
-
-
-def present_device() -> torch.device:
-    """The accelerator that is here, else the CPU."""
-    npu_status()  # imports torch_npu where it works
-    return torch.device(default_backend())
 
 
 def device_for(backend: str | None) -> tuple[torch.device, str]:
