@@ -360,7 +360,7 @@ def _forward(
     rng_state = new_rng_state(q.device) if dropout_p else q.new_empty(2, dtype=torch.int64)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(
-            q, k, v, **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
+            q, k, v, "", **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
             deterministic=False,
         )  # fmt: skip
         probabilities = q.new_empty(0)
