@@ -89,6 +89,11 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """A window's bounds, -1 for those beyond every key: the last query stands at key Sk - 1, the first at Sk - Sq."""
+    return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
+
+
 def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Scalars) -> AttentionProblem:
     """The problem of one call."""
     q, k, v = tensors.q, tensors.k, tensors.v
@@ -105,6 +110,7 @@ def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Sca
         batch, heads_q, seqlen_q, head_dim = q_shape[b], q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
         total_q = total_k = 0
+    left, right = bounds_that_exclude(scalars.window_left, scalars.window_right, seqlen_q, seqlen_k)
     return AttentionProblem(
         backend.device_type,
         backend.arch(q.device),
@@ -117,8 +123,8 @@ def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Sca
         seqlen_k,
         head_dim,
         v.shape[-1],
-        scalars.window_left,
-        scalars.window_right,
+        left,
+        right,
         scalars.softcap,
         tensors.seq_lens is not None,
         tensors.alibi_slopes is not None,

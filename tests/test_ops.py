@@ -172,6 +172,69 @@ def test_compile_with_seq_lens_does_not_wait_for_values() -> None:
     torch.testing.assert_close(compiled(q, lens), attend(q, lens))
 
 
+def alike(function, *args, dynamic=None):
+    """Compare a function, and its gradients, with itself compiled as one graph; both draw the same random numbers."""
+    torch.compiler.reset()
+    results = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for f in (function, torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")):
+            torch.manual_seed(1)
+            outs = f(*args)
+            leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+            results.append((outs, torch.autograd.grad(outs.pow(2).sum(), leaves) if leaves else ()))
+    torch.testing.assert_close(results[1], results[0])
+
+
+DYNAMIC = pytest.mark.parametrize("dynamic", [None, True, False])
+
+
+@DYNAMIC
+def test_compile_with_one_tensor_as_two_arguments(dynamic: bool | None) -> None:
+    a, q = tensors((16, 16), (1, 2, 9, 16))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def square(a):
+        return diyfa.triton_matmul(a, a, precision="ieee", **CPU)
+
+    def attend(q, x):
+        return diyfa.flash_attention(q, q, q, alibi_slopes=x, sinks=x, **CPU)
+
+    alike(square, a, dynamic=dynamic)
+    alike(attend, q, slopes, dynamic=dynamic)
+    alike(attend, q.detach(), slopes.detach(), dynamic=dynamic)
+
+
+@DYNAMIC
+@pytest.mark.parametrize("window", [(2, 1), [2, 1], (-1, -1), (99, 99), torch.tensor([2, 1]), torch.tensor([99, -1])])
+def test_compile_with_any_window(window, dynamic: bool | None) -> None:
+    q = tensors((1, 2, 9, 16))[0]
+    for causal in (False, True):
+        alike(
+            lambda q, w, causal=causal: diyfa.flash_attention(q, q, q, causal, window=w, **CPU),
+            q, window, dynamic=dynamic,
+        )  # fmt: skip
+
+
+def test_compiled_windows_are_checked() -> None:
+    torch.compiler.reset()
+    q, compiled = tensors((1, 2, 9, 16), grad=False)[0], torch.compile(diyfa.flash_attention, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(RuntimeError):
+        compiled(q, q, q, window=torch.tensor([-5, 1]), **CPU)
+
+
+@DYNAMIC
+@pytest.mark.parametrize("varlen", [False, True])
+def test_compile_with_dropout_shown(varlen: bool, dynamic: bool | None) -> None:
+    q, cu = tensors((1, 9, 2, 16), grad=False)[0], torch.tensor([0, 4, 9], dtype=torch.int32)
+    with diyfa.use_backend("cpu"):
+        if varlen:
+            attend = partial(diyfa.flash_attn_varlen_func, dropout_p=0.4, return_attn_probs=True)
+            alike(lambda q, cu: attend(q, q, q, cu, cu, 5, 5), q[0], cu, dynamic=dynamic)
+        else:
+            attend = partial(diyfa.flash_attn_func, dropout_p=0.4, return_attn_probs=True)
+            alike(lambda q: attend(q, q, q), q, dynamic=dynamic)
+
+
 def test_compile_matmul() -> None:
     torch.compiler.reset()
 
