@@ -23,14 +23,13 @@ UNBOUNDED = (-1, -1)
 
 
 def normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """The bounds that exclude something: the last query stands at key Sk - 1 and the first at Sk - Sq."""
-    if window is not UNBOUNDED:
-        window = validation.check_window(window)
-    left, right = window
+    """The bounds with `causal` in them, -1 for those that exclude nothing."""
+    left, right = validation.check_window(window)
     if causal:
         right = 0
-    # No length is compared with a bound that no length can change: it may have no value yet in a traced graph.
-    return -1 if left > 0 and left >= seqlen_k else left, -1 if right > 0 and right >= seqlen_q > 0 else right
+    if torch.compiler.is_compiling():  # bounds and lengths may have no value yet; the operator looks at them
+        return left, right
+    return ops.bounds_that_exclude(left, right, seqlen_q, seqlen_k)
 
 
 def new_rng_state(device: torch.device) -> torch.Tensor:
@@ -112,6 +111,7 @@ def _attend(
     key = None
     no_tensors = seq_lens is None and alibi_slopes is None and attn_bias is None and sinks is None and rng_state is None
     if no_tensors and plain.is_unseen():
+        window = validation.check_window(window)  # a list or a tensor may change, and cannot be a key
         key = plain.key_of(
             q, k, v, layout, bool(causal), sm_scale, window, softcap, dropout_p, deterministic, variant,
             backend or registry.forced_backend(),

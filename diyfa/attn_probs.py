@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.dropout import dropout_mask
+from diyfa.dropout import kept
 
 MULTIPLE = 128  # both sides are padded to it, as flash_attn's are
 
@@ -45,7 +45,7 @@ def signed_probabilities(
         lse: the call's log-sum-exp, (B, H, Sq) or (H, Tq).
         lengths: cu_seqlens_q, cu_seqlens_k and the longest lengths of packed sequences.
         window: (left, right) with causal already in it.
-        rng_state: (2,) int64, seed and offset. Reading it waits for the device.
+        rng_state: (2,) int64, seed and offset.
 
     Returns:
         (B, H, Sq, Sk), both lengths rounded up to multiples of 128, in q's dtype; 0 outside the sequences and masks.
@@ -80,8 +80,8 @@ def signed_probabilities(
     if right >= 0:
         visible = visible & (distance <= right)
     weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
-    seed, offset = rng_state.tolist()
-    keep = dropout_mask(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, q.device)
+    seed, offset = rng_state.unbind()
+    keep = kept(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, q.device)
     # The sign bit survives even where a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)
     padding = (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)

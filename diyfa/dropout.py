@@ -51,6 +51,7 @@ MIX_MULTIPLIER = 0x846CA68B
 LEVELS = 2**24  # a probability is rounded to this many steps
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Number = int | torch.Tensor  # a tensor is () int64: a number that stays on its device
 
 
 def _mul_hi_lo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +63,7 @@ def _mul_hi_lo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+def philox4x32(counter: Words, key: tuple[Number, Number]) -> Words:
     """Ten rounds of Philox4x32.
 
     Args:
@@ -82,12 +83,13 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def head_keys(batch: int, heads: int, seed: int, offset: int, device: torch.device | str = "cpu") -> Words:
+def head_keys(batch: int, heads: int, seed: Number, offset: Number, device: torch.device | str = "cpu") -> Words:
     """Step 1 for every (sample, query head): (R0, R1, C0, C1), each (B, H) int64 with values in [0, 2**32)."""
     h = torch.arange(heads, device=device)
     b = torch.arange(batch, device=device)[:, None]
-    low, high = (torch.full((), word, dtype=torch.int64, device=device) for word in (offset & _MASK, offset >> 32))
-    return philox4x32((h, b, low, high & _MASK), (seed & _MASK, (seed >> 32) & _MASK))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    low, high = zero + (offset & _MASK), zero + ((offset >> 32) & _MASK)
+    return philox4x32((h, b, low, high), (seed & _MASK, (seed >> 32) & _MASK))
 
 
 def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,20 @@ def dropout_mask(
     for name, value in (("seed", seed), ("offset", offset)):
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"dropout needs a {name} of 64 bits, got {value}")
+    return kept(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, device)
+
+
+def kept(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    seed: Number,
+    offset: Number,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """`dropout_mask` of checked arguments."""
     keys = head_keys(batch, heads, seed, offset, device)
     axes = [torch.arange(size, device=device) for size in (seqlen_q, seqlen_q, seqlen_k, seqlen_k)]
     words = [position_words(key, positions) for key, positions in zip(keys, axes, strict=True)]

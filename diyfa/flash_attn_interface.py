@@ -80,7 +80,7 @@ def _check(
 ) -> Window:
     """Everything that can be said about q, k, v and the options without waiting for a device; returns the window."""
     validation.check_scalars(softmax_scale, softcap, dropout_p, scale_name="softmax_scale")
-    window = UNBOUNDED if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
+    window = validation.check_window(window_size, "window_size")
     if lengths is not None:
         validation.check_varlen(q, k, v, *lengths)
         batch, seqlen_q, seqlen_k = lengths.cu_seqlens_q.shape[0] - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
@@ -111,6 +111,7 @@ def _attend(
     q, k, v = qkv
     key = None
     if lengths is None and alibi_slopes is None and plain.is_unseen():
+        window_size = validation.check_window(window_size, "window_size")  # a list or a tensor cannot be a key
         key = plain.key_of(
             q, k, v, "flash_attn", softmax_scale, bool(causal), window_size, softcap, dropout_p, bool(deterministic),
             registry.forced_backend(), packing,
@@ -193,7 +194,7 @@ def flash_attn_func(
         * softmax_lse (B, H, Sq) float32, natural logarithm, differentiable; +inf for a row that sees no key;
         * S_dmask: empty when dropout_p is 0, else the softmax weights before dropout, negative (-0.0 for a weight of
           zero) where they were dropped, (B, H, Sq, Sk) padded with zeros to multiples of 128, in q's dtype and
-          without a gradient. It is formed densely, by plain PyTorch, and waits for the device: for tests only.
+          without a gradient. It is formed densely, by plain PyTorch: for tests only.
 
     Raises:
         ValueError, TypeError: an argument does not fit or no kernel can run the call, before anything is launched.
@@ -360,7 +361,7 @@ def _forward(
     rng_state = new_rng_state(q.device) if dropout_p else q.new_empty(2, dtype=torch.int64)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(
-            q, k, v, **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
+            q, k, v, "", **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
             deterministic=False,
         )  # fmt: skip
         probabilities = q.new_empty(0)

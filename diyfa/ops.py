@@ -1,10 +1,11 @@
 """The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
 
 Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`. Their
-implementation is the same Python function for every dispatch key; it describes the call as a problem, lets the registry
+implementation is the same Python function for every device; it describes the call as a problem, lets the registry
 choose a kernel, allocates the results and launches it. They are defined with `torch.library.Library` because that costs
-a third of `custom_op` for each call, and the autograd is a `torch.autograd.Function` around them (a sixth of
-`register_autograd` when gradients are needed), so `torch.compile` traces through it to the operators.
+a third of `custom_op` for each call. Their autograd is a `torch.autograd.Function`, which eager calls use directly (a
+sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key, so that whatever traces
+a call (torch.compile, torch.export) records the operator alone and can still differentiate it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ _FEATURES = (
     "SymInt window_right, float softcap, float dropout_p, str layout, bool deterministic, bool needs_grad, "
     "bool bias_grad, str backend, str variant"
 )
+_FEATURE_NAMES = tuple(declared.split()[-1] for declared in _FEATURES.split(", "))
+_TENSOR_FEATURES = _FEATURES.count("Tensor?")  # the first of them
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
-_lib.define(f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FEATURES}) -> (Tensor out, Tensor lse)")
-# `packing` says which gradients share one tensor: "" none, "kv" (dk, dv) or "qkv" all three.
+# `packing` says which of q, k, v share one tensor: "" none, "kv" (k is both, v None) or "qkv" (q is all, k, v None).
+_lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {_FEATURES}) -> (Tensor out, Tensor lse)")
+# Here q, k, v are views, and `packing` says which of their gradients share one tensor.
 _lib.define(
     f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {_FEATURES}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
@@ -85,6 +89,11 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """A window's bounds, -1 for those beyond every key: the last query stands at key Sk - 1, the first at Sk - Sq."""
+    return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
+
+
 def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Scalars) -> AttentionProblem:
     """The problem of one call."""
     q, k, v = tensors.q, tensors.k, tensors.v
@@ -101,6 +110,7 @@ def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Sca
         batch, heads_q, seqlen_q, head_dim = q_shape[b], q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
         total_q = total_k = 0
+    left, right = bounds_that_exclude(scalars.window_left, scalars.window_right, seqlen_q, seqlen_k)
     return AttentionProblem(
         backend.device_type,
         backend.arch(q.device),
@@ -113,8 +123,8 @@ def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Sca
         seqlen_k,
         head_dim,
         v.shape[-1],
-        scalars.window_left,
-        scalars.window_right,
+        left,
+        right,
         scalars.softcap,
         tensors.seq_lens is not None,
         tensors.alibi_slopes is not None,
@@ -187,8 +197,6 @@ def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionT
         sinks = sinks.contiguous()
     if seq_lens is not None and not seq_lens.is_contiguous():
         seq_lens = seq_lens.contiguous()
-    if cu_seqlens_k is None:  # the same offsets on both sides are passed once
-        cu_seqlens_k = cu_seqlens_q
     tensors = AttentionTensors(
         q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, rng_state, dropout_p
     )
@@ -239,7 +247,7 @@ def _fill_from_sinks(
     heads_first.copy_(_only_rows_of_sequences(nothing[:, None], tensors, 0.0)[..., None])
 
 
-def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
     tensors, scalars, backend, variant = _bind(q, k, v, features)
     problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
     out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
@@ -252,6 +260,10 @@ def _attention_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features:
     if not nothing:
         kernel.launch(problem, tensors, out, lse)
     return out, lse
+
+
+def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
+    return _attend(*_UNPACK[packing](q, k, v), *features)
 
 
 def plan_of(
@@ -394,7 +406,8 @@ def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any
     _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv), features)
 
 
-def _attention_fwd_fake(q: Any, k: Any, v: Any, *features: Any) -> Any:
+def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
+    q, k, v = _UNPACK[packing](q, k, v)
     _, scalars, _, _ = _bind(q, k, v, features)
     return empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
 
@@ -433,7 +446,6 @@ _UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
     "qkv": lambda qkv, _, __: qkv.unbind(-3),
 }
-_TENSOR_FEATURES = 7  # the optional tensors, first of the features
 
 
 def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
@@ -442,8 +454,9 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 def _forward(q: Any, k: Any, v: Any, *features: Any) -> Pair:
     """The forward operator, or at once what it would call."""
-    forward = _attention_fwd if is_plain(q, k, v, *_given(*features[:_TENSOR_FEATURES])) else _fwd
-    return forward(q, k, v, *features)
+    if is_plain(q, k, v, *_given(*features[:_TENSOR_FEATURES])):
+        return _attend(q, k, v, *features)
+    return _fwd(q, k, v, "", *features)
 
 
 class _Attention(torch.autograd.Function):
@@ -452,8 +465,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packing: str, q: Any, k: Any, v: Any, *features: Any) -> Pair:
         out, lse = _forward(*_UNPACK[packing](q, k, v), *features)
-        if not torch.compiler.is_compiling():  # an unused lse costs no gradient of zeros
-            ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
         ctx.save_for_backward(q, k, v, out, lse, *features[:_TENSOR_FEATURES])
         ctx.packing = packing
         ctx.scalars = features[_TENSOR_FEATURES:]
@@ -486,6 +498,36 @@ def _differentiate(
         dout = torch.zeros_like(out)
     backward = _gradients if is_plain(*_given(dout, dlse, *owners, *optional)) else _bwd
     return backward(dout, dlse, *_UNPACK[packing](*owners), out, lse, packing, *optional, *scalars)
+
+
+def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
+    """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
+    be, or the other way round."""
+    if _differentiates_forward() or _wants_grad(q, k, v, *features[:_TENSOR_FEATURES]):
+        now = dict(zip(_FEATURE_NAMES, features, strict=True))
+        now.update(needs_grad=True, bias_grad=_wants_grad(now["attn_bias"]))
+        return _Attention.apply(packing, q, k, v, *now.values())
+    with torch._C._AutoDispatchBelowAutograd():
+        return _fwd(q, k, v, packing, *features)
+
+
+def _attention_bwd_autograd(*arguments: Any) -> Any:
+    """Differentiating its results is an error."""
+
+    @once_differentiable
+    def below(_: None, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _bwd(*arguments)
+
+    return below(None, *arguments)
+
+
+_lib.impl("attention_fwd", _attention_fwd_autograd, "Autograd")
+_lib.impl("attention_bwd", _attention_bwd_autograd, "Autograd")
 
 
 @once_differentiable
@@ -554,8 +596,6 @@ def _differentiates_forward() -> bool:
 
     Raises RuntimeError inside a transform of torch.func that differentiates: neither of the two can follow it.
     """
-    if torch.compiler.is_compiling():
-        return False
     functorch: Any = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None:
         kinds = functorch.TransformType
@@ -564,7 +604,7 @@ def _differentiates_forward() -> bool:
                 "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
                 "backward() or torch.autograd.grad; torch.func.vmap works where no gradient is wanted"
             )
-    return forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # not inside a Function
 
 
 def attention(
@@ -606,17 +646,14 @@ def attention(
             or (sinks is not None and sinks.requires_grad)
         )
     backend = backend or registry.forced_backend()
-    if cu_seqlens_k is cu_seqlens_q:  # torch.compile rejects one tensor as two arguments of an autograd.Function
-        cu_seqlens_k = None
     features = (
         cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
         sm_scale, window[0], window[1], softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
         variant,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _fwd(q, k, v, packing, *features)
     if _differentiates_forward() or needs_grad:
-        if torch.compiler.is_compiling():  # it rejects one tensor as two arguments here, too; views of it will do
-            k = k.view_as(k) if k is not None and k is q else k
-            v = v.view_as(v) if v is not None and (v is q or v is k) else v
         return _Attention.apply(packing, q, k, v, *features)
     return _forward(*_UNPACK[packing](q, k, v), *features)
 
@@ -666,9 +703,22 @@ def _matmul_fake(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+def _matmul_autograd(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    if _differentiates_forward() or _wants_grad(a, b):
+        return _Matmul.apply(a, b, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _mm(a, b, *arguments)
+
+
 _lib.impl("matmul", _matmul, "CompositeExplicitAutograd")
+_lib.impl("matmul", _matmul_autograd, "Autograd")
 torch.library.register_fake("diyfa::matmul", _matmul_fake, lib=_lib)
 _mm = torch.ops.diyfa.matmul.default
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """The operator, or at once what it would call."""
+    return (_matmul if is_plain(a, b) else _mm)(a, b, *arguments)
 
 
 class _Matmul(torch.autograd.Function):
@@ -678,7 +728,7 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, a: Any, b: Any, *arguments: Any) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.arguments = arguments
-        return _mm(a, b, *arguments)
+        return _multiply(a, b, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
@@ -686,13 +736,13 @@ class _Matmul(torch.autograd.Function):
         _, autotune, precision, compute_dtype, _, backend = ctx.arguments
         dc = grads[0].to(a.dtype)
         rest = (None, autotune, precision, compute_dtype, a.dtype, backend)
-        da = _mm(dc, b.t(), *rest) if ctx.needs_input_grad[0] else None
-        db = _mm(a.t(), dc, *rest) if ctx.needs_input_grad[1] else None
+        da = matmul(dc, b.t(), *rest) if ctx.needs_input_grad[0] else None
+        db = matmul(a.t(), dc, *rest) if ctx.needs_input_grad[1] else None
         return (da, db, *(None,) * len(ctx.arguments))
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
-    if _differentiates_forward() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    if not torch.compiler.is_compiling() and (_differentiates_forward() or _wants_grad(a, b)):
         return _Matmul.apply(a, b, *arguments)
-    return _mm(a, b, *arguments)
+    return _multiply(a, b, *arguments)

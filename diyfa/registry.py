@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +33,19 @@ EXPLICIT_ONLY = frozenset({"cpu"})
 
 _loaded: dict[str, Backend] = {}
 _choices: dict[tuple[Any, ...], Kernel] = {}
-# Process-wide, not thread-local: autograd runs backward passes on its own threads, and torch.compile guards on it.
-_forced_backend: str = os.environ.get("DIYFA_BACKEND", "")
+_CHOICES_LIMIT = 4096  # changing lengths make new entries without end
+_default_backend: str = os.environ.get("DIYFA_BACKEND", "")
+
+
+class _Forced(threading.local):
+    """The blocks of `use_backend` that this thread is in, the innermost last: each a list of one name, so that equal
+    ones differ. No ContextVar: torch.compile cannot trace those."""
+
+    def __init__(self) -> None:
+        self.blocks: tuple[list[str], ...] = ()
+
+
+_forced = _Forced()
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +64,8 @@ def load_backend(name: str) -> Backend:
     """The backend called `name`.
 
     Raises ValueError for a name that nobody registered, ModuleNotFoundError when what the backend needs (Triton) is
-    not installed, TypeError when a plug-in's object does not follow the protocol.
+    not installed, ImportError with the reason when a plug-in does not load, TypeError when its object does not follow
+    the protocol.
     """
     if name in _loaded:
         return _loaded[name]
@@ -62,7 +75,10 @@ def load_backend(name: str) -> Backend:
             raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
         backend = importlib.import_module(BUILTIN_BACKENDS[name]).backend
     elif name in _plugins():
-        backend = _plugins()[name].load()
+        try:
+            backend = _plugins()[name].load()
+        except (Exception, SystemExit) as error:  # another's code raises whatever it likes; all of it is reported
+            raise ImportError(f"backend {name!r} does not load: {type(error).__name__}: {error}") from error
     else:
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
     if not isinstance(backend, Backend):
@@ -73,23 +89,24 @@ def load_backend(name: str) -> Backend:
 
 def forced_backend() -> str:
     """The backend set by `use_backend` or the environment variable DIYFA_BACKEND; empty when there is none."""
-    return _forced_backend
+    return _forced.blocks[-1][0] if _forced.blocks else _default_backend
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run every diyfa call inside the block on the backend called `name`, whatever the tensors' device suggests.
 
-    The setting is process-wide. Raises ValueError at once for an unknown name.
+    Each thread has its own setting, as with `torch.autocast`. Blocks may be left in any order: each takes back its own
+    setting only. Raises ValueError at once for an unknown name.
     """
-    global _forced_backend
     if name not in BUILTIN_BACKENDS and name not in _plugins():
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
-    previous, _forced_backend = _forced_backend, name
+    block = [name]
+    _forced.blocks = (*_forced.blocks, block)
     try:
         yield
     finally:
-        _forced_backend = previous
+        _forced.blocks = tuple(other for other in _forced.blocks if other is not block)
 
 
 def resolve_backend(device: torch.device, name: str = "") -> Backend:
@@ -97,7 +114,7 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
 
     Raises ValueError when the named backend cannot use the device or no backend exists for it.
     """
-    name = name or _forced_backend
+    name = name or forced_backend()
     if name:
         backend = load_backend(name)
         if reason := backend.accepts(device):
@@ -110,11 +127,18 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
         )
     if device.type in BUILTIN_BACKENDS:
         return load_backend(device.type)
+    broken = []
     for plugin in _plugins():
-        backend = load_backend(plugin)
+        try:
+            backend = load_backend(plugin)
+        except (ImportError, TypeError) as error:
+            broken.append(f"; {error}")
+            continue
         if backend.device_type == device.type:
             return backend
-    raise ValueError(f"CUDA tensors required (or NPU tensors), got tensors on {device}; no backend is made for them")
+    raise ValueError(
+        f"CUDA tensors required (or NPU tensors), got tensors on {device}; no backend is made for them{''.join(broken)}"
+    )
 
 
 def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
@@ -134,7 +158,10 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     key = (op, problem, backend.name, variant)
     kernel = _choices.get(key)
     if kernel is None:
-        kernel = _choices[key] = _choose(op, problem, backend, variant)
+        kernel = _choose(op, problem, backend, variant)
+        if len(_choices) >= _CHOICES_LIMIT:
+            _choices.clear()
+        _choices[key] = kernel
     return kernel
 
 
@@ -201,7 +228,7 @@ def explain_choice(
     chosen = choose(op, problem, chosen_backend, variant)
     if variant != "auto":
         why = f"variant={variant!r} was asked for"
-    elif backend or _forced_backend:
+    elif backend or forced_backend():
         why = f"backend={chosen_backend.name!r} was asked for; {chosen.name} is its preferred kernel that can run this"
     else:
         why = f"tensors are on {device.type}; {chosen.name} is the preferred kernel that can run this"
@@ -241,7 +268,7 @@ def kernels_for(device: str | torch.device | None = None, op: str = "attention_f
     if device is None:
         from diyfa.device import default_backend
 
-        name = _forced_backend or default_backend()
+        name = forced_backend() or default_backend()
     else:
         name = device.type if isinstance(device, torch.device) else device
         if name not in backend_names():
@@ -255,7 +282,7 @@ def all_kernels(names: Sequence[str] | None = None) -> list[tuple[str, Kernel]]:
     for name in names or backend_names():
         try:
             found += [(name, kernel) for kernel in load_backend(name).kernels]
-        except ImportError:
+        except (ImportError, TypeError):
             if names:
                 raise
     return found

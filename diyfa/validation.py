@@ -114,12 +114,19 @@ def check_length(name: str, value: Any) -> int:
 
 
 def check_window(window: object, name: str = "window") -> tuple[int, int]:
-    """A pair (left, right) of integers, each -1 (unbounded) or more."""
+    """A pair (left, right) of integers, each -1 (unbounded) or more; always a tuple without tensors."""
+    if type(window) is tuple and len(window) == 2:  # the usual case, quickly
+        left, right = window
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
+            return window  # type: ignore[return-value]
     try:
         left, right = (as_integer(x) for x in window)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a pair of integers (left, right), got {window!r}") from None
-    if left < -1 or right < -1:
+    if torch.compiler.is_compiling():  # numbers read from a tensor have no value yet
+        torch._check(left >= -1)
+        torch._check(right >= -1)
+    elif left < -1 or right < -1:
         raise ValueError(f"window sizes must be -1 (unbounded) or more, got ({left}, {right})")
     return left, right
 

@@ -469,7 +469,7 @@ def test_errors_come_before_any_launch(name: str) -> None:
 
 
 def test_cpu_tensors_need_a_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_forced_backend", "")
+    monkeypatch.setattr(registry._forced, "blocks", ())
     with pytest.raises(ValueError, match="CUDA tensors required"):
         flash_attn_func(Q, Q, Q)
 

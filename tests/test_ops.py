@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch._dynamo.testing
 
 import diyfa
 import diyfa.ops
+from diyfa import registry
 
 CPU = {"backend": "cpu"}
 
@@ -35,8 +37,8 @@ def test_opcheck_attention(layout: str) -> None:
     bias, sinks = torch.randn(4, 6, 9, dtype=torch.float16), torch.randn(4)
     lens = torch.tensor([9, 5], dtype=torch.int32)
     rest = features(lens, torch.rand(4), bias, sinks, layout, (3, 0), 2.0)
-    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (q, k, v, *rest))
-    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, *rest)
+    torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, (q, k, v, "", *rest))
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *rest)
     for dlse in (None, torch.randn_like(lse)):
         args = (torch.randn_like(out), dlse, q, k, v, out, lse, "", *rest)
         torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
@@ -56,7 +58,7 @@ def test_opcheck_strides(view: str) -> None:
         "expanded": lambda x: x[:1].expand(2, 6, 4, 24),
     }
     q, k, v = (views[view](x) for x in (q, k, v))
-    args = (q, k, v, *features())
+    args = (q, k, v, "", *features())
     torch.library.opcheck(torch.ops.diyfa.attention_fwd.default, args)
     out, lse = torch.ops.diyfa.attention_fwd(*args)
     args = (torch.randn_like(out), None, q, k, v, out, lse, "", *features())
@@ -170,6 +172,69 @@ def test_compile_with_seq_lens_does_not_wait_for_values() -> None:
     torch.testing.assert_close(compiled(q, lens), attend(q, lens))
 
 
+def alike(function, *args, dynamic=None):
+    """Compare a function, and its gradients, with itself compiled as one graph; both draw the same random numbers."""
+    torch.compiler.reset()
+    results = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for f in (function, torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")):
+            torch.manual_seed(1)
+            outs = f(*args)
+            leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+            results.append((outs, torch.autograd.grad(outs.pow(2).sum(), leaves) if leaves else ()))
+    torch.testing.assert_close(results[1], results[0])
+
+
+DYNAMIC = pytest.mark.parametrize("dynamic", [None, True, False])
+
+
+@DYNAMIC
+def test_compile_with_one_tensor_as_two_arguments(dynamic: bool | None) -> None:
+    a, q = tensors((16, 16), (1, 2, 9, 16))
+    slopes = torch.rand(2, requires_grad=True)
+
+    def square(a):
+        return diyfa.triton_matmul(a, a, precision="ieee", **CPU)
+
+    def attend(q, x):
+        return diyfa.flash_attention(q, q, q, alibi_slopes=x, sinks=x, **CPU)
+
+    alike(square, a, dynamic=dynamic)
+    alike(attend, q, slopes, dynamic=dynamic)
+    alike(attend, q.detach(), slopes.detach(), dynamic=dynamic)
+
+
+@DYNAMIC
+@pytest.mark.parametrize("window", [(2, 1), [2, 1], (-1, -1), (99, 99), torch.tensor([2, 1]), torch.tensor([99, -1])])
+def test_compile_with_any_window(window, dynamic: bool | None) -> None:
+    q = tensors((1, 2, 9, 16))[0]
+    for causal in (False, True):
+        alike(
+            lambda q, w, causal=causal: diyfa.flash_attention(q, q, q, causal, window=w, **CPU),
+            q, window, dynamic=dynamic,
+        )  # fmt: skip
+
+
+def test_compiled_windows_are_checked() -> None:
+    torch.compiler.reset()
+    q, compiled = tensors((1, 2, 9, 16), grad=False)[0], torch.compile(diyfa.flash_attention, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(RuntimeError):
+        compiled(q, q, q, window=torch.tensor([-5, 1]), **CPU)
+
+
+@DYNAMIC
+@pytest.mark.parametrize("varlen", [False, True])
+def test_compile_with_dropout_shown(varlen: bool, dynamic: bool | None) -> None:
+    q, cu = tensors((1, 9, 2, 16), grad=False)[0], torch.tensor([0, 4, 9], dtype=torch.int32)
+    with diyfa.use_backend("cpu"):
+        if varlen:
+            attend = partial(diyfa.flash_attn_varlen_func, dropout_p=0.4, return_attn_probs=True)
+            alike(lambda q, cu: attend(q, q, q, cu, cu, 5, 5), q[0], cu, dynamic=dynamic)
+        else:
+            attend = partial(diyfa.flash_attn_func, dropout_p=0.4, return_attn_probs=True)
+            alike(lambda q: attend(q, q, q), q, dynamic=dynamic)
+
+
 def test_compile_matmul() -> None:
     torch.compiler.reset()
 
@@ -179,6 +244,100 @@ def test_compile_matmul() -> None:
     a, b = tensors((20, 30), (30, 10))
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     for got, want in zip(gradients(compiled, (a, b)), gradients(product, (a, b)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+class Residual(torch.nn.Module):
+    """Attention that the gradient can also go around, so that what is lost in it is not missed."""
+
+    def __init__(self, attend, shapes):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.extra = torch.nn.ParameterList([torch.nn.Parameter(x.detach()) for x in tensors(*shapes)])
+        self.attend = attend
+
+    def forward(self, x):
+        v = self.linear(x)
+        return v + self.attend(v, *self.extra)
+
+
+@pytest.fixture
+def opaque(monkeypatch):
+    """Kernels that autograd cannot look into, as those of accelerators are; the CPU's are PyTorch operators."""
+    choose = registry.choose
+
+    def choose_opaque(*args):
+        kernel = choose(*args)
+        return replace(kernel, launch=torch.no_grad()(kernel.launch))
+
+    monkeypatch.setattr(registry, "choose", choose_opaque)
+    monkeypatch.setattr(diyfa.ops, "_decided", {})
+
+
+EXPORTED = {
+    "attention": (lambda v: diyfa.flash_attention(v, v, v, causal=True, **CPU), ()),
+    "lse": (lambda v: sum(diyfa.flash_attention(v, v, v, return_lse=True, **CPU)[i].sum() for i in (0, 1)), ()),
+    "bias_and_sinks": (
+        lambda v, bias, sinks: diyfa.flash_attention(v, v, v, attn_bias=bias, sinks=sinks, **CPU), ((9, 9), (9,)),
+    ),
+    "packed": (lambda v: diyfa.flash_attn_qkvpacked_func(torch.stack((v, v, v), 2)), ()),
+    "kvpacked": (lambda v: diyfa.flash_attn_kvpacked_func(v, torch.stack((v, v), 2)), ()),
+    "varlen": (
+        lambda v: diyfa.flash_attention_varlen(
+            *[v[0]] * 3, *[torch.tensor([0, 4, 9], dtype=torch.int32)] * 2, 5, 5, **CPU
+        ), (),
+    ),
+    "matmul": (lambda v: diyfa.triton_matmul(v[0, 0], v[0, 0].t(), precision="ieee", **CPU).sum(), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("traced_with_gradients", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_programs_are_trained_rightly(name: str, strict: bool, traced_with_gradients: bool, opaque) -> None:
+    """Whether or not they were traced to be trained."""
+    attend, shapes = EXPORTED[name]
+    torch.manual_seed(0)
+    module, x = Residual(attend, shapes), torch.randn(2, 9, 9, 16)
+    with diyfa.use_backend("cpu"):
+        with torch.set_grad_enabled(traced_with_gradients):
+            program = torch.export.export(module, (x,), strict=strict)
+        outs, grads = [], []
+        for model in (module, program.module(), program.run_decompositions().module()):
+            named = dict(model.named_parameters())  # their order may change
+            found = torch.autograd.grad(model(x).pow(2).sum(), named.values())
+            grads.append(dict(zip(named, found, strict=True)))
+            with torch.no_grad():
+                outs.append(model(x))
+    for i in (1, 2):
+        torch.testing.assert_close(outs[i], outs[0])
+        torch.testing.assert_close(grads[i], grads[0])
+
+
+def test_operators_refuse_what_they_cannot_differentiate() -> None:
+    """The operators themselves, as a traced program calls them."""
+    q = tensors((1, 1, 4, 8))[0]
+    out, lse = torch.ops.diyfa.attention_fwd(q, q, q, "", *features())
+    args = (torch.ones_like(out), None, q, q, q, out.detach(), lse.detach(), "", *features())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.ops.diyfa.attention_bwd(*args)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="jvp function for custom autograd"):
+        with_forward_ad(lambda x: torch.ops.diyfa.attention_fwd(x, x, x, "", *features()), q.detach())
+    with pytest.raises(RuntimeError, match="cannot be differentiated by torch"):
+        torch.func.grad(lambda x: torch.ops.diyfa.attention_fwd(x, x, x, "", *features())[0].sum())(q.detach())
+
+
+def test_second_derivative_of_matmul(opaque) -> None:
+    a, b = tensors((16, 16), (16, 16))
+
+    def product(a, b):
+        return diyfa.triton_matmul(a, b, precision="ieee", **CPU)
+
+    def twice(product):
+        (da,) = torch.autograd.grad(product(a, b).pow(2).sum(), a, create_graph=True)
+        return torch.autograd.grad(da.pow(2).sum(), (a, b))
+
+    for got, want in zip(twice(product), twice(torch.matmul), strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -122,11 +122,21 @@ def test_what_is_wrong_is_refused_after_a_right_call_too(launches):
     assert not launches
 
 
-@pytest.mark.parametrize("bad", [[3, 3], torch.tensor([3, 3])], ids=["list", "tensor"])
-def test_options_that_cannot_be_keys_still_work(launches, bad):
+@pytest.mark.parametrize("window", [[3, 3], torch.tensor([3, 3])], ids=["list", "tensor"])
+@pytest.mark.parametrize("function", ["flash_attention", "flash_attn_func"])
+def test_windows_are_remembered_by_their_values(launches, window, function):
     q, k, v = qkv()
-    for _ in range(2):
-        assert torch.equal(attend(q, k, v, window=bad), attend(q, k, v, window=(3, 3)))
+    name = "window" if function == "flash_attention" else "window_size"
+
+    def attend(given):
+        with diyfa.use_backend("cpu"):
+            return getattr(diyfa, function)(q, k, v, **{name: given})
+
+    for size in (3, 1):
+        window[0] = window[1] = size
+        for _ in range(2):
+            assert torch.equal(attend(window), attend((size, size)))
+    assert len(launches) == 6 and len(plain.plans) == 2
 
 
 def test_dropout_draws_at_every_call(launches):

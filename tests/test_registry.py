@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +111,46 @@ def test_use_backend_nests_and_restores() -> None:
         pass
 
 
+def test_use_backend_blocks_left_in_another_order() -> None:
+    first, second = diyfa.use_backend("cpu"), diyfa.use_backend("npu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert registry.forced_backend() == "npu"
+    second.__exit__(None, None, None)
+    assert registry.forced_backend() == ""
+
+
+def test_use_backend_belongs_to_its_thread() -> None:
+    names, seen = ["cpu", "npu"] * 4, {}
+    together = threading.Barrier(len(names))
+
+    def run(i: int) -> None:
+        together.wait()
+        with diyfa.use_backend(names[i]):
+            together.wait()
+            seen[i] = registry.forced_backend()
+            together.wait()
+            if i % 3:  # so that they leave in another order than they came
+                time.sleep(0.01 * (i % 3))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [seen[i] for i in range(len(names))] == names
+    assert registry.forced_backend() == ""
+
+
+def test_choices_are_bounded(cpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(registry, "_CHOICES_LIMIT", 3)
+    for seqlen in range(1, 9):
+        assert registry.choose("attention_fwd", problem(seqlen_q=seqlen), cpu).name == "v2"
+        assert len(registry._choices) <= 3
+
+
 def test_backward_runs_on_the_backend_of_its_forward() -> None:
     """The choice is part of the call: leaving `use_backend` before the backward pass changes nothing."""
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
@@ -153,6 +195,57 @@ def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_plugins", lambda: {"broken": Point()})
     with pytest.raises(TypeError, match=r"'broken' does not follow diyfa\.problem\.Backend"):
         registry.load_backend("broken")
+
+
+BROKEN = {
+    "value": 'raise ValueError("no such chip")',
+    "attribute": "import torch\ntorch.no_such_function",
+    "syntax": "def (",
+    "exit": 'raise SystemExit("driver missing")',
+    "protocol": "backend = object()",
+}
+USE_BROKEN = """
+import sys, torch, diyfa
+from diyfa import registry
+q = torch.randn(1, 2, 4, 8)
+assert diyfa.flash_attention(q, q, q, backend="cpu").shape == q.shape
+(said,) = [a for a in diyfa.explain(q, q, q, backend="cpu").alternatives if a.backend == "bad"]
+assert said.kernel == "*", said
+for device in ("meta", "bad"):
+    try:
+        registry.resolve_backend(torch.device("meta"), "bad" if device == "bad" else "")
+    except (ValueError, ImportError, TypeError) as error:
+        assert said.reason in str(error), error
+    else:
+        raise SystemExit("resolved")
+assert {name for name, _ in registry.all_kernels()} >= {"cpu"}
+from diyfa.cli.info import collect
+(entry,) = [b for b in collect()["backends"] if b["name"] == "bad"]
+assert entry == {"name": "bad", "loads": False, "reason": said.reason}, entry
+print(said.reason)
+"""
+
+
+def add_plugin(folder: Path, name: str, module: str, code: str) -> None:
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[diyfa.backends]\n{name} = {module}:backend\n")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_breaks_nothing_else(name: str, tmp_path: Path) -> None:
+    add_plugin(tmp_path, "bad", "bad_attention", BROKEN[name])
+    reason = run_python(USE_BROKEN, tmp_path).strip()
+    expected = {
+        "value": "backend 'bad' does not load: ValueError: no such chip",
+        "attribute": "backend 'bad' does not load: AttributeError: module 'torch' has no attribute 'no_such_function'",
+        "syntax": "backend 'bad' does not load: SyntaxError",
+        "exit": "backend 'bad' does not load: SystemExit: driver missing",
+        "protocol": "backend 'bad' does not follow diyfa.problem.Backend",
+    }
+    assert reason.startswith(expected[name])
 
 
 TOY = """
@@ -222,9 +315,5 @@ print("ok")
 
 
 def test_third_party_backend_through_an_entry_point(tmp_path: Path) -> None:
-    (tmp_path / "toy_attention.py").write_text(TOY)
-    info = tmp_path / "toy_attention-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-attention\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[diyfa.backends]\ntoy = toy_attention:backend\n")
+    add_plugin(tmp_path, "toy", "toy_attention", TOY)
     assert run_python(USE_TOY, tmp_path).strip() == "ok"
