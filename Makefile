@@ -111,6 +111,12 @@ $(CACHE)/triton%/.ready: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) triton==$(TRITON_VERSION)
 	touch $@
 
+# On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: the gate takes both.
+$(CACHE)/ascendnpu-ir-1.1.0/.ready: $(VENV_NPU)/.ready
+	rm -rf $(@D)
+	$(VENV_NPU)/bin/python -m pip install -q --no-deps --target $(@D) ascendnpu-ir==1.1.0
+	touch $@
+
 # --- what to run ----------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.ready
@@ -135,7 +141,8 @@ compile-gate-cuda: $(VENV)/.ready
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
 # compiler made of the kernels runs on this CPU.
-compile-gate-npu: $(VENV_NPU)/.ready
+compile-gate-npu: export DIYFA_ASCENDNPU_IR := $(CURDIR)/$(CACHE)/ascendnpu-ir-1.1.0
+compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
 	  --numprocesses $(JOBS) $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \

@@ -687,6 +687,13 @@ def test_compile_for_an_unknown_target(target):
     assert "no such target" in result.output
 
 
+def test_a_name_that_many_targets_begin_with_is_answered_with_them():
+    """ "Ascend910B" itself is another chip than the 910B family's."""
+    result = invoke("compile", "910B")
+    assert result.exit_code == 2
+    assert "910B3" in " ".join(result.output.split())
+
+
 def test_compile_without_a_target():
     assert invoke("compile").exit_code == 2
 
@@ -765,6 +772,9 @@ def test_compile_where_the_backend_does_not_load(monkeypatch):
         ("910_9362", "Ascend910_9362"),
         ("950PR_9589", "Ascend950PR_9589"),
         ("910B7", "Ascend910B7"),  # an unlisted member of a known family
+        ("910_93", "Ascend910_9362"),  # families: their first chip
+        ("Ascend950", "Ascend950PR_9589"),
+        ("950", "Ascend950PR_9589"),
         ("310P3", "310P3"),
         ("sm_90", "sm_90"),
     ],

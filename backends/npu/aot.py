@@ -108,8 +108,12 @@ def back_half() -> BackHalf:
     return BackHalf(metadata.version("ascendnpu-ir"), Path(spec.origin).parent)
 
 
-def back_halves() -> tuple[BackHalf, ...]:
-    """The installed release, then those of DIYFA_ASCENDNPU_IR (folders with a separator between them, as in PATH)."""
+def back_halves(target: str) -> tuple[BackHalf, ...]:
+    """The releases that `target` is compiled with: the installed one, then those of DIYFA_ASCENDNPU_IR (folders with a
+    separator between them, as in PATH).
+
+    For the 950 the installed one alone: in 1.1.0 that compiler fails an assertion of its own on every attention kernel.
+    """
     found = [back_half()]
     for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
         named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
@@ -119,7 +123,7 @@ def back_halves() -> tuple[BackHalf, ...]:
                 f"--target {folder} ascendnpu-ir==1.1.0"
             )
         found.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
-    return tuple(found)
+    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
 
 
 def check_front_half() -> None:
@@ -137,11 +141,10 @@ def check_front_half() -> None:
         raise CompilerMissing("TRITON_INTERPRET=1 turns every kernel into Python: unset it to compile")
 
 
-def versions() -> str:
-    """Versions of both compilers, for reports and tables."""
-    return f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir " + " and ".join(
-        compiler.version for compiler in back_halves()
-    )
+def versions(target: str) -> str:
+    """Versions of both compilers, for tables."""
+    releases = " and ".join(compiler.version for compiler in back_halves(target))
+    return f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {releases}"
 
 
 def to_linalg(job: Job, target: str) -> tuple[str, bool]:
@@ -208,7 +211,8 @@ def hivm_of(job: Job, target: str) -> str:
     return text
 
 
-# The last pass before `hivmc`. 1.1.0 crashes when it is asked for this form with --save-temps.
+# The last pass before `hivmc`; the 950's compiler has another one. 1.1.0 crashes when it is asked for this form with
+# --save-temps.
 _LAST_PASS = "convert-hivm-to-std"
 _DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?^}}$)", re.MULTILINE | re.DOTALL)
 
@@ -222,6 +226,8 @@ def lower(
     with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
         source = Path(folder, "kernel.ttadapter.mlir")
         source.write_text(linalg)
+        saved = Path(folder, "module.hivm.opt.mlir")
+        printing = [f"--mlir-print-ir-after={_LAST_PASS}", "--mlir-print-ir-module-scope", "--mlir-disable-threading"]
         command = [
             str(program),
             str(source),
@@ -230,9 +236,7 @@ def lower(
             "--enable-hfusion-compile=true",
             "--enable-hivm-compile=true",
             "--enable-triton-kernel-compile=true",
-            f"--mlir-print-ir-after={_LAST_PASS}",
-            "--mlir-print-ir-module-scope",
-            "--mlir-disable-threading",
+            *([f"--save-temps={folder}"] if configs.family(target) is NPUArch.A5 else printing),
             "-o",
             str(Path(folder, "kernel")),
         ]
@@ -240,12 +244,12 @@ def lower(
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None, f"the compiler did not end within {TIMEOUT_S} s", ()
-    dumped = _DUMP.search(done.stderr)
-    log = done.stdout + (done.stderr if dumped is None else done.stderr[: dumped.start()] + done.stderr[dumped.end() :])
+        text = saved.read_text() if saved.is_file() else None
+    log = done.stdout + done.stderr
+    if dumped := _DUMP.search(log):
+        text, log = dumped[1], log[: dumped.start()] + log[dumped.end() :]
     notes = tuple(dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line))
-    if dumped is None:
-        return None, _first_error(log, done.returncode), notes
-    return dumped[1], "", notes
+    return text, _first_error(log, done.returncode) if text is None else "", notes
 
 
 def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, seconds: float) -> CompileReport:
@@ -292,7 +296,7 @@ def compile_jobs(jobs: Iterable[Job], target: str) -> Iterator[CompileReport]:
     however many jobs share it.
     """
     check_front_half()
-    compilers = back_halves()
+    compilers = back_halves(target)
     for compiler in compilers:
         compiler.program(target)
     begun: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}

@@ -1,9 +1,10 @@
 """The most that the cost model could say of a tile before it is compiled: what the search need not try.
 
 A kernel must at least multiply its products, move its operands once, and (on the 910) pass scores, weights and partial
-results between cube and vector cores through global memory, what the cube core forms after it has multiplied. What the compiler adds to that only costs more, so a tile
-whose best case is below a compiled one's prediction loses. Work of the vector cores is not known beforehand; the least
-among the kernel's compiled tiles is a guide, from which the search takes a margin off (`search.VECTOR_PART`).
+results between cube and vector cores through global memory, which the cube core writes when it does not multiply. What
+the compiler adds to that only costs more, so a tile whose best case is below a compiled one's prediction loses. Work of
+the vector cores is not known beforehand; the least among the kernel's compiled tiles is a guide, from which the search
+takes a margin off (`search.VECTOR_PART`).
 """
 
 from __future__ import annotations

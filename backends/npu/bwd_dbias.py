@@ -127,8 +127,8 @@ def _bwd_dbias_kernel(
                 ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
             )  # fmt: skip
-            # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN. In this form,
-            # and always: without it AscendNPU IR 1.1.0 does not pipeline the loop.
+            # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN. Always,
+            # and in this form: without it AscendNPU IR 1.1.0 does not pipeline the loop.
             real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             ds = tl.where(real[:, None], ds, 0.0)
             acc += ds

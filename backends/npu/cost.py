@@ -252,12 +252,11 @@ def predict(
     block_m: int,
     block_n: int,
     zigzag: bool = True,
-    heads_inside: bool = False,
 ) -> Prediction:
     """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module` for `problem`.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
-    was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
+    was folded away, masked tiles are in the task.
     """
     chip = problem.arch
     spec, speed = _spec(chip), rates(chip)
@@ -282,8 +281,6 @@ def predict(
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
         order = [(sum(costs) + around * len(costs)) / programs] * programs
-    elif heads_inside:
-        order = [cost * heads for cost in costs]
     else:
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
     programs = min(programs, len(order))

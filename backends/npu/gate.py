@@ -61,7 +61,7 @@ EXCEPTIONS: tuple[GateException, ...] = (
         r"^attention_(fwd/v1|bwd/fused) ",
         True,
         0,
-        "1.1.0 pipelines no loop that stores to a tensor; 1.2.0 none where the store is under an `if`, for 1.1.0's sake",
+        "1.1.0 pipelines no loop that stores to a tensor, but under an `if`; there 1.2.0 does not",
         compiler="1.1.",
     ),
 )

@@ -433,7 +433,7 @@ class Search:
             failed=len(tried.candidates) - len(tried.compiled),
             pruned=tried.pruned,
             left=tried.left,
-            compilers=aot.versions(),
+            compilers=aot.versions(self.target),
             date=datetime.now(timezone.utc).date().isoformat(),
         )
 
@@ -499,7 +499,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown Ascend chip {asked.chip!r}")
     try:
         aot.check_front_half()
-        compilers = aot.back_halves()
+        compilers = aot.back_halves(target)
         for compiler in compilers:
             compiler.program(target)
     except aot.CompilerMissing as missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +40,18 @@ def backend_for(target: str) -> str:
     for name, spec_of in SPEC_OF.items():
         if spec_of(target) is not None:
             return name
-    raise typer.BadParameter(f"no such target: {target!r}; `diyfa compile --list` lists them", param_hint="TARGET")
+    near = nearest(target)
+    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    raise typer.BadParameter(
+        f"no such target: {target!r}; {suggestion}`diyfa compile --list` lists them", param_hint="TARGET"
+    )
+
+
+def nearest(target: str) -> list[str]:
+    """Names of targets that begin like `target`, or else look like it; of Ascend chips without "Ascend"."""
+    names = [name.removeprefix(compile_npu.FAMILY) for specs in TARGETS.values() for name in specs]
+    asked = target.removeprefix(compile_npu.FAMILY)
+    return [name for name in names if asked and name.startswith(asked)] or difflib.get_close_matches(asked, names)
 
 
 def resolve(target: str) -> str:
@@ -105,7 +117,8 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
         on_npu = reports[0].backend == "npu"
         out.print(compile_npu.shown(target, reports, out) if on_npu else _table(target, reports))
         for r in failed:
-            out.print(f"FAILED {r.kernel} {r.case}: {'; '.join(r.notes)}", markup=False, highlight=False)
+            by = f" ({r.compiler})" if r.compiler else ""
+            out.print(f"FAILED {r.kernel} {r.case}{by}: {'; '.join(r.notes)}", markup=False, highlight=False)
         out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)
     if not reports:
         err.print(f"Nothing was compiled: no kernel or case matches {only!r}." if only else "Nothing was compiled.")

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.arch import NPU_SPECS, OTHER_NPUS, npu_spec
 from diyfa.bench.table import fits, table
 from diyfa.problem import CompileReport
 
@@ -27,10 +27,17 @@ HEADINGS = (
 
 
 def chip_name(name: str) -> str | None:
-    """The chip called `name`, with or without "Ascend" before it and in any case; None when there is none."""
+    """The chip called `name`, with or without "Ascend" before it and in any case; the first one of a family called so.
+
+    None when there is none. "910B" is none: it is the name of another chip (see `diyfa.arch.OTHER_NPUS`).
+    """
     lower = name.lower()
     for chip in NPU_SPECS:
         if lower in (chip.lower(), chip.lower().removeprefix(FAMILY.lower())):
+            return chip
+    for chip, spec in NPU_SPECS.items():
+        family = spec.arch.value
+        if family not in OTHER_NPUS and lower in (family.lower(), family.lower().removeprefix(FAMILY.lower())):
             return chip
     for full in (name, FAMILY + name):
         if npu_spec(full) is not None:
@@ -58,6 +65,12 @@ def _used(report: CompileReport, memory: str) -> str:
     """ "180/192"; of what there is without what is used, where that is not known."""
     used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
     return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
+
+
+def cases(reports: list[CompileReport]) -> list[str]:
+    """What was compiled, with the compiler where there are several."""
+    several = len({report.compiler for report in reports}) > 1
+    return [f"{report.case} [{report.compiler}]" if several else report.case for report in reports]
 
 
 def _row(report: CompileReport) -> list[str]:
@@ -100,10 +113,10 @@ def shown(target: str, reports: list[CompileReport], console: Console) -> Render
 def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
     """The cells of the table by their names, for narrow terminals and files."""
     lines = [f"{target}: {len(reports)} compilations", NOTE]
-    for report in reports:
+    for report, case in zip(reports, cases(reports), strict=True):
         cells = zip(HEADINGS, _row(report), strict=True)
         named = [f"{heading.replace(chr(10), ' ')} {cell}" for heading, cell in cells if cell]
-        lines.append(f"\n{report.kernel} {report.case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
+        lines.append(f"\n{report.kernel} {case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
         lines.append("  " + ", ".join(named))
     return Text("\n".join(lines))
 
@@ -111,7 +124,8 @@ def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
 def _table(target: str, reports: list[CompileReport]) -> Table:
     """One row for each kernel; units are in the headings."""
     rows = [
-        [escape(r.kernel), escape(r.case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"] for r in reports
+        [escape(r.kernel), escape(case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"]
+        for r, case in zip(reports, cases(reports), strict=True)
     ]
     styles = [None if r.ok else "bold red" for r in reports]
     title = f"{target}: {len(reports)} compilations"

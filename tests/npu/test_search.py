@@ -157,7 +157,7 @@ def test_a_tile_that_one_release_refuses_is_not_taken(named) -> None:
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows name the compilers, which need not be installed here."""
-    monkeypatch.setattr(aot, "versions", lambda: "c 1")
+    monkeypatch.setattr(aot, "versions", lambda target: "c 1")
 
 
 def place(kernel: str = "fwd", mode: str = "even") -> search.Place:
