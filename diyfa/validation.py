@@ -118,7 +118,7 @@ def check_window(window: object, name: str = "window") -> tuple[int, int]:
     if type(window) is tuple and len(window) == 2:  # the usual case, quickly
         left, right = window
         if type(left) is int and type(right) is int and left >= -1 and right >= -1:
-            return window  # type: ignore[return-value]
+            return window
     try:
         left, right = (as_integer(x) for x in window)  # type: ignore[attr-defined]
     except (TypeError, ValueError):

@@ -181,8 +181,8 @@ def run(backend: str | None, json: bool) -> int:
     _print_reasons(verdicts)
     out.print(
         "Shown is the result nearest to its limit, or beyond it. Every result is compared with float64; allowed is "
-        f"{BUDGET_FACTOR:g} times the error of a plain FlashAttention (or PyTorch's product) in the same dtype, and one "
-        "unit of the result's rounding.",
+        f"{BUDGET_FACTOR:g} times the error of a plain FlashAttention (or PyTorch's product) in the same dtype, and "
+        "one unit of the result's rounding.",
         highlight=False,
     )
     out.print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['refused']} refused", highlight=False)
