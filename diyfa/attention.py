@@ -108,12 +108,14 @@ def _attend(
     return_lse: bool,
     backend: str | None,
 ) -> Result:
+    if not (type(causal) is type(deterministic) is type(return_lse) is bool):
+        validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     key = None
     no_tensors = seq_lens is None and alibi_slopes is None and attn_bias is None and sinks is None and rng_state is None
     if no_tensors and plain.is_unseen():
         window = validation.check_window(window)  # a list or a tensor may change, and cannot be a key
         key = plain.key_of(
-            q, k, v, layout, bool(causal), sm_scale, window, softcap, dropout_p, deterministic, variant,
+            q, k, v, layout, causal, sm_scale, window, softcap, dropout_p, deterministic, variant,
             backend or registry.forced_backend(),
         )  # fmt: skip
         plan = plain.find(key)
@@ -277,6 +279,7 @@ def flash_attention_varlen(
     Raises:
         ValueError, TypeError: as for `flash_attention`.
     """
+    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
     max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
@@ -391,6 +394,7 @@ def explain(
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
+    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")

@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent a
 MAX_HEAD_DIM_V = 512
 # The first two make nearly every check short; Real takes NumPy's scalars, the last what shapes give while tracing.
 _NUMBER = (int, float, Real, torch.SymInt, torch.SymFloat)
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,8 +36,30 @@ def check_tensors(**tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense tensor, got {what}")
+
+
+def check_booleans(**options: object) -> None:
+    """Every argument is True or False; what other libraries take in the place of `causal` is told where it belongs."""
+    for name, value in options.items():
+        if isinstance(value, bool):
+            continue
+        got = f"a tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
+        hint = ""
+        if name == "causal" and isinstance(value, torch.Tensor):
+            hint = "; a mask that is added to the scores is attn_bias=, lengths are seq_lens="
+        elif name == "causal" and isinstance(value, float):
+            hint = "; a dropout probability is dropout_p=, a scale of the scores sm_scale= or softmax_scale="
+        raise TypeError(f"{name} must be True or False, got {got}{hint}")
+
+
+def check_sizes_of(**sizes: object) -> None:
+    """Every argument is an integer, 0 or more; numbers of heads are 1 or more."""
+    for name, value in sizes.items():
+        if check_length(name, value) == 0 and name in ("heads", "heads_kv"):
+            raise ValueError(f"{name} must be positive, got 0")
 
 
 def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -118,7 +141,7 @@ def check_window(window: object, name: str = "window") -> tuple[int, int]:
     if type(window) is tuple and len(window) == 2:  # the usual case, quickly
         left, right = window
         if type(left) is int and type(right) is int and left >= -1 and right >= -1:
-            return window  # type: ignore[return-value]
+            return window
     try:
         left, right = (as_integer(x) for x in window)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -135,12 +158,12 @@ def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scal
     """Scale finite, softcap not negative, dropout probability in [0, 1)."""
     if sm_scale is not None and not isinstance(sm_scale, _NUMBER):
         raise TypeError(f"{scale_name} must be a number, got {type(sm_scale).__name__}")
-    if sm_scale is not None and (sm_scale != sm_scale or sm_scale in (float("inf"), float("-inf"))):
-        raise ValueError(f"{scale_name} must be finite, got {sm_scale}")
+    if sm_scale is not None and not -_LARGEST <= sm_scale <= _LARGEST:
+        raise ValueError(f"{scale_name} must be finite in float32, got {sm_scale}")
     if not isinstance(softcap, _NUMBER):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
+    if softcap != 0 and not _SMALLEST <= softcap <= _LARGEST:
+        raise ValueError(f"softcap must be 0 (off) or a positive number that float32 holds, got {softcap}")
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
@@ -249,8 +272,8 @@ def check_features(
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape ({heads},), got {_shape(sinks)}")
     if attn_bias is not None:
-        if not attn_bias.dtype.is_floating_point:
-            raise TypeError(f"attn_bias must be a floating-point tensor, got {attn_bias.dtype}")
+        if attn_bias.dtype not in ATTENTION_DTYPES:
+            raise TypeError(f"attn_bias must be a floating-point tensor of 16, 32 or 64 bits, got {attn_bias.dtype}")
         full = (batch, heads, seqlen_q, seqlen_k)
         shape = _shape(attn_bias)
         missing = len(full) - len(shape)  # written so that torch.compile of PyTorch 2.5 can trace it

@@ -453,6 +453,10 @@ ERRORS = {
                       "block_table"),
     "leftpad": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"leftpad_k": CU}, ValueError, "leftpad_k"),
     "seqused": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"seqused_k": CU}, ValueError, "seqused_k"),
+    "causal": (flash_attn_func, (Q, Q, Q, 0.0, None, 1), {}, TypeError, "causal must be True or False, got 1"),
+    "swapped": (flash_attn_func, (Q, Q, Q, 0.0, True, 0.25), {}, TypeError, r"got 0\.25; .*softmax_scale="),
+    "probs": (flash_attn_func, (Q, Q, Q), {"return_attn_probs": "no"}, TypeError, "return_attn_probs must be True"),
+    "deterministic": (flash_attn_func, (Q, Q, Q), {"deterministic": None}, TypeError, "deterministic must be True"),
     "return_softmax": (_flash_attn_forward, (Q, Q, Q, 0.0, None, False, -1, -1, 0.0, None, True), {}, ValueError,
                        "dropout_p > 0"),
 }  # fmt: skip
