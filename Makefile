@@ -5,6 +5,7 @@
 #   make lint            ruff and mypy
 #   make compile-gate    every kernel compiled for every architecture, without the devices
 #   make test-npu        the NPU backend on real torch_npu over host memory
+#   make test-triton37   the Hopper kernel with Triton 3.7
 #   make test-triton39   the CUDA backend with Triton 3.9
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
@@ -47,18 +48,19 @@ JOBS ?= 2
 CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_86 sm_89 sm_75
 
 # What runs on npu tensors; everything else does not depend on the environment.
-NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py \
+NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py tests/test_infinite_scores.py \
   tests/test_device.py tests/test_cli.py
 
 # What depends on the version of Triton.
+TRITON37_TESTS ?= $(wildcard tests/test_*sm90*.py) tests/test_gluon_interpreter.py tests/test_cuda_aot.py
 TRITON39_TESTS ?= tests/test_attention_matrix.py tests/test_matmul.py tests/test_cuda_tiles.py tests/test_cuda_aot.py \
   tests/test_cuda_matmul.py tests/test_cuda_packed.py tests/test_dropout_kernels.py tests/test_specialisations.py \
   tests/test_tune.py tests/test_ops.py tests/test_fuzz.py
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton39 docs clean
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton37 test-triton39 docs clean
 
 help:
-	@sed -n '3,11s/^#   //p' Makefile
+	@sed -n '3,12s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -102,9 +104,17 @@ $(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
 	touch $@
 
 # Only Triton differs, so it is laid over the first environment.
-$(CACHE)/triton39/.ready: $(VENV)/.ready
+$(CACHE)/triton37/.ready: TRITON_VERSION := 3.7.1
+$(CACHE)/triton39/.ready: TRITON_VERSION := 3.9.0
+$(CACHE)/triton%/.ready: $(VENV)/.ready
 	rm -rf $(@D)
-	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) triton==3.9.0
+	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) triton==$(TRITON_VERSION)
+	touch $@
+
+# On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: the gate takes both.
+$(CACHE)/ascendnpu-ir-1.1.0/.ready: $(VENV_NPU)/.ready
+	rm -rf $(@D)
+	$(VENV_NPU)/bin/python -m pip install -q --no-deps --target $(@D) ascendnpu-ir==1.1.0
 	touch $@
 
 # --- what to run ----------------------------------------------------------------------------------------------------
@@ -131,7 +141,8 @@ compile-gate-cuda: $(VENV)/.ready
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
 # compiler made of the kernels runs on this CPU.
-compile-gate-npu: $(VENV_NPU)/.ready
+compile-gate-npu: export DIYFA_ASCENDNPU_IR := $(CURDIR)/$(CACHE)/ascendnpu-ir-1.1.0
+compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
 	  --numprocesses $(JOBS) $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \
@@ -141,6 +152,10 @@ compile-gate-npu: $(VENV_NPU)/.ready
 test-npu: $(VENV_NPU)/.ready
 	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
+
+# `PYTHONPATH=.cache/triton37 .venv/bin/diyfa compile sm_90` compiles every form.
+test-triton37: $(CACHE)/triton37/.ready
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton37 $(VENV)/bin/python -m pytest $(TRITON37_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 test-triton39: $(CACHE)/triton39/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)

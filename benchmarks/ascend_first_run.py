@@ -13,9 +13,10 @@ equivalence  torch_npu.npu_fusion_attention and diyfa's own on the same calls, b
 tiles        milliseconds of the table's tile and of its neighbours (`configs.candidates`), for the forward, dq and
              dk/dv kernels.
 attention    forward and backward of diyfa, with the table's tiles and with the best found, beside the operator, in
-             TFLOP/s; causal also without the kernels that keep NaN apart by rows ("diyfa NaN by tiles"): their cost.
+             TFLOP/s.
 
-The file is written anew after every line of it, so a crash of the device costs what came after. `diyfa report FILE`
+What does not compile or is refused is reported, and the rest goes on. The file is written anew after every line of it,
+so a crash of the device costs what came after. `diyfa report FILE`
 shows it. Exit status 1 when any numerics fail.
 """
 
@@ -24,8 +25,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
 from diyfa.integrations.npu_fusion_attention import npu_fusion_attention
-from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import attention_function, check_budget, make_inputs, measure_error, run_case
 
 RESULTS = Path(__file__).parent / "results"
@@ -186,16 +187,22 @@ def tiles(chosen: dict[configs.TileKey, configs.AttentionTile]) -> Iterator[None
 def attention_passes(
     size: tuple[int, int, int, int], causal: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[torch.Tensor], dict[str, Callable[[], Any]]]:
-    """q, k, v (B, H, S, D) and the two passes of diyfa on them, ready to be timed."""
+    """q, k, v (B, H, S, D) and the two passes of diyfa on them, ready to be timed. Nothing is launched before."""
     q, k, v, dout = (torch.randn(size).to(dtype).to(device) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = diyfa.flash_attention(*leaves, causal)
 
     def forward() -> None:
         with torch.no_grad():
             diyfa.flash_attention(*leaves, causal)
 
-    return leaves, {"forward": forward, "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)}
+    @cache
+    def output() -> torch.Tensor:
+        return diyfa.flash_attention(*leaves, causal)
+
+    return leaves, {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(output(), leaves, dout, retain_graph=True),
+    }
 
 
 def fused_backward(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
@@ -217,12 +224,17 @@ def time_tiles(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[Row]:
         for kernel, direction in KERNELS.items():
             work = flops * (BACKWARD_FACTOR if direction == "backward" else 1)
             key, best = configs.attention_key(problem, kernel), float("inf")
+            found = {
+                configs.attention_key(problem, other): tuned[other, head_dim, causal, dtype_]
+                for other in KERNELS
+                if (other, head_dim, causal, dtype_) in tuned
+            }
             for tile in configs.candidates(problem, kernel):
                 row = {"table": "tiles", "kernel": kernel, "D": head_dim, "S": seq_len, "causal": causal}
                 row |= {"dtype": dtype_, "default": tile == configs.ATTENTION_TILES[key], "pass": direction}
                 row |= {name: x for name, x in asdict(tile).items() if name != "measured"}
                 try:
-                    with tiles({key: tile}):
+                    with tiles({**found, key: tile}):  # a pass needs the other kernels too
                         ms, *_ = quantiles_of(time_calls(passes[direction], device, grid.warmup, grid.rep))
                 except Exception as error:  # most likely a tile that the compiler does not take
                     yield {**row, "unavailable": first_line(error)}
@@ -280,7 +292,6 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
             candidates: list[tuple[str, dict, Callable[[], dict[str, Callable[[], Any]]]]] = [
                 ("diyfa", {}, lambda passes=passes: passes),
                 *([("diyfa tuned", best, lambda passes=passes: passes)] if best else []),
-                *([("diyfa NaN by tiles", {}, lambda passes=passes: passes)] if causal else []),
                 ("diyfa fused", {}, lambda leaves=leaves, causal=causal: fused_backward(leaves, causal)),
                 ("torch_npu", {}, lambda leaves=leaves, causal=causal: vendors_passes(leaves, causal)),
             ]
@@ -288,16 +299,21 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
             case = {"table": "attention", "B": size[0], "H": size[1], "S": seq_len, "D": head_dim, "causal": causal}
             for name, chosen, make in candidates:
                 row = {**case, "dtype": dtype_, "implementation": name}
-                by_tiles = name == "diyfa NaN by tiles"
-                try:
-                    with tiles(chosen), use_exact_nonfinite(False) if by_tiles else nullcontext():
-                        for direction, fn in make().items():
-                            work = flops * (BACKWARD_FACTOR if direction == "backward" else 1)
+                with tiles(chosen):
+                    try:
+                        timed = make()
+                    except Exception as error:
+                        yield {**row, "unavailable": f"refused: {first_line(error)}"}
+                        continue
+                    for direction, fn in timed.items():
+                        work = flops * (BACKWARD_FACTOR if direction == "backward" else 1)
+                        try:
                             ms, p20, p80 = quantiles_of(time_calls(fn, device, grid.warmup, grid.rep))
-                            found = {"ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
-                            yield {**row, "pass": direction, **found}
-                except Exception as error:
-                    yield {**row, "unavailable": f"refused: {first_line(error)}"}
+                        except Exception as error:
+                            yield {**row, "pass": direction, "unavailable": f"refused: {first_line(error)}"}
+                            continue
+                        found = {"ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
+                        yield {**row, "pass": direction, **found}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------

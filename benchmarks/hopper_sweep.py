@@ -59,8 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lazy": {"lazy": True},
     "direct": {"direct": True, "own_o": False},
     "by-warp": {"by_warp": True},
-    "following": {"anchored": False},
-    "cluster": {"cluster": 2},
+    "following": {"fixed_max": False},
     "pieces": {"piece": 64, "joined": True},
     "held": {"piece": 64, "joined": True, "q_held": 2},
     "half-held": {"piece": 64, "joined": True, "q_held": 1},
@@ -86,18 +85,15 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
     ),
     (64, False): (
         "2x64 persistent pingpong pairs half-held lazy by-warp",
-        "3x64 persistent pingpong pairs lazy cluster",
         "3x64 persistent pingpong pairs lazy by-warp",
-        "3x64 persistent pingpong pairs lazy cluster following",
+        "3x64 persistent pingpong pairs lazy by-warp following",
     ),
     (128, False): (
         "2x64 persistent pingpong pairs held lazy by-warp",
-        "2x64 persistent pairs held lazy cluster",
         "2x64 persistent pingpong pairs held lazy by-warp following",
     ),
     (256, False): (
         "2x64 persistent pairs half-held lazy direct",
-        "2x64 persistent pairs half-held lazy cluster",
         "2x64 persistent pairs half-held lazy direct following",
     ),
     (96, True): (
@@ -106,9 +102,8 @@ FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
         "2x64 dynamic pingpong pairs held lazy by-warp",
     ),
     (96, False): (
-        "2x64 persistent pingpong pairs held lazy cluster",
         "2x64 persistent pingpong pairs held lazy by-warp",
-        "2x64 persistent pingpong pairs held lazy cluster following",
+        "2x64 persistent pingpong pairs held lazy by-warp following",
     ),
     (192, True): (
         "narrow dynamic held pingpong pairs lazy by-warp direct",

@@ -80,7 +80,7 @@ def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The kernel of npu_two_loops.py with the same compile options; a program owns a block of every head."""
+    """The kernel of npu_two_loops.py with the same compile options, dealt as ours; full attention in our tile too."""
     import npu_two_loops
 
     from diyfa.backends.npu import aot, configs, cost
@@ -88,14 +88,14 @@ def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     options = configs.AttentionTile(16, 16).compile_options(chips[0])
     for head_dim, (mask, right) in product(HEAD_DIMS, MASKS.items()):
-        for shape in npu_two_loops.TILES[mask][head_dim]:
+        ours = configs.fwd_tile(aot.example(chips[0], head_dim=head_dim, window_right=right))
+        same = ((ours.block_m, ours.block_n),) if mask == "full" else ()
+        for shape in dict.fromkeys((*npu_two_loops.TILES[mask][head_dim], *same)):
             job = npu_two_loops.job(head_dim, mask == "causal", shape, options)
             compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
             for chip in chips:
                 problem = reference_problem(aot.example(chip, head_dim=head_dim, window_right=right))
-                prediction = compiled.module and cost.predict(
-                    compiled.module, problem, "fwd", *shape, zigzag=False, heads_inside=True
-                )
+                prediction = compiled.module and cost.predict(compiled.module, problem, "fwd", *shape)
                 what = {"chip": chip, "compiled_for": chips[0], "kernel": "two loops", "pass": "fwd", "D": head_dim}
                 yield _row(compiled, prediction, **what, mask=mask, tile=f"{shape[0]}x{shape[1]}")
 

@@ -18,8 +18,8 @@ from diyfa.backends.npu import aot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Query rows x keys for each mask and head dim. Full attention: the largest of the tutorial, whose keys never outnumber
-# the head dim. Causal: the diagonal loop needs rows to be a multiple of keys, so the largest square and the largest 2:1
-# tile that compile.
+# the head dim; npu_tiles.py adds ours. Causal: the diagonal loop needs rows to be a multiple of keys, so the largest
+# square and the largest 2:1 tile that compile.
 TILES = {
     "full": {64: ((32, 64),), 128: ((64, 128),), 256: ((32, 256),)},
     "causal": {64: ((64, 64), (128, 64)), 128: ((64, 64), (128, 64)), 256: ((32, 32), (64, 32))},

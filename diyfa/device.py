@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import GPUArch, NPUArch, gpu_arch_name, gpu_spec, npu_spec
+from diyfa.terminal import printable
 
 GIB = 1024**3
 CANN_REMEDY = (
@@ -185,6 +186,12 @@ def default_backend() -> str:
     return "cpu"
 
 
+def present_device() -> torch.device:
+    """The accelerator that is here, else the CPU."""
+    npu_status()  # imports torch_npu where it works
+    return torch.device(default_backend())
+
+
 def check_hopper_features() -> dict[str, Any]:
     """What the current GPU offers of the features that came with Hopper; all False where there is no NVIDIA GPU.
 
@@ -240,7 +247,11 @@ def describe(device: GPUCapabilities | NPUCapabilities) -> list[tuple[str, str]]
 
 def print_gpu_info() -> None:
     """Print the capabilities of every accelerator here, as a table where rich is installed, else as plain text."""
-    devices = detect()
+    with printable():
+        _print_devices(detect())
+
+
+def _print_devices(devices: list[GPUCapabilities | NPUCapabilities]) -> None:
     if not devices:
         print(f"No accelerator: {_cuda_problem()}; {npu_status().problem}.")
         return

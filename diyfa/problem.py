@@ -10,8 +10,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -198,25 +197,6 @@ def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: s
     return f"{who} does not implement {', '.join(missing)}" if missing else None
 
 
-_exact_nonfinite = True
-
-
-def exact_nonfinite() -> bool:
-    """Whether kernels keep NaN and infinities apart by rows, as the contract says, or by the tiles they multiply."""
-    return _exact_nonfinite
-
-
-@contextmanager
-def use_exact_nonfinite(enabled: bool) -> Iterator[None]:
-    """Keep NaN and infinities apart by rows, or only by tiles, inside the block: to time what the former costs."""
-    global _exact_nonfinite
-    before, _exact_nonfinite = _exact_nonfinite, enabled
-    try:
-        yield
-    finally:
-        _exact_nonfinite = before
-
-
 @dataclass(frozen=True)
 class Kernel:
     """One way of computing an operation on a backend.
@@ -266,6 +246,8 @@ class CompileReport:
     notes: tuple[str, ...] = ()
     limits: dict[str, int] = field(default_factory=dict)  # bytes that the chip has of each of `memory`
     metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
+    spill_budget: int | None = None  # bytes of spills that the gate allows
+    compiler: str = ""  # and its version, where a kernel is compiled with several
 
 
 class ToolMissing(RuntimeError):

@@ -8,6 +8,7 @@ and a non-finite value must reach exactly the rows that see it, which `_weighted
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -16,6 +17,9 @@ from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_key
 from diyfa.problem import LAYOUTS, VARLEN, as_bhsd
 
 _INF = float("inf")
+
+# (q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p) -> out, lse: `_attend`.
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def visible_keys(
@@ -133,6 +137,7 @@ def _attend(
 
 
 def _attend_each(
+    attend: Attend,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -163,7 +168,7 @@ def _attend_each(
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(dropout_p)  # what dropout_mask has for sample b
-        part, part_lse = _attend(q_b, k_b, v_b, scale, window, softcap, None, slopes, None, sinks, keep, dropout_p)
+        part, part_lse = attend(q_b, k_b, v_b, scale, window, softcap, None, slopes, None, sinks, keep, dropout_p)
         out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
     return out, lse
 
@@ -210,6 +215,39 @@ def reference_attention(
         ValueError: unknown layout, ranks that do not fit it, a layout without what it needs or with what it cannot
             combine, dropout without rng_state; shapes that do not fit raise what PyTorch raises.
     """
+    out, lse = attention_by(
+        _attend, q, k, v, causal, sm_scale, seq_lens, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attention_by(
+    attend: Attend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    layout: str = "bhsd",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` on (B, H, S, D) views of q, k, v in any layout, on packed sequences one by one -> out and lse.
+
+    Arguments and errors are those of `reference_attention`.
+    """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     if dropout_p and rng_state is None:
@@ -223,10 +261,10 @@ def reference_attention(
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
         ends = list(zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True))
         out, lse = _attend_each(
-            q.to(dtype), k.to(dtype), v.to(dtype), ends, scale, bounds, softcap, alibi_slopes, sinks, rng_state,
+            attend, q.to(dtype), k.to(dtype), v.to(dtype), ends, scale, bounds, softcap, alibi_slopes, sinks, rng_state,
             dropout_p,
         )  # fmt: skip
-        return (out, lse) if return_lse else out
+        return out, lse
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
     leading = q.shape[:-2]
@@ -244,8 +282,8 @@ def reference_attention(
     if rng_state is not None and dropout_p:
         seed, offset = rng_state.tolist()
         keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p, seed, offset, q.device)
-    out, lse = _attend(q, k, v, scale, bounds, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p)
+    out, lse = attend(q, k, v, scale, bounds, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p)
     out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
     if len(leading) != 2:
         out, lse = out.reshape(*leading, *out.shape[-2:]), lse.reshape(*leading, lse.shape[-1])
-    return (out, lse) if return_lse else out
+    return out, lse

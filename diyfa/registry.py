@@ -141,7 +141,8 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
     )
 
 
-def _refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
+def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
+    """Why `kernel` of `backend` does not run `problem`, or None."""
     return backend.unsupported(problem) or kernel.unsupported(problem)
 
 
@@ -182,7 +183,7 @@ def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
         kernels = named
     reasons = []
     for kernel in kernels:
-        reason = _refusal(backend, kernel, problem)
+        reason = refusal(backend, kernel, problem)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
@@ -246,7 +247,7 @@ def explain_choice(
                 continue
             if other is not chosen_backend:
                 reason = f"runs only when asked for: backend={name!r}"
-            elif reason_ := _refusal(other, kernel, problem):
+            elif reason_ := refusal(other, kernel, problem):
                 reason = reason_
             elif variant != "auto":
                 reason = "not the variant asked for"

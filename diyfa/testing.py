@@ -1,8 +1,8 @@
 """Test support: input factory, error budget, poisoned allocations, and the public `validate_*` functions.
 
 The accuracy contract of every backend: the error against the float64 reference is at most `BUDGET_FACTOR` times that
-of PyTorch's own attention in the same low precision on the same inputs, for the output, the log-sum-exp and every
-gradient. Needs nothing beyond torch.
+of a plain FlashAttention in the same dtype on the same inputs (`diyfa.yardstick`) and one unit of the result's
+rounding, for the output, the log-sum-exp and every gradient. Needs nothing beyond torch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from diyfa.attention import (
     flash_attention_varlen,
     normalised_window,
 )
-from diyfa.error_model import Terms, deviations
+from diyfa.device import present_device
 from diyfa.ops import attention
 from diyfa.problem import VARLEN
 from diyfa.reference import reference_attention
+from diyfa.yardstick import largest_scores, plain_flash_attention
 
 BUDGET_FACTOR = 2.0
 ABSOLUTE_FLOOR = 1e-20  # for results that are zero by construction, as gradients of q and k are with sm_scale = 0
-LARGEST_DEVIATION = 3.0  # an error of known standard deviation stays below this many of them
-YARDSTICK_DRAWS = 32  # of inputs, to learn PyTorch's error where few values leave it to chance
+LSE_UNIT = 2.0**-20  # of the largest score of its row
+YARDSTICK_DRAWS = 16  # of nudged inputs, to learn the yardstick's error where few values leave it to chance
 
 
 PACKINGS = ("qkv", "kv")
@@ -52,7 +53,10 @@ class AttentionCase:
     "kv" the call takes the packed tensor itself and gives it one gradient (layouts "bshd" and "thd"). `bias` is the
     shape of attn_bias with "b", "h", "q", "k" for the full dimensions and "1" for broadcast ones ("11qk", "qk");
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
-    or "bh". `dropout_p` comes with an rng_state drawn from `seed`. Memory beyond `seq_lens` and beyond the last packed
+    or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks and `rise` (nats; without packing) to
+    the scores, from nothing at the first key to all of it at the last. `dropout_p` comes with an rng_state drawn from
+    `seed`. A `nudge` other than 0 changes every number drawn by up to 1/32 of itself, each `nudge` otherwise: enough
+    for other rounding errors, of the same size. Memory beyond `seq_lens` and beyond the last packed
     sequence holds NaN. `large` cases are left out where kernels run in an interpreter.
     """
 
@@ -80,11 +84,15 @@ class AttentionCase:
     bias: str = ""
     bias_dtype: str = ""  # "": dtype
     bias_grad: bool = True
+    bias_scale: float = 1.0
     sinks: bool = False
+    sink_offset: float = 0.0
+    rise: float = 0.0
     dropout_p: float = 0.0
     all_variants: bool = False  # worth running on every kernel, not only the preferred one
     large: bool = False
     seed: int = 0
+    nudge: int = 0
 
     def __post_init__(self) -> None:
         if (self.layout == VARLEN) != (self.lens_q is not None):
@@ -206,10 +214,21 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
     samples, rows_q, _ = case.rows
 
+    nudges = torch.Generator().manual_seed(case.nudge)
+
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if case.nudge:
+            x *= 1 + (2 * torch.rand(shape, generator=nudges, dtype=torch.float64) - 1) / 32
+        return x.to(dtype)
 
     owners = _buffers(case, random)
+    if case.rise:  # by one feature that all queries share
+        q, k = owners[:2]
+        q[..., 0] = 1.0
+        k[..., 0] = torch.linspace(
+            0, case.rise / (case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale), k.shape[2]
+        )
     dout = random(samples, heads, rows_q, head_dim_v)
     stat_dtype = torch.promote_types(dtype, torch.float32)
     dlse = random(samples, heads, rows_q, dtype=stat_dtype)
@@ -255,9 +274,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     if case.bias:
         full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
         bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
-        options["attn_bias"] = place(bias, case.bias_grad)
+        options["attn_bias"] = place(bias * case.bias_scale, case.bias_grad)
     if case.sinks:
-        options["sinks"] = place(random(heads, dtype=torch.float32), True)
+        options["sinks"] = place(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         options["rng_state"] = place(torch.randint(2**32, (2,), generator=generator, dtype=torch.int64))
@@ -341,11 +360,15 @@ def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
     return x
 
 
-def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:
-    """The reference on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
+def _run_plain(
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    case: AttentionCase,
+    dtype: torch.dtype | None,
+    device: str,
+) -> Results:
+    """`compute` on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
     inputs = make_inputs(case, device)
-    layout = "bhsd" if case.layout == "3d" else case.layout
-    options = {name: value for name, value in inputs.options.items() if not name.startswith("max_seqlen")}
+    options = _plain_options(case, inputs)
     if dtype is not None:
         options = {name: _upcast(x, dtype) for name, x in options.items()}
         packed = tuple(_upcast(x, dtype) for x in inputs.packed)
@@ -354,21 +377,27 @@ def _run_reference(case: AttentionCase, dtype: torch.dtype | None, device: str) 
 
     def attend(*leaves: torch.Tensor, **options: Any) -> Any:
         q, k, v = _unpacked(leaves) if case.packing else leaves
-        return reference_attention(q, k, v, layout=layout, **options)
+        return compute(q, k, v, **options)
 
     return run_case(attend, inputs._replace(options=options))
+
+
+def _plain_options(case: AttentionCase, inputs: Inputs) -> dict[str, Any]:
+    """The options of a call of `reference_attention`."""
+    options = {name: value for name, value in inputs.options.items() if not name.startswith("max_seqlen")}
+    return {**options, "layout": "bhsd" if case.layout == "3d" else case.layout}
 
 
 @lru_cache(maxsize=64)
 def expected_results(case: AttentionCase, device: str = "cpu") -> Results:
     """The oracle: the reference in float64 on the case's (rounded) inputs."""
-    return _run_reference(case, torch.float64, device)
+    return _run_plain(reference_attention, case, torch.float64, device)
 
 
 @lru_cache(maxsize=64)
-def low_precision_results(case: AttentionCase, device: str = "cpu") -> Results:
-    """What plain PyTorch attention gives in the case's dtype: the yardstick of the error budget."""
-    return _run_reference(case, None, device)
+def yardstick_results(case: AttentionCase, device: str = "cpu") -> Results:
+    """What a plain FlashAttention gives in the case's dtype."""
+    return _run_plain(plain_flash_attention, case, None, device)
 
 
 # ---- Error budget -----------------------------------------------------------------------------------------------
@@ -404,123 +433,47 @@ def _rms(x: torch.Tensor) -> float:
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
 
-def expected_error(sigma: torch.Tensor, by_row: bool = False) -> Error:
-    """What errors of these standard deviations amount to, with what chance adds: much to the mean of a few errors.
+def rounding_unit(expected: torch.Tensor, dtype: torch.dtype) -> Error:
+    """What rounding each element to `dtype` costs at most: half a unit in its last place."""
+    half_ulp = 0.5 * torch.finfo(dtype).eps * expected[expected.isfinite()].abs()
+    return Error(float(half_ulp.max()) if half_ulp.numel() else 0.0, _rms(half_ulp))
 
-    `by_row`: the errors of a row (the last dimension) come from one source, as when one weight multiplies a key.
-    """
-    squares = sigma.detach().double().square()
-    total = float(squares.sum())
-    if total == 0:
-        return NO_ERROR
-    sources = squares.sum(-1) if by_row else squares
-    count = total**2 / float(sources.square().sum())  # as many errors of one size would vary as these do
-    chance = 1 + (LARGEST_DEVIATION - 1) / count**0.5
-    return Error(LARGEST_DEVIATION * float(squares.max()) ** 0.5, chance * (total / squares.numel()) ** 0.5)
+
+def error_budget(yardstick: Error, unit: Error) -> Error:
+    """The error allowed to a kernel: `BUDGET_FACTOR` times the yardstick's and one `unit` of the result's rounding."""
+    return Error(*(BUDGET_FACTOR * y + u + ABSOLUTE_FLOOR for y, u in zip(yardstick, unit, strict=True)))
 
 
 @lru_cache(maxsize=64)
-def unavoidable_errors(case: AttentionCase) -> dict[str, Error]:
-    """What float32 arithmetic (float64 for such inputs) may cost each result of `case`; see `diyfa.error_model`."""
-    inputs, expected = make_inputs(case), expected_results(case)
-    batch, heads, heads_kv, _, _, head_dim, _ = case.sizes
-    group = heads // heads_kv
-
-    def by_head(x: torch.Tensor, stacked: str) -> torch.Tensor:
-        """(B, H, S, ...) in float64, 0 where nothing is computed; packed sequences are one sample."""
-        x = x.detach().double()
-        x = torch.where(x.isfinite(), x, 0.0)
-        if case.layout == "3d":
-            return x.unflatten(0, (batch, -1))
-        if case.layout == VARLEN:
-            return x[None] if stacked == "statistics" else x.transpose(0, 1)[None]
-        return x.transpose(1, 2) if case.layout == "bshd" and stacked == "rows" else x
-
-    q, k, v, dout, out = (by_head(x, "rows") for x in (*inputs[:4], expected.out))
-    dlse, lse = by_head(inputs.dlse, "statistics"), by_head(expected.lse, "statistics")
-    # With v the identity, the output is the weights.
-    samples, _, rows_k, _ = k.shape
-    identity = torch.eye(rows_k, dtype=torch.float64).expand(samples, heads_kv, rows_k, rows_k)
-    if case.layout == "3d":
-        identity = identity.flatten(0, 1)
-    elif case.layout != "bhsd":
-        identity = identity.transpose(1, 2)[0 if case.layout == VARLEN else slice(None)]
-    layout = "bhsd" if case.layout == "3d" else case.layout
-    options = {name: _upcast(x) for name, x in inputs.options.items() if not name.startswith("max_seqlen")}
-
-    def weights(**changes: Any) -> torch.Tensor:
-        q, k = inputs.q.detach().double(), inputs.k.detach().double()
-        found = reference_attention(q, k, identity, layout=layout, **{**options, **changes})
-        assert isinstance(found, torch.Tensor), "no log-sum-exp was asked for"
-        return by_head(found, "rows")
-
-    kept = weights()
-    terms = Terms(
-        q,
-        k.repeat_interleave(group, dim=1),
-        v.repeat_interleave(group, dim=1),
-        dout,
-        dlse,
-        out,
-        lse,
-        weights(dropout_p=0.0) if case.dropout_p else kept,
-        kept,
-        head_dim**-0.5 if case.sm_scale is None else case.sm_scale,
-        case.softcap,
-        None if "sinks" not in options else options["sinks"].detach(),
-        inputs.q.dtype,
-        torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32)).eps / 2,
-    )
-    found = deviations(terms)
-    for name in ("dk", "dv"):
-        found[name] = found[name].unflatten(1, (heads_kv, group)).square().sum(2).sqrt()
-    dscores = found.pop("dscores")
-    if case.bias:
-        shape = inputs.options["attn_bias"].shape
-        found["dbias"] = dscores.square().sum_to_size((1,) * (4 - len(shape)) + tuple(shape)).sqrt()
-    return {name: expected_error(x, by_row=name in ("out", "dq", "dk", "dv")) for name, x in found.items()}
-
-
-def error_budget(expected: torch.Tensor, yardstick: Error, dtype: torch.dtype, unavoidable: Error = NO_ERROR) -> Error:
-    """The error allowed to a kernel: `BUDGET_FACTOR` times the yardstick or, where PyTorch happens to be better than a
-    kernel can be, the rounding of the result and what is `unavoidable` before that.
-
-    Args:
-        expected: float64 result.
-        yardstick: PyTorch's error in the low precision.
-        dtype: of the result, to which the exact one may be rounded.
-        unavoidable: error of the result before it is rounded (`unavoidable_errors`).
-    """
-    half_ulp = 0.5 * torch.finfo(dtype).eps * expected[expected.isfinite()].abs()
-    rounding = NO_ERROR
-    if half_ulp.numel():  # at most half a unit in the last place, evenly spread
-        rounding = Error(float(half_ulp.max()), min(_rms(half_ulp), expected_error(half_ulp / 3**0.5).rms))
-    return Error(
-        max(BUDGET_FACTOR * yardstick.max_abs, rounding.max_abs + unavoidable.max_abs) + ABSOLUTE_FLOOR,
-        max(BUDGET_FACTOR * yardstick.rms, rounding.rms + unavoidable.rms) + ABSOLUTE_FLOOR,
-    )
+def _lse_unit(case: AttentionCase, device: str) -> Error:
+    """Scores are sums of products: the log-sum-exp is held to `LSE_UNIT` of each row's largest."""
+    inputs = make_inputs(case, device)
+    options = {name: _upcast(x) for name, x in _plain_options(case, inputs).items()}
+    scores = LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options).detach().abs()
+    scores = scores[scores.isfinite()]
+    return Error(float(scores.max()) if scores.numel() else 0.0, _rms(scores))
 
 
 @lru_cache(maxsize=64)
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
-    """PyTorch's low-precision error of each result of `case`: the largest of `draws` draws of inputs.
+    """The error of a plain FlashAttention for each result of `case`: the largest of `draws` draws of rounding errors.
 
-    The case's own inputs are the first draw. In one draw of few values PyTorch may be exact by luck.
+    The case's own inputs are the first draw, the others are nudged. In one draw of few values it may be exact by luck.
 
     Raises:
-        ValueError: PyTorch's result is not finite where the float64 one is, so that it cannot serve as a yardstick.
+        ValueError: its result is not finite where the float64 one is, so that it cannot serve as a yardstick.
     """
     found: dict[str, Error] = {}
     for draw in range(draws):
-        drawn = replace(case, seed=case.seed + draw * 1_000_003)
+        drawn = replace(case, nudge=draw)
         for name, want, low in zip(
-            Results._fields, expected_results(drawn, device), low_precision_results(drawn, device), strict=True
+            Results._fields, expected_results(drawn, device), yardstick_results(drawn, device), strict=True
         ):
             if want is None or low is None:
                 continue
             error = measure_error(low, want)
             if error.max_abs == float("inf"):
-                raise ValueError(f"{case.name}: PyTorch's own {name} in {case.dtype} is not finite")
+                raise ValueError(f"{case.name}: a plain FlashAttention's {name} in {case.dtype} is not finite")
             worst = found.get(name, NO_ERROR)
             found[name] = Error(max(error.max_abs, worst.max_abs), max(error.rms, worst.rms))
     return found
@@ -545,16 +498,15 @@ def check_budget(
 ) -> dict[str, Check]:
     """Every result of `case` by name, beside its error budget.
 
-    A budget is the largest that the contract gives, computed no further than the error needs: PyTorch's error on the
-    case's own inputs nearly always suffices, then what is unavoidable is added, then the other draws of inputs.
+    The yardstick's error on the case's own inputs nearly always suffices; else it is looked at on nudged ones, too.
 
     `device` is where reference and yardstick are computed (any device with float64; big cases are faster on a GPU),
-    `draws` how many inputs tell PyTorch's error at most.
+    `draws` how many inputs tell the yardstick's error at most.
     """
-    expected, low_precision = expected_results(case, device), low_precision_results(case, device)
+    expected, yardstick = expected_results(case, device), yardstick_results(case, device)
     infinite = Error(float("inf"), float("inf"))
     checks = {}
-    for name, got, want, low in zip(Results._fields, actual, expected, low_precision, strict=True):
+    for name, got, want, low in zip(Results._fields, actual, expected, yardstick, strict=True):
         if want is None or low is None:
             if got is not None:
                 checks[name] = Check(infinite, NO_ERROR, "computed although the case has no such input")
@@ -565,12 +517,11 @@ def check_budget(
             checks[name] = Check(infinite, NO_ERROR, problem)
         else:
             error = measure_error(got, want)
-            check = Check(error, error_budget(want, yardsticks(case, device, 1)[name], low.dtype))
-            for count in sorted({1, min(draws, YARDSTICK_DRAWS), draws}):
+            unit = _lse_unit(case, device) if name == "lse" else rounding_unit(want, low.dtype)
+            for count in (1, draws):
+                check = Check(error, error_budget(yardsticks(case, device, count)[name], unit))
                 if check.share <= 1 or error.max_abs == float("inf"):
                     break
-                yardstick = yardsticks(case, device, count)[name]
-                check = Check(error, error_budget(want, yardstick, low.dtype, unavoidable_errors(case)[name]))
             checks[name] = check
     return checks
 
@@ -677,13 +628,14 @@ def validate_matmul(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     dtype: torch.dtype = torch.float16,
-    device: str = "cuda",
+    device: torch.device | str | None = None,
     verbose: bool = False,
 ) -> tuple[bool, float]:
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
-    backend: `lambda a, b: triton_matmul(a, b, backend="cpu")`.
+    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
+    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend:
+    `lambda a, b: triton_matmul(a, b, backend="cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -691,6 +643,7 @@ def validate_matmul(
     Raises:
         ValueError: the function's result has another shape than (m, n).
     """
+    device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
     a = torch.randn((m, k), generator=generator).to(dtype)
     b = torch.randn((k, n), generator=generator).to(dtype)
@@ -716,13 +669,14 @@ def validate_attention(
     rtol: float = 1e-3,
     atol: float = 1e-3,
     dtype: torch.dtype = torch.float16,
-    device: str = "cuda",
+    device: torch.device | str | None = None,
     verbose: bool = False,
 ) -> tuple[bool, float]:
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. On the CPU pass a function that asks for the CPU
-    backend, or call this inside `diyfa.use_backend("cpu")`.
+    Tolerances are at least one rounding unit of the result's dtype. `device` is the accelerator that is here, else the
+    CPU, unless another is named. On the CPU pass a function that asks for the CPU backend, or
+    call this inside `diyfa.use_backend("cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -730,6 +684,7 @@ def validate_attention(
     Raises:
         ValueError: the function's result has another shape than (batch, heads, seq_len, head_dim).
     """
+    device = present_device() if device is None else device
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((batch, heads, seq_len, head_dim), generator=generator).to(dtype) for _ in range(3))
     where = _reference_device(device)

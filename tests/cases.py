@@ -218,7 +218,7 @@ COMBINED = [
     Case("bias_fp64_fp16", batch=2, seqlen_q=40, seqlen_k=50, bias="b1qk", bias_dtype="float64", causal=True),
     Case("bias_bf16_fp32", batch=2, seqlen_q=40, bias="qk", dtype="float32", bias_dtype="bfloat16", dropout_p=0.2),
     Case("bias_keys_fp32_fp16", batch=2, seqlen_q=40, seqlen_k=50, bias="b11k", bias_dtype="float32"),
-    Case("bias_large", batch=2, heads=4, seqlen_q=333, seqlen_k=500, head_dim=64, bias="1hqk", causal=True, large=True),
+    Case("bias_long", batch=2, heads=4, seqlen_q=333, seqlen_k=500, head_dim=64, bias="1hqk", causal=True, large=True),
     Case("window_lens_mqa", batch=3, heads_kv=1, seqlen_q=40, seqlen_k=70, seq_lens=(70, 33, 3), window=(9, 2)),
     Case("sinks_lens_masked", batch=2, seqlen_q=70, seqlen_k=30, sinks=True, seq_lens=(30, 9), window=(5, 0)),
     Case("alibi_softcap_gqa", heads=4, heads_kv=2, seqlen_q=40, seqlen_k=60, alibi="h", softcap=3.0, causal=True),
@@ -235,10 +235,50 @@ COMBINED = [
     ),
 ]  # fmt: skip
 
+# What strains the arithmetic: weights that are all but 0 and 1, and maxima far from where they are first looked for.
+PEAKED = [
+    *(
+        Case(f"peaked_{nats}_{dtype}", seqlen_q=90, head_dim=64, sm_scale=nats / 8, causal=nats % 8 == 0, dtype=dtype)
+        for nats in (3, 8, 12, 20)
+        for dtype in ("float16", "bfloat16", "float32")
+    ),
+    Case("peaked_12_variants", seqlen_q=133, heads=1, head_dim=64, sm_scale=1.5, causal=True, dtype="bfloat16",
+         all_variants=True),
+    Case("peaked_20_q20_k140", seqlen_q=20, seqlen_k=140, head_dim=64, sm_scale=2.5, causal=True, dtype="bfloat16"),
+    *(
+        Case(f"sinks_{nats}_{dtype}", heads=3, seqlen_q=90, head_dim=64, sinks=True, sink_offset=nats, dtype=dtype,
+             causal=nats == 16)
+        for nats in (10, 16, 30)
+        for dtype in ("float16", "bfloat16", "float32")
+    ),
+    Case("sinks_30_peaked", heads=3, seqlen_q=90, head_dim=64, sinks=True, sink_offset=30, sm_scale=1.5,
+         window=(40, 0), dtype="bfloat16"),
+    Case("sinks_far_below", heads=3, seqlen_q=40, sinks=True, sink_offset=-60, dtype="bfloat16"),
+    *(
+        Case(f"rise_{nats}_{dtype}", seqlen_q=150, head_dim=64, heads=1, rise=nats, causal=nats > 0, dtype=dtype)
+        for nats in (60, -60)
+        for dtype in ("float16", "bfloat16", "float32")
+    ),
+    Case("rise_variants", seqlen_q=150, head_dim=64, heads=1, rise=60.0, all_variants=True),
+    Case("one_key_peaked", seqlen_q=70, head_dim=64, window=(0, 0), sm_scale=1.5, dtype="bfloat16"),
+    Case("one_key_peaked_fp32", seqlen_q=70, head_dim=64, window=(0, 0), sm_scale=1.5, dtype="float32"),
+    Case("one_key_sinks", heads=3, seqlen_q=70, seqlen_k=1, head_dim=64, sinks=True, sink_offset=5, dtype="bfloat16"),
+    Case("bias_large", seqlen_q=90, head_dim=64, bias="1hqk", bias_dtype="float32", bias_scale=20.0, dtype="bfloat16"),
+    Case("bias_large_fp16", seqlen_q=90, bias="1hqk", bias_scale=20.0, causal=True),
+    Case("bias_large_fp32", seqlen_q=90, bias="bhqk", bias_scale=20.0, dtype="float32"),
+    Case("softcap_peaked", seqlen_q=90, head_dim=64, softcap=15.0, sm_scale=2.5, causal=True, dtype="bfloat16"),
+    Case("alibi_peaked", seqlen_q=90, head_dim=64, alibi="h", sm_scale=1.5, causal=True, dtype="bfloat16"),
+    Case("dropout_peaked", seqlen_q=90, head_dim=64, dropout_p=0.2, sm_scale=1.5, dtype="bfloat16"),
+    Case("varlen_peaked", layout="thd", lens_q=(70, 9, 40), head_dim=64, sm_scale=1.5, causal=True, dtype="bfloat16",
+         slack=3),
+    Case("peaked_large", batch=2, heads=4, seqlen_q=1000, head_dim=128, sm_scale=1.0, causal=True, dtype="bfloat16",
+         large=True, all_variants=True),
+]  # fmt: skip
+
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED,
+    *COMBINED, *PEAKED,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

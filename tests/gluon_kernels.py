@@ -13,6 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from diyfa.backends.cuda.sm90_ptx import RELEASE_MARK, WAIT_MARK
+
+_RELEASE_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
+_WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
+
+
+@gluon.jit
+def _say(text: gl.constexpr):
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
 
 @gluon.jit
 def _barrier(action: gl.constexpr, number: gl.constexpr, count: gl.constexpr):
@@ -28,7 +38,9 @@ def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl
     SIZE: gl.constexpr = source.block_type.nbytes
     for i in range(n_tiles):
         slot = i % SLOTS
-        if BUG == "wrong_parity":
+        if BUG == "mark_of_nothing":
+            _say(_RELEASE_BY_WARP)
+        elif BUG == "wrong_parity":
             mbarrier.wait(empty.index(slot), 1)
         else:
             mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
@@ -42,12 +54,20 @@ def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl
 
 
 @gluon.jit
-def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.constexpr):
+def _double_tiles(
+    target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles,
+    SLOTS: gl.constexpr, BY_WARP: gl.constexpr, BUG: gl.constexpr,
+):  # fmt: skip
+    """BY_WARP: waits and releases are marked, as those of the Hopper kernel are."""
     ROWS: gl.constexpr = target.block_shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     OTHER: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
     for i in range(n_tiles):
         slot = i % SLOTS
+        if BUG == "wrong_mark" or BUG == "two_marks":
+            _say(_RELEASE_BY_WARP)
+        if BY_WARP and BUG != "wrong_mark":
+            _say(_WAIT_BY_WARP)
         if BUG != "no_wait":
             mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
         if BUG == "early_release":
@@ -55,7 +75,10 @@ def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, 
         x = ring.index(slot).load(LAYOUT)
         if BUG != "no_fence_after_reading":
             fence_async_shared()
-        if BUG != "early_release" and BUG != "no_release":
+        if BY_WARP:
+            _say(_RELEASE_BY_WARP)
+            mbarrier.arrive(empty.index(slot), count=1 if BUG == "one_arrival" else 4)
+        elif BUG != "early_release" and BUG != "no_release":
             mbarrier.arrive(empty.index(slot), count=1)
         if BUG == "released_twice":
             mbarrier.arrive(empty.index(slot), count=1)
@@ -78,10 +101,12 @@ def _double_tiles(target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, 
         tma.async_copy_shared_to_global(target, [i * ROWS, 0], buffer)
     if BUG != "store_at_the_end":
         tma.store_wait(0)
+    if BUG == "mark_at_the_end":
+        _say(_WAIT_BY_WARP)
 
 
 @gluon.jit
-def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BUG: gl.constexpr):
+def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BY_WARP: gl.constexpr, BUG: gl.constexpr):
     """target = 2 * source, sums = row sums of source: a ring of tiles between a producer and one consumer."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     ROWS: gl.constexpr = source.block_shape[0]
@@ -93,7 +118,7 @@ def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BUG: gl.c
     for slot in gl.static_range(SLOTS):
         if BUG != "no_init":
             mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=4 if BY_WARP else 1)
         if BUG == "init_twice":
             mbarrier.init(empty.index(slot), count=1)
     if BUG != "no_fence_after_init":
@@ -101,7 +126,7 @@ def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BUG: gl.c
     n_tiles = gl.cdiv(n_rows, ROWS)
     gl.warp_specialize(
         [
-            (_double_tiles, (target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS, BUG)),
+            (_double_tiles, (target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS, BY_WARP, BUG)),
             (_load_tiles, (source, ring, full, empty, n_tiles, SLOTS, BUG)),
         ],
         [1],
@@ -333,3 +358,42 @@ def _fill_with_ones(x_tensor, buffer, BUG: gl.constexpr):
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
         )
+
+
+@gluon.jit
+def _instruction(name: gl.constexpr, x):
+    return gl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def of_subnormals(x_ptr, out_ptr):
+    """Functions of the smallest numbers: x = [2^-130, -130, 2^-20, 0.75 * 2^128, NaN], float32."""
+    small = gl.load(x_ptr)
+    low = gl.load(x_ptr + 1)
+    half = gl.load(x_ptr + 2)
+    large = gl.load(x_ptr + 3)
+    nan = gl.load(x_ptr + 4)
+    gl.store(out_ptr, gl.exp2(low))
+    gl.store(out_ptr + 1, gl.exp(low * 0.6931471805599453))
+    gl.store(out_ptr + 2, gl.log2(small))
+    gl.store(out_ptr + 3, gl.log(small))
+    gl.store(out_ptr + 4, small / 4.0)
+    gl.store(out_ptr + 5, 1.0 / large)
+    gl.store(out_ptr + 6, gl.floor(-small))
+    gl.store(out_ptr + 7, gl.ceil(small))
+    gl.store(out_ptr + 8, gl.sqrt(small))
+    gl.store(out_ptr + 9, gl.rsqrt(small))
+    gl.store(out_ptr + 10, small * 2.0)
+    gl.store(out_ptr + 11, small - 2.0 * small)
+    gl.store(out_ptr + 12, gl.maximum(small, nan))
+    gl.store(out_ptr + 13, gl.where(small != 0.0, small, -1.0))
+    gl.store(out_ptr + 14, small.to(gl.bfloat16).to(gl.float32))
+    gl.store(out_ptr + 15, half.to(gl.float16).to(gl.float32))
+    gl.store(out_ptr + 16, _instruction("ex2.approx.ftz.f32", low))
+    gl.store(out_ptr + 17, _instruction("ex2.approx.f32", low))
+    gl.store(out_ptr + 18, _instruction("lg2.approx.f32", small))
+    gl.store(out_ptr + 19, _instruction("lg2.approx.ftz.f32", small))
+    gl.store(out_ptr + 20, _instruction("tanh.approx.f32", small))
+    gl.store(out_ptr + 21, _instruction("rcp.approx.f32", large))
+    gl.store(out_ptr + 22, _instruction("rcp.approx.ftz.f32", large))
+    gl.store(out_ptr + 23, _instruction("rcp.approx.ftz.f32", small))

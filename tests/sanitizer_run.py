@@ -91,7 +91,7 @@ HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"causal": True}, (2, 32, 32, 333, 517, 192, 192)),
     ({"window": (100, 20), "softcap": 5.0}, (2, 32, 8, 333, 517, 128, 128)),
     ({"causal": True, "seq_lens": (517, 50)}, (2, 32, 32, 333, 517, 128, 128)),
-    ({}, (1, 48, 48, 768, 2500, 64, 64)),  # this and D = 256 below in clusters
+    ({}, (1, 48, 48, 768, 2500, 64, 64)),
     ({}, (1, 40, 40, 500, 8300, 128, 128)),
     ({}, (1, 40, 40, 500, 8300, 256, 256)),
     # Scores of which tiles are computed again.

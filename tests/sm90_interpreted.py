@@ -26,7 +26,15 @@ from diyfa.testing import (
 )
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
-KERNEL_MODULES = ("sm90_cluster", "sm90_deal", "sm90_notices", "sm90_products", "sm90_tiles", "fwd_sm90")
+KERNEL_MODULES = (
+    "sm90_barriers",
+    "sm90_deal",
+    "sm90_notices",
+    "sm90_products",
+    "sm90_overflow",
+    "sm90_tiles",
+    "fwd_sm90",
+)
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = sm90.config_of.__wrapped__  # without what it remembers
 

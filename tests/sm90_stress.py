@@ -49,16 +49,10 @@ def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
         {"pairs": True},
         {"lazy": True},
     ]
-    changes += [{"persistent": True, "cluster": 1, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
+    changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
-        changes += [
-            {"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic", "cluster": 1}
-        ] * 2
-    if consumers == 2:
-        cluster = {"cluster": 2, "deal": "static"}
-        changes += [cluster, {**cluster, "persistent": True, "pingpong": True, "lazy": True}]
-        changes += [{**cluster, "persistent": True, "deal": "balanced", "own_walk": True, "pairs": True}] * 2
+        changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
     if 64 < head_dim <= 128:
         changes += [{"piece": 64, "joined": True, "q_held": held} for held in (1, 2)]
     if 64 < head_dim <= 96:
@@ -147,7 +141,7 @@ def call(
         if config.deal == "balanced" and not sm90.fills_rounds(problem, config):
             config = replace(config, deal="static")
     elif kind in ("packed", "seq_lens", "window", "causal", "tiles") and compiled.random() < 0.5:
-        config = replace(config, persistent=True, deal="dynamic", cluster=1)
+        config = replace(config, persistent=True, deal="dynamic")
     return problem, AttentionTensors(q, k, v, scale, **features), config
 
 

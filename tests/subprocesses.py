@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(code: str, *paths: Path, **environment: str) -> str:
-    """Standard output of `code`; fails with its standard error when it does not exit with 0."""
+def run_python(code: str, *paths: Path, arguments: Sequence[str] = (), **environment: str) -> str:
+    """Standard output of `code`, which finds `arguments` in `sys.argv`; fails with its standard error when it does not
+    exit with 0."""
     path = os.pathsep.join([*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

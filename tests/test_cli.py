@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +19,16 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import typer
 from rich.console import Console
+from subprocesses import run_python
 from typer.testing import CliRunner
 
 import diyfa
 from diyfa import registry
 from diyfa.cli import demo_train, output
 from diyfa.cli.app import app
-from diyfa.problem import CompileReport
+from diyfa.problem import CompileReport, Kernel
 from diyfa.reference import reference_attention
 from diyfa.registry import load_backend
 
@@ -34,16 +36,31 @@ runner = CliRunner()
 WIDTH = 160  # of the terminal, in columns
 
 
-def invoke(*arguments):
+def invoke(*arguments, width=WIDTH):
     """A console keeps the width that COLUMNS says when it is made, and test runners set COLUMNS themselves."""
-    output.out.width = output.err.width = WIDTH
-    return runner.invoke(app, list(arguments), env={"COLUMNS": str(WIDTH)})
+    output.out.width = output.err.width = width
+    return runner.invoke(app, list(arguments), env={"COLUMNS": str(width)})
 
 
 def invoke_json(*arguments):
     result = invoke(*arguments, "--json")
     assert result.stdout.startswith("{"), result.output
     return result.exit_code, json.loads(result.stdout)
+
+
+def commands():
+    return typer.main.get_command(app).commands
+
+
+def plug_in(monkeypatch, name, load):
+    """A third-party backend, as an entry point would bring it."""
+    monkeypatch.setattr(registry, "_plugins", lambda: {name: SimpleNamespace(load=load)})
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+
+
+def cells(printed):
+    """The cells of the rows of all tables, stripped."""
+    return [[cell.strip() for cell in line.strip("│|").split("│")] for line in printed.splitlines() if "│" in line]
 
 
 def test_version_and_help():
@@ -57,6 +74,139 @@ def test_python_dash_m():
     result = subprocess.run([sys.executable, "-m", "diyfa", "--version"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == diyfa.__version__
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = "import sys\nfrom diyfa.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    for arguments in (["--version"], ["--help"], ["compile", "--help"]):
+        run_python(code, arguments=arguments)
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_option_has_help(name):
+    command = commands()[name]
+    assert command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("bench", "--backend", "cpu", "--op", "conv"), "must be one of attention, matmul, all; got 'conv'"),
+        (("bench", "--backend", "cpu", "--head-dim", "600"), "--head-dim"),
+        (("validate", "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu"),
+        (("tune", "--backend", "cpu"), "the cpu backend has no autotuner"),
+        (("report", "absent.json"), "No such file or directory: 'absent.json'"),
+        (("compile",), "name a target, or --list to see them"),
+        (("compile", "gfx942"), "no such target: 'gfx942'; `diyfa compile --list` lists them"),
+        (("demo", "--surprise"), "No such option: --surprise"),
+        (("paint",), "No such command 'paint'"),
+    ],
+)
+def test_a_refusal_is_one_line(arguments, reason):
+    result = invoke(*arguments, width=80)
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert result.output.count("\n") == 1 and reason in result.output, result.output
+    assert result.output.startswith("diyfa" if arguments == ("paint",) else f"diyfa {arguments[0]}: ")
+    refused = invoke(*arguments, "--json")
+    assert refused.exit_code == 2
+    assert json.loads(refused.stdout)["ok"] is False and reason in json.loads(refused.stdout)["error"]
+
+
+def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
+    def fail(*arguments, **options):
+        raise ValueError("backend 'cpu' cannot run this attention_fwd:\n  no tile fits")
+
+    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
+    assert result.exit_code == 2
+    assert result.output == "diyfa bench: backend 'cpu' cannot run this attention_fwd: no tile fits\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(*arguments, **options):
+        raise KeyError("oops")
+
+    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
+    assert isinstance(result.exception, KeyError)
+
+
+def test_a_broken_plug_in_breaks_nothing_else(monkeypatch):
+    def load():
+        raise AttributeError("module 'numpy' has no attribute 'float'")
+
+    plug_in(monkeypatch, "broken", load)
+    code, document = invoke_json("info")
+    broken = document["backends"][-1]
+    assert code == 0 and broken["name"] == "broken" and not broken["loads"] and "'float'" in broken["reason"]
+    assert next(b for b in document["backends"] if b["name"] == "cpu")["loads"]
+    assert "broken: not available" in invoke("info").output
+    result = invoke("validate", "--backend", "broken")
+    assert result.exit_code == 2 and result.output.count("\n") == 1 and "'float'" in result.output
+
+
+# --- terminals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437"])
+def test_no_command_needs_more_than_the_terminal_has(encoding, tmp_path):
+    """All commands in one process, as the installed script runs them."""
+    bench = "bench --backend cpu --batch 1 --heads 1 --seq-len 16 --head-dim 16 --size 16 --rep 1 --warmup 0 --output"
+    lines = [
+        "--help", *(f"{name} --help" for name in commands()), "info", "validate --backend cpu", "compile --list",
+        f"{bench} {tmp_path / 'bench.json'}", f"report {tmp_path / 'bench.json'}",
+        f"report {Path(__file__).parents[1] / 'benchmarks/results/npu-2026-11-21-tiles.json'}",
+        "demo --backend cpu --steps 2 --length 20", "report Größe→.json", "bench --op 矩阵",
+    ]  # fmt: skip
+    code = f"""
+import sys
+from diyfa.cli import main, demo_train, validate
+validate.CASES = validate.CASES[:1]
+demo_train.PRESETS["cpu"] = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+for line in {lines!r}:
+    sys.argv = ["diyfa", *line.split(" ")]
+    try:
+        main()
+    except SystemExit as done:
+        assert done.code in (0, 2 if line in {lines[-2:]!r} else 0), (line, done.code)
+    print("done:", ascii(line))
+assert sys.stdout.errors == "strict"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr.decode(encoding)
+    printed = done.stdout.decode(encoding)  # nothing that the encoding lacks
+    assert printed.count("done:") == len(lines)
+    assert "16x16x16" in printed.replace("×", "x"), "not 16?16?16"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437"])
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_the_library_prints_on_every_terminal(encoding, with_rich, monkeypatch):
+    from diyfa import BenchmarkResult, BenchmarkRunner, device
+
+    gpu = device.GPUCapabilities("GPU ™ 昇腾", device.GPUArch.UNKNOWN, (9, 0), True, True, True, 1, 1, 1.0)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(device, "detect", lambda: [gpu])
+    real = importlib.util.find_spec
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda n: real(n) if with_rich or n != "rich" else None)
+    diyfa.print_gpu_info()
+    runner = BenchmarkRunner("cpu")
+    runner.unavailable.append(("SDPA cuDNN", (1, 2, 3, 4), "µ"))
+    runner.print_comparison_table([BenchmarkResult("Größe", (1, 2, 3), 1.0, 2.0)])
+    stream.flush()
+    printed = stream.buffer.getvalue().decode(encoding)
+    assert "GPU " in printed and "1x2x3" in printed.replace("×", "x") and stream.errors == "strict"
 
 
 @pytest.mark.parametrize("absent", ["typer", "rich"])
@@ -102,6 +252,47 @@ def test_info_lists_refusals_with_the_backends_own_reason():
         kernels = [k for k in cpu.kernels if k.op == "attention_fwd"]
         refused = bool(cpu.unsupported(problem)) or all(k.unsupported(problem) for k in kernels)
         assert (("attention_fwd", feature) in refusals) == refused
+
+
+def test_info_shows_which_kernel_does_what(monkeypatch):
+    """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
+    from diyfa.cli.info import FEATURES, _typical
+
+    cpu = load_backend("cpu")
+    refused = {"v1": {"dropout", "sinks"}, "v2": {"window"}}
+
+    class Picky(type(cpu)):
+        name = "picky-features"
+        kernels = tuple(
+            replace(k, unsupported=lambda problem, k=k: ", ".join(refused[k.name] & problem.features) or None)
+            for k in cpu.kernels
+            if k.op == "attention_fwd"
+        )
+
+    picky = Picky()
+    plug_in(monkeypatch, "picky-features", lambda: picky)
+    _, document = invoke_json("info")
+    features = document["backends"][-1]["features"]
+    found = {(s["kernel"], s["feature"]): s["reason"] for s in features}
+    assert set(found) == {(kernel, feature) for kernel in ("v1", "v2") for feature in FEATURES}
+    for (kernel, feature), reason in found.items():
+        problem = _typical(picky, "picky-features", "attention_fwd", **FEATURES[feature])
+        try:
+            registry.choose("attention_fwd", problem, picky, kernel)
+        except ValueError as error:
+            assert reason and reason in str(error)
+        else:
+            assert reason is None
+    assert {key for key, reason in found.items() if reason} == {("v1", "dropout"), ("v1", "sinks"), ("v2", "window")}
+    printed = invoke("info", width=80).output
+    table = cells(printed.split("what the kernels of picky-features do")[1])
+    assert ["dropout", "yes", "no"] in table and ["window", "no", "yes"] in table and ["softcap", "yes", "yes"] in table
+    assert "forward v1: dropout" in printed and "no backward kernel" in printed
+
+
+def test_info_fits_80_columns():
+    for line in invoke("info", width=80).output.splitlines():
+        assert len(line) <= 80, line
 
 
 def test_info_text():
@@ -209,6 +400,22 @@ def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
     assert not document["agree"]
 
 
+@pytest.mark.parametrize("device", demo_train.PRESETS)
+def test_demo_tells_curves_apart(device):
+    """A tenth of the loss at the end, or a hundredth at the start on a CPU, is no rounding."""
+    preset = demo_train.PRESETS[device]
+    curve = [3.0 - step * 1e-3 for step in range(300)]
+
+    def agrees(at: int, relative: float) -> bool:
+        other = [loss * (1 + relative * (step == at)) for step, loss in enumerate(curve)]
+        return demo_train.Comparison(curve, other).agrees(preset)
+
+    assert agrees(299, 0.0) and agrees(10, 1e-5) and agrees(299, 1e-3)
+    for relative in (0.1, -0.1, float("nan"), float("inf")):
+        assert not agrees(299, relative) and not agrees(0, relative)
+    assert not agrees(demo_train.EARLY_STEPS - 1, 0.01)
+
+
 def test_demo_fails_when_a_loss_is_not_a_number(tiny, monkeypatch):
     real = demo_train.compare
 
@@ -261,7 +468,10 @@ def test_validate(monkeypatch):
     monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
     code, document = invoke_json("validate", "--backend", "cpu")
     assert code == 0, document
-    assert [c["status"] for c in document["cases"]] == ["pass"] * (2 + len(validate.MATMULS))
+    names = [case.name for case in validate.CASES]
+    attention = [(c["case"], c["kernel"]) for c in document["cases"] if c["kernel"] != "matmul"]
+    assert attention == list(itertools.product(names, diyfa.kernels_for("cpu"))), "every variant runs"
+    assert [c["status"] for c in document["cases"]] == ["pass"] * (2 * 2 + len(validate.MATMULS))
     assert all(0 < c["share"] <= 1 for c in document["cases"])
 
 
@@ -276,15 +486,109 @@ def test_validate_fails_on_a_wrong_result(monkeypatch):
     assert (document["cases"][0]["status"], document["cases"][0]["result"]) == ("FAIL", "dq")
 
 
+@pytest.mark.parametrize("checks_gradients", [True, False])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gradients, wrong):
+    """Whether its kernel says so, or there is just none for the backward pass."""
+    from diyfa.cli import validate
+
+    cpu = load_backend("cpu")
+    called = f"forward-{wrong}-{checks_gradients}"  # choices are kept by the backend's name
+
+    def forward(problem, tensors, out, lse):
+        cpu.kernels[0].launch(problem, tensors, out, lse)
+        if wrong:
+            lse += 1e-3
+
+    def unsupported(problem):
+        return "no gradients here" if checks_gradients and problem.needs_grad else None
+
+    class Forward(type(cpu)):
+        name = called
+        kernels = (Kernel("only", "attention_fwd", "forward only", forward, unsupported),)
+
+    plug_in(monkeypatch, called, Forward)
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
+    code, document = invoke_json("validate", "--backend", called)
+    found = document["cases"][:2]
+    assert code == int(wrong)
+    assert {(c["kernel"], c["passes"], c["status"]) for c in found} == {
+        ("only", "forward", "FAIL" if wrong else "pass")
+    }
+    assert {c["status"] for c in document["cases"][2:]} == {"refused"}  # it multiplies no matrices
+    assert "no gradients here" in found[0]["reason"] or "attention_bwd: it has no kernel" in found[0]["reason"]
+    printed = invoke("validate", "--backend", called, width=80).output
+    assert ("only, FAIL: " if wrong else "only, forward only: ") in printed and "matmul, refused: every case" in printed
+
+
+def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
+    from diyfa.cli import validate
+
+    cpu = load_backend("cpu")
+
+    def launch(*arguments):
+        raise RuntimeError("launch failed")
+
+    class Breaking(type(cpu)):
+        name = "breaking"
+        kernels = (*cpu.kernels, replace(cpu.kernels[0], name="v3", launch=launch))
+
+    plug_in(monkeypatch, "breaking", Breaking)
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
+    code, document = invoke_json("validate", "--backend", "breaking")
+    assert code == 1
+    assert [(c["kernel"], c["status"]) for c in document["cases"][:3]] == [
+        ("v2", "pass"),
+        ("v1", "pass"),
+        ("v3", "FAIL"),
+    ]
+    assert document["cases"][2]["reason"] == "RuntimeError: launch failed"
+
+
 def test_bench_writes_json(tmp_path):
     path = tmp_path / "new" / "bench.json"
     arguments = ("bench", "--backend", "cpu", "--seq-len", "32", "--seq-len", "48", "--size", "64", "--head-dim", "16")
     code, document = invoke_json(*arguments, "--rep", "1", "--warmup", "0", "--causal", "--output", str(path))
     assert code == 0
     rows = document["rows"]
-    assert {(r["op"], r["name"]) for r in rows} >= {("attention", "FlashAttention"), ("matmul", "Triton")}
+    assert {(r["op"], r["name"]) for r in rows} >= {("attention", "diyfa"), ("matmul", "diyfa")}
     assert {tuple(r["size"]) for r in rows if r["op"] == "attention"} == {(4, 8, 32, 16), (4, 8, 48, 16)}
     assert json.loads(path.read_text())["rows"] == rows
+
+
+def test_bench_fits_80_columns(monkeypatch, capsys):
+    """The widest of the default sizes, and figures of a slow and of a fast device."""
+    from diyfa import BenchmarkResult, BenchmarkRunner
+
+    monkeypatch.setenv("COLUMNS", "80")
+    times = {"SDPA flash": (0.0123456, 0.0000758), "diyfa": (123.456, 712.3456), "SDPA math": (98765.4, 0.0712345)}
+    sizes = [(4, 8, 8192, 64), (16, 32, 131072, 128), (8192, 8192, 8192)]
+    results = [BenchmarkResult(name, size, *figures, 12345.67) for size in sizes for name, figures in times.items()]
+    BenchmarkRunner("cpu").print_comparison_table(results)
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    rows = cells(printed)
+    for size in sizes:
+        assert ["×".join(map(str, size)), "SDPA flash", "0.0123", "7.58e-05", "12346", "100%"] in rows
+    assert ["", "diyfa", "123", "712", "12346", "0%"] in rows and [
+        "",
+        "SDPA math",
+        "98765",
+        "0.0712",
+        "12346",
+        "0%",
+    ] in rows
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (0.07123, "0.0712"), (9.996, "10.0"), (71.25, "71.2"), (999.6, "1000"), (71234.5, "71234"),
+     (0.00012345, "0.000123"), (1.5e-9, "1.50e-09"), (-2.0, "-2.00"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_three_significant_digits(value, text):
+    from diyfa.bench.table import figure
+
+    assert figure(value) == text
 
 
 @pytest.mark.parametrize("arguments", [("--op", "conv"), ("--dtype", "int8")])
@@ -383,6 +687,13 @@ def test_compile_for_an_unknown_target(target):
     assert "no such target" in result.output
 
 
+def test_a_name_that_many_targets_begin_with_is_answered_with_them():
+    """ "Ascend910B" itself is another chip than the 910B family's."""
+    result = invoke("compile", "910B")
+    assert result.exit_code == 2
+    assert "910B3" in " ".join(result.output.split())
+
+
 def test_compile_without_a_target():
     assert invoke("compile").exit_code == 2
 
@@ -395,7 +706,9 @@ class Compiler:
 
     def compile(self, target, only=None):
         yield CompileReport("cuda", target, "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536})
-        yield CompileReport("cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",))
+        yield CompileReport(
+            "cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",), spill_budget=96
+        )
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
@@ -404,12 +717,31 @@ def test_compile_reports_and_gates(monkeypatch, ok, status):
     result = invoke("compile", "sm_90", "--only", "D=64")
     assert result.exit_code == status
     assert ("2 passed, 0 failed" if ok else "1 passed, 1 failed") in result.output
-    assert "shared 64 KiB" in result.output
+    assert "64.0" in result.output and "64/96" in result.output, "spills beside the budget"
     code, document = invoke_json("compile", "sm_90", "--only", "D=64")
     assert code == status
     assert document["ok"] == ok
-    assert document["reports"][1]["spill_bytes"] == 64
+    assert (document["reports"][1]["spill_bytes"], document["reports"][1]["spill_budget"]) == (64, 96)
     assert document["reports"][1]["case"] == "D=64"
+
+
+def test_compile_fits_80_columns(monkeypatch):
+    """The longest names of the real kernels; no figure loses a digit."""
+    case = "bfloat16 D=128 causal 128x128 features window alibi softcap dropout w8 s3"
+    reports = [
+        CompileReport("cuda", "sm_90", "attention_bwd/dbias_queries", case, ok, 123.45, 255, 10552, {"shared": 232448},
+                      () if ok else ("spills 10552 bytes, 576 allowed",), spill_budget=10576)
+        for ok in (True, False)
+    ]  # fmt: skip
+    fixed = SimpleNamespace(compile=lambda target, only=None: iter(reports))
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: fixed)
+    printed = invoke("compile", "sm_90", width=80).output
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    rows = [row[1:] for row in cells(printed)]
+    for result in ("ok", "FAILED"):
+        assert ["255", "10552/10576", "227", "123.5", result] in rows, printed
+    words = " ".join(row[0] for row in cells(printed))
+    assert words.count("attention_bwd/dbias_queries") == words.count("causal 128x128") == 2, printed
 
 
 def test_compiling_nothing_is_no_success(monkeypatch):
@@ -440,6 +772,9 @@ def test_compile_where_the_backend_does_not_load(monkeypatch):
         ("910_9362", "Ascend910_9362"),
         ("950PR_9589", "Ascend950PR_9589"),
         ("910B7", "Ascend910B7"),  # an unlisted member of a known family
+        ("910_93", "Ascend910_9362"),  # families: their first chip
+        ("Ascend950", "Ascend950PR_9589"),
+        ("950", "Ascend950PR_9589"),
         ("310P3", "310P3"),
         ("sm_90", "sm_90"),
     ],

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hopper_gluon import need_hopper_gluon
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
@@ -285,8 +286,7 @@ print(json.dumps([aot.compile_spec("sm_90", s).notes for s in (spec, replace(spe
 
 
 def test_a_hopper_kernel_without_registers_spills_in_its_loops(tmp_path):
-    if not pytest.importorskip("triton").__version__.startswith("3.6."):
-        pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6")
+    need_hopper_gluon()
     done = run_python("-c", CLEAN, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     fine, tight = json.loads(done.stdout)

@@ -93,7 +93,7 @@ def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
 
 
 def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    first, second = "2x64 balanced own-walk pairs held lazy cluster", "2x64 dynamic pairs held lazy by-warp"
+    first, second = "2x64 balanced own-walk pairs held lazy", "2x64 dynamic pairs held lazy by-warp"
     third = "2x64 dynamic pingpong pairs held following"
     rows = [row(name, s, 600) for name in ("cudnn", "fa3") for s in (1024, 4096, 16384)]
     rows += [row(first, 1024, 500), row(first, 4096, 630), row(first, 16384, 655)]

@@ -89,6 +89,21 @@ def test_other_tensors_are_another_call(launches):
     assert not launches
 
 
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
+    """A plan launches with the strides it was made for."""
+    tensors = qkv()
+    attend(*tensors)
+    keys = {plain.key_of(*tensors)}
+    for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
+        other = [how(x) if i == which else x for i, x in enumerate(tensors)]
+        attend(*other)
+        keys.add(plain.key_of(*other))
+    assert not launches and len(keys) == 3
+    attend(*tensors)
+    assert len(launches) == 1
+
+
 def test_what_is_wrong_is_refused_after_a_right_call_too(launches):
     q, k, v = qkv()
     attend(q, k, v)

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import flash_attn_interface, ops, plain, problem
+from diyfa import flash_attn_interface, ops, plain
 from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, sm90, tune
 from diyfa.backends.cuda.launch import Launches
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
@@ -260,7 +260,6 @@ def test_packed_gradients_are_repeated(recorder, ways, packing):
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
     "hook": lambda patch: patch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
-    "exactness": lambda patch: patch.setattr(problem, "_exact_nonfinite", False),
 }
 
 

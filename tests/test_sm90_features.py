@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
-from sm90_interpreted import MULTIPROCESSORS, interpret, run  # noqa: E402
+from sm90_interpreted import interpret, run  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
@@ -30,8 +29,6 @@ DYNAMIC = replace(TWO, persistent=True, deal="dynamic")
 ALONE = {"lazy": True, "by_warp": True, "own_o": False, "direct": True}
 WIDE = {**ALONE, "joined": True, "pingpong": True, "pairs": True}  # as the table has it at 192/128
 HELD_192 = {**WIDE, "piece": 64, "q_held": 2}
-SHARING = replace(TWO, cluster=2)  # two programs, 256 queries together
-SHARING_128 = replace(SHARING, piece=64, joined=True, q_held=2)  # as the table has it at 128
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -147,44 +144,6 @@ CASES = [
     (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
     (case("by_warp", seqlen_q=300, causal=True), replace(DYNAMIC, by_warp=True, pingpong=True)),
     (packed("by_warp_packed", (150, 0, 193, 3), (150, 9, 100, 64)), replace(THREE, by_warp=True, own_walk=True)),
-    (case("cluster", seqlen_q=512, seqlen_k=128, head_dim=128), replace(SHARING_128, persistent=True)),
-    (
-        case("cluster_causal", heads=3, seqlen_q=384, seqlen_k=200, head_dim=128, causal=True),
-        replace(SHARING_128, persistent=True, deal="balanced", own_walk=True, pairs=True),
-    ),
-    (
-        case("cluster_turns", seqlen_q=260, seqlen_k=200, causal=True),
-        replace(SHARING, persistent=True, pingpong=True, own_walk=True, pairs=True),
-    ),
-    (
-        case("cluster_lazy", sm_scale=2.0, heads=1, seqlen_q=256, seqlen_k=300, head_dim=128),
-        replace(SHARING_128, pingpong=True, lazy=True),
-    ),
-    (
-        case("cluster_three", heads=3, seqlen_q=300, seqlen_k=200),
-        replace(SHARING, consumers=3, persistent=True, pingpong=True, lazy=True, pairs=True),
-    ),
-    (
-        case("cluster_three_causal", heads=1, seqlen_q=800, seqlen_k=500, causal=True),
-        replace(SHARING, consumers=3, persistent=True, deal="balanced", own_walk=True),
-    ),
-    # The second program's queries all lie beyond the end, and the last keys do not fill a block.
-    (case("cluster_half", seqlen_q=300, seqlen_k=100, dtype="float16"), replace(SHARING, persistent=True)),
-    (case("cluster_half_causal", seqlen_q=128, seqlen_k=333, causal=True), replace(SHARING, own_walk=True)),
-    (case("cluster_more_queries", seqlen_q=500, seqlen_k=70, causal=True), replace(SHARING, own_walk=True)),
-    (case("cluster_right", seqlen_q=400, seqlen_k=300, window=(-1, 40)), SHARING),
-    (case("cluster_gqa", heads=4, heads_kv=2, seqlen_q=256, seqlen_k=130, layout="bshd"), SHARING),
-    (case("cluster_96", head_dim=96, seqlen_q=256, causal=True), replace(SHARING, piece=32, joined=True, pairs=True)),
-    (case("cluster_192", heads=1, head_dim=192, seqlen_q=256), replace(SHARING, slots=3, own_o=False)),
-    (
-        case("cluster_192_128", heads=1, head_dim=192, head_dim_v=128, seqlen_q=260),
-        replace(SHARING, own_o=False, joined=True),
-    ),
-    (case("cluster_64_128", head_dim=64, head_dim_v=128, seqlen_q=260, causal=True), replace(SHARING, persistent=True)),
-    (
-        case("cluster_256", heads=1, head_dim=256, seqlen_q=300, causal=True),
-        replace(SHARING_128, own_o=False, q_held=1, lazy=True, persistent=True, deal="balanced"),
-    ),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]
@@ -192,9 +151,7 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
 def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret(
-        monkeypatch, config, seed=sum(case.name.encode()) % 7, multiprocessors=MULTIPROCESSORS * config.cluster
-    )
+    kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
     assert not run(case)
     assert kernel.launches == 1
 

@@ -10,10 +10,9 @@ import os
 
 import pytest
 import torch
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 import sm90_interpreted  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402

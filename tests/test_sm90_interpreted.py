@@ -9,10 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 from gluon_interpreter import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
@@ -94,11 +93,12 @@ def test_tiles_drawn_by_programs_side_by_side(form: dict, seed: int, monkeypatch
 
 # Short walks, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
 WALK = case("walk", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
-CLUSTER = {"cluster": 2, "piece": 32, "joined": True}  # two pieces, one for each program to load
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}, CLUSTER], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}, {"piece": 32, "joined": True}], ids=str
+)
 def test_every_interleaving(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, config(64, persistent=True, **form), seed)
     assert not run(WALK)
@@ -121,13 +121,13 @@ def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[s
 
 MUTANTS = {
     "K is released before its product is done": (
-        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), CLUSTER, BY_WARP\)\n)",
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), BY_WARP\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), CLUSTER, BY_WARP\)\n)",
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), BY_WARP\)\n)",
         r"\2\1",
         Race,
         {},
@@ -164,10 +164,10 @@ MUTANTS = {
         {"piece": 64, "joined": True, "q_held": 1},
     ),
     "the end does not wait for out": (
-        r"    else:\n        tma\.store_wait\(0\)\n(?=    meet)",
+        r"    else:\n        tma\.store_wait\(0\)\n(?=\n\nSIZES)",
         "",
         KernelBug,
-        {"anchored": False},
+        {"fixed_max": False},
     ),
     "nobody has the first turn": (
         r"if PINGPONG and CONSUMER == CONSUMERS - 1:",
@@ -183,8 +183,8 @@ MUTANTS = {
     ),
     "a slot is released by one consumer for all": (r"count=releases_of\(.*\)\)", "count=1)", KernelBug, {}),
     "barriers are not visible to TMA": (
-        r"    fence_async_shared\(\)\n    show_barriers",
-        "    show_barriers",
+        r"    fence_async_shared\(\)\n    await_kernels",
+        "    await_kernels",
         Race,
         {},
     ),
@@ -212,45 +212,6 @@ def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch:
     pattern, replacement, error, form = MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
     each_seed_raises(error, module, config(64, persistent=True, **form), WALK, monkeypatch)
-
-
-# The same for what two programs share.
-_ONLY_OWN = {"else _RELEASE_IN_CLUSTER": "else _RELEASE_BY_WARP", "consumers * cluster": "consumers"}
-CLUSTER_MUTANTS = {
-    "nobody waits at the start until both have their barriers": (
-        r"    meet\(CLUSTER\)\n(?=    (RAGGED|# Scores|meet))",
-        "",
-        Race,
-    ),
-    "nobody waits at the end until both are done": (
-        r"    meet\(CLUSTER\)\n(?!    (RAGGED|# Scores|meet))",
-        "",
-        KernelBug,
-    ),
-    "nobody stands by": (r"    meet\(CLUSTER\)\n    meet\(CLUSTER\)\n", "    pass\n", Deadlock),
-    "barriers are not shown to the other program": (r"_say\(\"fence\.mbarrier_init.*", "pass", Race),
-    "a buffer is free when one program's consumers have done with it": (
-        "|".join(map(re.escape, _ONLY_OWN)),
-        lambda found: _ONLY_OWN[found[0]],
-        KernelBug,
-    ),
-    "both programs load every piece": (r"pred=mine", "pred=True", KernelBug),
-    "a program loads its piece for itself": (r"_say\(_(COPY_TO_CLUSTER|COPIED)\)", "pass", Deadlock),
-    "a program expects what it loads itself": (r"(mbarrier\.expect\(full, SIZE)", r"\1 // CLUSTER", KernelBug),
-    "queries are loaded for both": (r"(q_full\.index\(c\), PIECES, RAGGED, )1", r"\1CLUSTER", KernelBug),
-    "both programs write the same rows": (
-        r" +row0 \+= cluster_rank\(CLUSTER\) \* \(ROWS \* CONSUMERS\)\n",
-        "",
-        Race,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CLUSTER_MUTANTS)
-def test_a_bug_in_sharing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, replacement, error = CLUSTER_MUTANTS[name]
-    module = mutant(tmp_path, pattern, replacement)
-    each_seed_raises(error, module, config(64, persistent=True, **CLUSTER), WALK, monkeypatch)
 
 
 # The same for what hands out tiles, with programs side by side, whose tickets come in any order.

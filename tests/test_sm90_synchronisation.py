@@ -1,7 +1,4 @@
-"""Every wait, arrival, meeting and fence of the Hopper kernel is needed: without any one the interpreter reports a bug.
-
-The forms of single programs and those of clusters each need theirs.
-"""
+"""Every wait, arrival and fence of the Hopper kernel is needed: without any one the interpreter reports a bug."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hopper_gluon import need_hopper_gluon
 
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):
-    pytest.skip("the Hopper kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
+need_hopper_gluon()
 
 from gluon_interpreter import KernelBug  # noqa: E402
 from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
@@ -38,23 +34,21 @@ SYNCHRONISING = (
     "wait_full",
     "release",
     "arrive_by_lane",
-    "meet",
-    "show_barriers",
     "await_kernels_before",
-    "_say",  # PTX: marks, a fence, the meeting, the wait for kernels before
+    "_say",  # PTX: marks, the waits for kernels before and for stores
 )
-# Only makes the wait behind it cheaper: warps of a consumer need not wait for each other.
+# These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck.
-HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_ARRIVE_BY_LANE)")
+HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_RELEASE_BY_WARP)", "_say(_ARRIVE_BY_LANE)")
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
 DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
 # With shorter blocks than tiles, the first consumer has some to pass over.
 OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
-SINGLE = (
+FORMS = (
     (PLAIN, WALK),
-    (replace(PLAIN, anchored=False), WALK),
+    (replace(PLAIN, fixed_max=False), WALK),
     (replace(PLAIN, own_o=False), WALK),
     (replace(PLAIN, pingpong=True), WALK),
     (replace(PLAIN, by_warp=True), WALK),
@@ -62,21 +56,6 @@ SINGLE = (
     (OWN_WALK, replace(WALK, causal=True)),
     (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
 )
-# One cluster, which takes the tiles of both samples; two pieces, so that each of its programs loads one.
-SHARING = replace(PLAIN, cluster=2, piece=32, joined=True, block_n=64)
-SHARED_WALK = replace(WALK, seqlen_k=192)
-CLUSTER = (
-    (replace(SHARING, own_walk=True, pingpong=True, deal="balanced"), replace(SHARED_WALK, causal=True)),
-    (SHARING, SHARED_WALK),
-    (replace(SHARING, anchored=False), SHARED_WALK),
-    (replace(SHARING, own_o=False), SHARED_WALK),
-    (replace(SHARING, q_held=2), SHARED_WALK),
-)
-# Kinds of forms, and what is not theirs.
-KINDS = {
-    "single": (SINGLE, ("meet(", "show_barriers(", "_say(_", "_say('fence", "_say('barrier")),
-    "cluster": (CLUSTER, ("mbarrier.arrive(empty, count=1)",)),
-}
 
 
 def statements(tree: ast.AST) -> list[ast.Expr]:
@@ -93,28 +72,23 @@ LINES = [
     for name, tree in TREES.items()
     for i, statement in enumerate(statements(tree))
 ]
-NEEDED = [
-    (kind, line) for kind, (_, others) in KINDS.items() for line in LINES if not any(text in line for text in others)
-]
-assert {line for _, line in NEEDED} == set(LINES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_all_of_them_nothing_is_reported(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
-    for form, case in KINDS[kind][0]:
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
             assert not run(case)
 
 
-@pytest.mark.parametrize(("kind", "line"), NEEDED)
-def test_nothing_is_superfluous(kind: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", LINES)
+def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, number = line.split(":")[0].split()
     tree = copy.deepcopy(TREES[name])
     statements(tree)[int(number)].value = ast.Constant(None)
     kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
-    for form, case in KINDS[kind][0]:
+    for form, case in FORMS:
         with monkeypatch.context() as patch:
             interpret(patch, form, seed=3, kernels=kernels)
             try:

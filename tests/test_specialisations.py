@@ -75,7 +75,7 @@ def test_lengths_are_told_apart_at_all(counts):
 
 def test_hopper_kernel(counts):
     if "Hopper" not in counts:
-        pytest.skip("the Hopper kernel needs the Gluon of Triton 3.6")
+        pytest.skip("the Hopper kernel is not written for this Triton")
     (found,) = counts["Hopper"].values()
     assert found["keys"] == 1, found
     assert 1 <= found["tiles"] <= 4, found  # with a masked end of the keys or without, for each of two tiles

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.sass import disassembled, spills_in_loops
-from diyfa.backends.cuda.sm90_multicast import completing
+from diyfa.backends.cuda.sm90_ptx import completing
 from diyfa.problem import CompileReport
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -164,6 +164,7 @@ def judge(
         spills,
         {"shared": shared},
         tuple(notes),
+        spill_budget=spec.spill_budget,
     )
 
 

@@ -12,7 +12,7 @@ from diyfa.backends.cuda import tune
 from diyfa.backends.cuda.configs import AttentionConfig, candidates
 from diyfa.backends.cuda.dropout import keep_threshold
 from diyfa.backends.cuda.tiles import lengths_of, padded_head_dim
-from diyfa.problem import AttentionProblem, AttentionTensors, exact_nonfinite
+from diyfa.problem import AttentionProblem, AttentionTensors
 
 _forced: dict[str, AttentionConfig] = {}
 
@@ -118,7 +118,6 @@ def launch_key(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[ob
         None if bias is None else (bias.shape, bias.stride(), bias.dtype),
         None if slopes is None else slopes.stride(),
         q.device,
-        exact_nonfinite(),
     )
 
 

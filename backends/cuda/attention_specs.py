@@ -196,12 +196,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     for (d, causal), dtype, changes in (
         *(
-            (case, "bfloat16", {"seqlen_q": queries, "seqlen_k": min(most, 16384)})
+            (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
             for case, rows in sm90.CONFIGS.items()
-            for most, row in rows
-            if row.cluster > 1 or all(other.cluster == 1 for limit, other in rows if limit == most)
-            # Nine tiles make no clusters: they have the row behind.
-            for queries in ((16384, 9 * row.consumers * sm90.CONSUMER_ROWS) if row.cluster > 1 else (16384,))
+            for most, _ in rows
         ),
         ((128, True), "float16", {}),
         ((128, False), "float16", {"seqlen_k": 4095}),
@@ -223,6 +220,12 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", {"softcap": 30.0}) for case in ((64, False), (128, True), (192, True), (256, True))),
         ((128, True), "bfloat16", {"window_left": 1000, "softcap": 30.0} | packed),
         *((case, "bfloat16", packed) for case in ((64, False), (128, True), (256, True))),
+        *((case, "bfloat16", {"sinks": True}) for case in ((64, True), (128, False), (256, True))),
+        ((64, True), "bfloat16", {"sinks": True, "window_left": 127}),
+        *((case, "bfloat16", {"alibi": True}) for case in ((64, False), (64, True), (128, False), (128, True))),
+        *((case, "bfloat16", {"alibi": True}) for case in ((192, True), (256, False), (256, True))),
+        ((128, True), "float16", {"alibi": True} | packed),
+        ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
         if not sm90.refuses(problem):
@@ -250,10 +253,12 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
-    pointers = ("q_ptr", "k_ptr", "v_ptr", "o_ptr")
-    addresses = pointers if sm90.rewrites(problem, config) else ("o_ptr",) if config.direct else ()
-    constants |= dict.fromkeys(set(pointers) - set(addresses))
-    signature |= dict.fromkeys(addresses, f"*{element}")
+    for name, there in (("slopes_ptr", problem.alibi), ("sinks_ptr", problem.sinks)):
+        (signature if there else constants)[name] = "*fp32" if there else None
+    if config.direct:
+        signature["o_ptr"] = f"*{element}"
+    else:
+        constants["o_ptr"] = None
     if config.deal == "dynamic":
         signature["tickets_ptr"] = "*i32"
     else:
@@ -268,8 +273,8 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         f"{' own walk' if config.own_walk else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
-        f"{' anchored' if constants['ANCHORED'] else ''}"
-        f"{' cluster' if config.cluster > 1 else ' by warp' if config.by_warp else ''}"
+        f"{' fixed max' if constants['FIXED_MAX'] else ''}"
+        f"{' by warp' if config.by_warp else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
         fwd_sm90._fwd_sm90_kernel,
         signature,
@@ -277,7 +282,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         4,
         1,
         options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
-        aligned=frozenset({"lse_ptr", *addresses}),
+        aligned=frozenset({"lse_ptr", *(("o_ptr",) if config.direct else ())}),
         spill_budget=HOPPER_SPILLS,
         clean_loops=True,
     )

@@ -36,27 +36,22 @@ from diyfa.backends.cuda.sm90 import (
     config_of,
     finds_ahead,
     grid_of,
+    has_fixed_max,
     has_one_ring,
     heads_together,
-    is_anchored,
-    is_exact,
     notices_of,
     pieces_of,
-    rewrites,
     schedule_of,
 )
-from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
-from diyfa.backends.cuda.sm90_cluster import (
+from diyfa.backends.cuda.sm90_barriers import (
     await_kernels_before,
     await_stores,
-    bystander,
-    cluster_rank,
-    meet,
+    idle,
     release,
     releases_of,
-    show_barriers,
     wait_full,
 )
+from diyfa.backends.cuda.sm90_boxes import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.sm90_deal import (
     draw_ticket,
     end_place,
@@ -65,17 +60,15 @@ from diyfa.backends.cuda.sm90_deal import (
     next_place,
     tile_number,
 )
-from diyfa.backends.cuda.sm90_exact import (
-    allocate_votes,
-    is_spoiled,
-    look,
-    look_at_sums,
-    nothing_found,
-    rewrite_tiles,
-    vote,
+from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, kept_notice, read_notice, write_notice
+from diyfa.backends.cuda.sm90_overflow import (
+    allocate_flags,
+    end_flags,
+    flag_tile,
+    is_flagged,
+    next_flagged,
+    overflown_rows,
 )
-from diyfa.backends.cuda.sm90_multicast import completing
-from diyfa.backends.cuda.sm90_notices import allocate_notices, is_last_turn, own_notice, read_notice, write_notice
 from diyfa.backends.cuda.sm90_products import (
     ROWS,
     accumulator_layout,
@@ -92,10 +85,13 @@ from diyfa.backends.cuda.sm90_products import (
     start_values,
     tile_at,
 )
+from diyfa.backends.cuda.sm90_ptx import completing
 from diyfa.backends.cuda.sm90_rows import matrix, offset_of, store_rows
-from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, anchored_step, no_sums, softmax_step
+from diyfa.backends.cuda.sm90_softmax import LN2, LOG2E, add_sink, fixed_max_step, no_sums, softmax_step
 from diyfa.backends.cuda.sm90_tickets import ticket_counter
 from diyfa.backends.cuda.sm90_tiles import (
+    block_at,
+    edges_of,
     end_of,
     group_count,
     here,
@@ -112,7 +108,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors
 def _give_notice(
     place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
     heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -121,13 +117,13 @@ def _give_notice(
         heads_q = here(heads_q)
         heads_at_once = here(heads_at_once)
         seqlen_q = here(seqlen_q)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS * CLUSTER
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
     group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    end = end_place(tiles, group, DEAL, CLUSTER)
+    end = end_place(tiles, group, DEAL)
     searching = True
     while searching:
-        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL, CLUSTER)
+        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL)
         exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
             index, lengths_q_ptr, lengths_k_ptr,
             heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -136,9 +132,8 @@ def _give_notice(
         more = (place < end) & (is_last_turn(turn - 1, notices, DEAL) == 0)
         searching = more & ((exists & dealt) == 0)
         if searching:
-            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL, CLUSTER)
+            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL)
         else:
-            row0 += cluster_rank(CLUSTER) * (ROWS * CONSUMERS)
             end_block = gl.where(more, end_block, 0)
             write_notice(
                 turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
@@ -149,24 +144,24 @@ def _give_notice(
 @gluon.jit
 def _load_block(
     tensor, b, h, row, end, n_keys, buffers, item, kv_full, kv_empty,
-    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying an item of the ring, as soon as its buffer is free."""
     slot = item % SLOTS
     mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
     start_load(
         tensor, b, h, row, end, n_keys, buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-        PIECES, RAGGED, CLUSTER,
+        PIECES, RAGGED,
     )  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
-    AHEAD: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+    LENGTHS: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
     window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
     lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, total_k,
     q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
@@ -174,21 +169,24 @@ def _producer(
     """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free.
 
     AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and the
-    ring is short, or another program waits as well, the consumers would stand still meanwhile; elsewhere they would
-    because the block comes later.
+    ring is short, the consumers would stand still meanwhile; elsewhere they would because the block comes later.
+
+    AGAIN: only the tiles that are flagged.
     """
-    meet(CLUSTER)
     RAGGED: gl.constexpr = LENGTHS != EQUAL
     item = 0
+    used = 0  # how many queries have been loaded
     turn = 0
-    place = _give_notice(
-        first_place(DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
-        heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-    )  # fmt: skip
-    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
-        turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
-    )  # fmt: skip
+    if AGAIN:
+        turn, notice = next_flagged(turn, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 1)
+    else:
+        place = _give_notice(
+            first_place(DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+            tickets_ptr, BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+        )  # fmt: skip
+        notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, 1)
+    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = notice
     while end_block > 0:
         end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
         end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
@@ -196,10 +194,14 @@ def _producer(
         hk = h // group_size
         for c in gl.static_range(CONSUMERS):
             # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.wait(q_empty.index(c), (used & 1) ^ 1)
             start_load(
-                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED, 1
+                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED
             )  # fmt: skip
+        n_right, n_left = edges_of(
+            row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
+            ROWS * CONSUMERS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+        )  # fmt: skip
         n_blocks = end_block - first_block
         # The answer comes while a block waits for its buffers. Asking with the first block would commit programs a
         # whole tile ahead: with 8 tiles for each they would not end together.
@@ -210,39 +212,44 @@ def _producer(
             asking = n_blocks
         ticket = 0
         for i in range(n_blocks):
-            if i == asking:
-                ticket = draw_ticket(tickets_ptr, DEAL)
-            if AHEAD:  # noqa: SIM102 (decided when it is compiled)
-                if i == n_blocks - 1:
-                    place = _give_notice(
-                        next_place(place, ticket, DEAL, CLUSTER), turn + 1, notices, written,
-                        lengths_q_ptr, lengths_k_ptr, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k,
-                        total_q, total_k, window_left, window_right, tickets_ptr,
-                        BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-                    )  # fmt: skip
-            start_n = (end_block - 1 - i) * BLOCK_N
+            if not AGAIN:
+                if i == asking:
+                    ticket = draw_ticket(tickets_ptr, DEAL)
+                if AHEAD:  # noqa: SIM102 (decided when it is compiled)
+                    if i == n_blocks - 1:
+                        place = _give_notice(
+                            next_place(place, ticket, DEAL), turn + 1, notices, written,
+                            lengths_q_ptr, lengths_k_ptr, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k,
+                            total_q, total_k, window_left, window_right, tickets_ptr,
+                            BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+                        )  # fmt: skip
+            start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
             _load_block(
                 k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
-                SLOTS, PIECES, ONE_RING, RAGGED, CLUSTER,
+                SLOTS, PIECES, ONE_RING, RAGGED,
             )  # fmt: skip
             _load_block(
                 v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, item + 1, kv_full, kv_empty,
-                SLOTS, PIECES_V, ONE_RING, RAGGED, CLUSTER,
+                SLOTS, PIECES_V, ONE_RING, RAGGED,
             )  # fmt: skip
             item += 2
-        turn += 1
-        if not AHEAD:
-            place = _give_notice(
-                next_place(place, ticket, DEAL, CLUSTER), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
-                heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-                tickets_ptr, BLOCK_N, CONSUMERS, CLUSTER, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-            )  # fmt: skip
-        b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = own_notice(
-            turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT
-        )  # fmt: skip
-    if DEAL == "dynamic":
+        if AGAIN:
+            used += 1
+            turn, notice = next_flagged(turn + 1, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 1)
+        else:
+            turn += 1
+            used = turn
+            if not AHEAD:
+                place = _give_notice(
+                    next_place(place, ticket, DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
+                    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k,
+                    window_left, window_right, tickets_ptr,
+                    BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
+                )  # fmt: skip
+            notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, 1)
+        b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = notice
+    if DEAL == "dynamic" and not AGAIN:
         leave(tickets_ptr)
-    meet(CLUSTER)
 
 
 @gluon.jit
@@ -279,18 +286,19 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def _attend_blocks(
     o,  # pieces of [64, Dv] fp32
     p,  # weights of the block before, `held`
-    m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end, end_block,
-    position, n_keys, window_left, window_right, scale, cap,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end,
+    first_block, end_block, n_right, n_left,
+    position, n_keys, window_left, window_right, scale, cap, slope,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, ANCHORED: gl.constexpr,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
     """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before.
 
-    ANCHORED: m_i stays, and l_i are the sums of `anchored_step`.
+    FIXED_MAX: m_i stays, and l_i are the sums of `fixed_max_step`.
     """
     for i in range(start, end):
         item += 2
@@ -305,18 +313,21 @@ def _attend_blocks(
         if PINGPONG:
             _hand_over(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
-        release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
-        if ANCHORED:
-            weights, l_i = anchored_step(s, m_i, l_i, scale, cap, SOFTCAP, NEGATE)
+        release(kv_empty.index(k_slot), BY_WARP)
+        start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
+        if FIXED_MAX:
+            weights, l_i = fixed_max_step(
+                s, m_i, l_i, start_n, position, scale, cap, slope, SOFTCAP, ALIBI, NEGATE
+            )  # fmt: skip
         else:
             weights, m_i, l_i, alpha = softmax_step(
-                s, m_i, l_i, (end_block - 1 - i) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+                s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
+                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
             )  # fmt: skip
         o = finish_values(o, PIECES_V, JOINED)
-        release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
+        release(kv_empty.index(v_slot), BY_WARP)
         p = held(weights, o, v_buffers.dtype, PAIRS)
-        if not ANCHORED:
+        if not FIXED_MAX:
             o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
     return o, p, m_i, l_i, item
 
@@ -324,7 +335,7 @@ def _attend_blocks(
 @gluon.jit
 def _pass_over(
     key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -341,59 +352,64 @@ def _pass_over(
             _hand_over(CONSUMER, CONSUMERS)
         for j in gl.static_range(2):
             wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, BY_WARP)
-            release(kv_empty.index((item + j) % SLOTS), CLUSTER, BY_WARP)
+            release(kv_empty.index((item + j) % SLOTS), BY_WARP)
         item += 2
     return item
 
 
 @gluon.jit
 def _attend_tile(
-    b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+    b, h, tile_row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
     q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-    heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
-    found,  # whether what came with V was not finite, see `look`
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr,
+    heads_q, seqlen_q, total_q, window_left, window_right,
+    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, scale, cap,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
     OWN_O: gl.constexpr, DIRECT: gl.constexpr,
     PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
-    ANCHORED: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of a tile, the first of them row0: from scores to the rows of out and lse -> (next item, `found`)."""
+    """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
     WIDTH: gl.constexpr = o_tensor.block_shape[-1]
     DTYPE: gl.constexpr = o_tensor.dtype
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
     MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
 
+    row0 = tile_row0 + CONSUMER * ROWS
+    n_right, n_left = edges_of(
+        tile_row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
+        ROWS * CONSUMERS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+    )  # fmt: skip
+    key0 = row0 + (n_keys - n_queries)
     if OWN_WALK:
         before = item
         item = _pass_over(
-            row0 + (n_keys - n_queries), first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
+            key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
         )  # fmt: skip
-        end_block -= (item - before) // 2
+        passed = (item - before) // 2
+        end_block -= passed
+        n_right -= passed
     rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     position = rows + (n_keys - n_queries)  # the key that each row is aligned with
-    # The walk begins at the last block: n_masked blocks that the right edge or the end of the keys cuts, or that end
-    # there, then blocks that all rows see whole, from the n_whole-th on those that the left edge cuts. Where there are
-    # whole ones, each row sees a key before them.
-    key0 = row0 + (n_keys - n_queries)
+    # Of the walk (`block_at`) the first n_masked blocks are cut by a mask or the end of the keys, or end there; what
+    # comes behind the first n_first all rows see whole, and each row has seen a key before.
     n_blocks = end_block - first_block
+    n_first = n_right + n_left
     n_masked = 1
-    if HAS_RIGHT:
+    if HAS_LEFT:
+        n_masked = n_first
+    elif HAS_RIGHT:
         after = key0 + 1 if CAUSAL else key0 + 1 + window_right
         n_masked = end_block - (gl.maximum(gl.minimum(after, n_keys), 1) - 1) // BLOCK_N
-    elif CHECK_KEYS:
-        n_masked = end_block - (gl.maximum(n_keys, 1) - 1) // BLOCK_N
-    n_masked = gl.maximum(n_masked, 1)  # beyond a sample's end one block is visited
-    n_whole = n_blocks
-    if HAS_LEFT:
-        n_masked = gl.minimum(n_masked, n_blocks)
-        n_whole = end_block - gl.cdiv(gl.maximum(key0 + (ROWS - 1) - window_left, 0), BLOCK_N)
-        n_whole = gl.maximum(gl.minimum(n_whole, n_blocks), n_masked)
+        n_masked = gl.maximum(gl.minimum(n_masked, n_right), 1)
 
+    slope = 0.0
+    if ALIBI:
+        slope = gl.load(slopes_ptr + b * stride_slopeb + h) * LOG2E
     # The first block has no block before it whose values could be added meanwhile.
     k_slot = item % SLOTS
     mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -403,45 +419,48 @@ def _attend_tile(
     wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
     s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty.index(k_slot), CLUSTER, BY_WARP)
+    release(kv_empty.index(k_slot), BY_WARP)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
-        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY,
+        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap, slope,
+        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
     )  # fmt: skip
     o = no_values(WIDTH, PIECES_V, JOINED)
     p = held(weights, o, DTYPE, PAIRS)
-    if MASKED:
+    if HAS_LEFT or HAS_RIGHT:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked, end_block,
-            position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
-            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
+            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
         )  # fmt: skip
-    if ANCHORED:
+    if FIXED_MAX:
+        if not HAS_LEFT:
+            o, p, m_i, l_i, item = _attend_blocks(
+                o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_first,
+                first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
+                CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
+                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+                False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
+            )  # fmt: skip
+        # Nothing but -inf so far, of a row that sees the next blocks: a product that overflowed, or infinite inputs.
+        lost = (m_i == float("-inf")) & (n_first < n_blocks)
+        m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
         sums = no_sums(ROWS, BLOCK_N, accumulator_layout(BLOCK_N))
-    else:
-        sums = l_i
-    o, p, m_i, sums, item = _attend_blocks(
-        o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_whole, end_block,
-        position, n_keys, window_left, window_right, scale, cap,
-        CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
-        PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-        False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, ANCHORED,
-    )  # fmt: skip
-    if ANCHORED:
+        o, p, m_i, sums, item = _attend_blocks(
+            o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_first, n_blocks,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, True,
+        )  # fmt: skip
         l_i += gl.convert_layout(gl.sum(sums, 1), S_ROWS)
     else:
-        l_i = sums
-    if HAS_LEFT:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_whole, n_blocks, end_block,
-            position, n_keys, window_left, window_right, scale, cap,
-            CONSUMER, CONSUMERS, CLUSTER, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
-            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, NEGATE, LAZY, False,
+            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_blocks,
+            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
+            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
+            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
         )  # fmt: skip
     if (OWN_O or DIRECT) and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -450,21 +469,24 @@ def _attend_tile(
     o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
-    if LENGTHS == SEQ_LENS:
-        seen = seen & (rows < n_queries)
     total = gl.where(seen, l_i, 1.0)
-    lse = gl.where(seen, (m_i + gl.log2(total)) * LN2, float("inf"))
     factor = gl.where(seen, 1.0 / total, 0.0)
+    lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
+    if SINKS:
+        lse_log2, factor = add_sink(lse_log2, factor, gl.load(sinks_ptr + h) * LOG2E)
+    lse = gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2 * LN2)
+    if LENGTHS == SEQ_LENS:
+        factor = gl.where(rows < n_queries, factor, 0.0)
+        lse = gl.where(rows < n_queries, lse, float("inf"))
     if LENGTHS == PACKED:
         gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
     else:
         gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     o = finish_values(o, PIECES_V, JOINED)
-    release(kv_empty.index(v_slot), CLUSTER, BY_WARP)
-    if EXACT:
-        found = look(o, found, PIECES_V, JOINED)
-    if ANCHORED:
-        found = look_at_sums(l_i, found)
+    release(kv_empty.index(v_slot), BY_WARP)
+    overflown = 0
+    if FIXED_MAX:
+        overflown = (lost | overflown_rows(l_i, o, PIECES_V, JOINED)).to(gl.int32)
 
     # Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
     # from the registers.
@@ -492,88 +514,198 @@ def _attend_tile(
         if not OWN_O:  # out lies where the next queries will
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    return item + 2, found
+    return item + 2, overflown
 
 
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, EXACT: gl.constexpr,
-    ANCHORED: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, o_tensor, lse_ptr, o_ptr, o_buffers, votes,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    AGAIN: gl.constexpr,
+    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
+    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
+    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
     scale, softcap,
 ):  # fmt: skip
-    """One warpgroup: its 64 queries of each tile."""
-    meet(CLUSTER)
+    """One warpgroup: its 64 queries of each tile. AGAIN: of those that are flagged, with a running maximum."""
+    NOTICES: gl.constexpr = notices.shape[0]
     # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
     cap = softcap * LOG2E
     if not SOFTCAP:
         scale = scale * LOG2E
     item = 0
+    used = 0  # how many queries have been loaded
     turn = 0
-    found = nothing_found()
-    if PINGPONG and CONSUMER == CONSUMERS - 1:  # the first turn is consumer 0's: without this all would wait forever
-        _hand_over(CONSUMER, CONSUMERS)
-    b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
-        turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
-    )  # fmt: skip
+    if AGAIN:
+        turn, notice = next_flagged(turn, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 4)
+    else:
+        # The first turn is consumer 0's: without this all would wait forever. Once more it is left from the last block.
+        if PINGPONG and CONSUMER == CONSUMERS - 1:
+            _hand_over(CONSUMER, CONSUMERS)
+        notice = read_notice(turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP)
+    b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = notice
+    if FIXED_MAX and not AGAIN:
+        all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(BLOCK_N)))
     while end_block > 0:
-        item, found = _attend_tile(
-            b, h, row0 + CONSUMER * ROWS, first_block, end_block, first_q, n_queries, n_keys, item, turn,
+        item, overflown = _attend_tile(
+            b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, used,
             q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right, o_tensor, lse_ptr, o_ptr, o_buffers, scale, cap,
-            found,
-            CONSUMER, BLOCK_N, CONSUMERS, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+            heads_q, seqlen_q, total_q, window_left, window_right,
+            o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
+            scale, cap,
+            CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED,
+            LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
         )  # fmt: skip
-        turn += 1
-        b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = read_notice(
-            turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP
-        )  # fmt: skip
-    if EXACT or ANCHORED:
-        vote(found, votes.index(CONSUMER))
-        await_stores()
+        if AGAIN:
+            used += 1
+            turn, notice = next_flagged(turn + 1, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 4)
+        else:
+            if FIXED_MAX:
+                flag_tile(flags, turn, overflown, CONSUMER, NOTICES)
+                all_overflown = all_overflown | overflown
+            turn += 1
+            used = turn
+            notice = read_notice(turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP)
+        b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = notice
+    if FIXED_MAX and not AGAIN:
+        end_flags(flags, turn, all_overflown, CONSUMER, NOTICES)
+        await_stores()  # before the rows are written again
     else:
         tma.store_wait(0)
-    meet(CLUSTER)
 
 
-SIZES = (
-    "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
-    "window_left", "window_right", "group_size",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
-)  # fmt: skip
-LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _fwd_sm90_kernel(
-    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
-    lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
-    lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    q_ptr, k_ptr, v_ptr,  # the tensors' addresses: for EXACT and ANCHORED
-    o_ptr,  # for these and DIRECT
-    tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
-    heads,  # of all samples together
-    heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    group_size,  # query heads that share one key head
-    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
-    scale, softcap,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, CLUSTER: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+@gluon.jit
+def _specialise(
+    consume,  # what all consumers take
+    produce,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
     DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
     OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
     PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
-    EXACT: gl.constexpr,  # NaN and infinities in V reach exactly the rows that see them (`sm90_exact.py`)
-    ANCHORED: gl.constexpr,  # the maximum of the first blocks serves the others (`anchored_step` in `sm90_softmax.py`)
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Run the consumers and the producer until all tiles are done; AGAIN: those that are flagged.
+
+    Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
+    the warps the kernel is launched with and takes the registers that are left. Idle warps fill up the producer's
+    warpgroup, which has registers for four warps anyway.
+    """
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
+                (idle, ()),
+                (idle, ()),
+            ],
+            [4, 1, 1, 2],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
+                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
+                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
+                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
+                (idle, ()),
+                (idle, ()),
+            ],
+            [4, 4, 1, 1, 2],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def _begin_phases(
+    q_full, q_empty, kv_full, kv_empty, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, BY_WARP: gl.constexpr
+):  # fmt: skip
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(kv_full.index(slot), count=1)
+        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, BY_WARP))
+
+
+@gluon.jit
+def _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr):
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.invalidate(q_full.index(c))
+        mbarrier.invalidate(q_empty.index(c))
+    for slot in gl.static_range(SLOTS):
+        mbarrier.invalidate(kv_full.index(slot))
+        mbarrier.invalidate(kv_empty.index(slot))
+
+
+SIZES = (
+    "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
+    "window_left", "window_right", "group_size", "stride_slopeb",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
+)  # fmt: skip
+LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+UNALIGNED_POINTERS = (*LENGTH_POINTERS, "slopes_ptr", "sinks_ptr")
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+def _fwd_sm90_kernel(
+    q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`sm90_boxes.py`)
+    lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
+    lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
+    o_ptr,  # for DIRECT
+    slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
+    sinks_ptr,  # (H,) fp32, for SINKS
+    tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
+    heads,  # of all samples together
+    heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    group_size,  # query heads that share one key head
+    stride_slopeb,
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
+    scale, softcap,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
+    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
+    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
+    LAZY: gl.constexpr,
+    FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `sm90_overflow.py`)
     NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -594,29 +726,31 @@ def _fwd_sm90_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     kv_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(kv_full.index(slot), count=1)
-        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, CLUSTER, BY_WARP))
+    _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)
     notices, written = allocate_notices(NOTICES)
+    # Where nothing will be read any value stands for a pointer or memory: a tuple of values has no None.
+    if FIXED_MAX:
+        flags = allocate_flags(CONSUMERS, NOTICES)
+    else:
+        flags = heads
     fence_async_shared()
-    show_barriers(CLUSTER)
     await_kernels_before()
 
-    both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written)
+    both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags)
     both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
-    # Where nothing will be read any value stands for a pointer or memory: a tuple of values has no None.
-    if EXACT or ANCHORED:
-        votes = allocate_votes(CONSUMERS)
-    else:
-        votes = heads
     if DIRECT:
         address = o_ptr
     else:
         address = heads
-    consume = both + (o_tensor, lse_ptr, address, o_buffers, votes, scale, softcap)
+    if ALIBI:
+        slopes = slopes_ptr
+    else:
+        slopes = heads
+    if SINKS:
+        sinks = sinks_ptr
+    else:
+        sinks = heads
+    consume = both + (o_tensor, lse_ptr, address, slopes, stride_slopeb, sinks, o_buffers, scale, softcap)
     if LENGTHS == EQUAL:
         lengths = (heads, heads)
     else:
@@ -628,69 +762,22 @@ def _fwd_sm90_kernel(
     produce = both + lengths + (heads, heads_at_once, batch, total_k)
     produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
     produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
-    # The bystanders fill up the producer's warpgroup, which has registers for four warps anyway.
-    # Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
-    # the warps the kernel is launched with and takes the registers that are left.
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 1, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 1, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (1, BLOCK_N, 2, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 2, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
-                (bystander, (CLUSTER,)),
-                (bystander, (CLUSTER,)),
-            ],
-            [4, 1, 1, 2],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (1, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_consumer, (2, BLOCK_N, 3, CLUSTER, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, NEGATE, LAZY, EXACT, ANCHORED) + consume),
-                (_producer, (BLOCK_N, 3, CLUSTER, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD) + produce),
-                (bystander, (CLUSTER,)),
-                (bystander, (CLUSTER,)),
-            ],
-            [4, 4, 1, 1, 2],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    if EXACT or ANCHORED:  # noqa: SIM102 (decided when it is compiled)
-        if is_spoiled(votes, CONSUMERS) != 0:
-            if SOFTCAP:
-                unit = scale
-            else:
-                unit = scale * LOG2E
-            rewrite_tiles(
-                matrix(q_ptr, q_tensor, steps_qb), matrix(k_ptr, k_tensor, steps_kb), matrix(v_ptr, v_tensor, steps_vb),
-                matrix(o_ptr, o_tensor, 0), lse_ptr, votes, notices, group_size,
-                heads_q, seqlen_q, seqlen_k, total_q, window_left, window_right, unit, softcap * LOG2E,
-                BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, NEGATE, ANCHORED,
+    _specialise(
+        consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+        PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+        LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False,
+        CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    )  # fmt: skip
+    if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
+        if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:
+            _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS)
+            _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)
+            fence_async_shared()
+            _specialise(
+                consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
+                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+                LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True,
+                CONSUMER_REGISTERS, PRODUCER_REGISTERS,
             )  # fmt: skip
 
 
@@ -700,12 +787,11 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
-        "CLUSTER": config.cluster,
         "SLOTS": config.slots,
         "OWN_O": config.own_o,
         "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
-        "BY_WARP": config.by_warp or config.cluster > 1,
+        "BY_WARP": config.by_warp,
         "OWN_WALK": config.own_walk and problem.window_right >= 0,
         "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
         "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
@@ -720,10 +806,11 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
         "LENGTHS": lengths_of(problem),
         "SOFTCAP": problem.softcap != 0.0,
+        "ALIBI": problem.alibi,
+        "SINKS": problem.sinks,
         "NEGATE": negate,
         "LAZY": config.lazy,
-        "EXACT": is_exact(problem),
-        "ANCHORED": is_anchored(problem, config),
+        "FIXED_MAX": has_fixed_max(problem, config),
         "NOTICES": notices_of(config),
         "DEAL": config.deal,
         "AHEAD": finds_ahead(problem, config),
@@ -737,6 +824,8 @@ _launches = Launches()
 
 def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: Sm90Config) -> Launch:
     q, k, v = tensors.q, tensors.k, tensors.v
+    slopes = tensors.alibi_slopes
+    stride_slopeb = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
 
     def make() -> Launch:
         scale, negate = softmax_scale(problem, tensors.sm_scale)
@@ -750,7 +839,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 8,  # lengths, lse, addresses, tickets
+            *(None,) * 7,  # lengths, lse, o_ptr, slopes, sinks, tickets
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -764,6 +853,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             problem.window_left,
             problem.window_right,
             problem.heads_q // problem.heads_kv,
+            stride_slopeb,
             *(n for x in (q, k, v) for n in (steps_of(x, layout) if box is ragged_box else (0, 0))),
             scale,
             problem.softcap,
@@ -773,7 +863,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
         return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
 
     strides = (q.stride(), k.stride(), v.stride(), out.stride())
-    key = (config, problem, is_exact(problem), tensors.sm_scale, strides, q.device)
+    key = (config, problem, tensors.sm_scale, strides, stride_slopeb, q.device)
     return _launches.get(key, make)
 
 
@@ -788,10 +878,8 @@ def attention_forward(
         tickets = ticket_counter(q) if config.deal == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
         with completing() if launch.again is None else nullcontext():
-            addresses = (None, None, None, out if config.direct else None)
-            if rewrites(problem, config):
-                addresses = (q, k, v, out)
-            launch(q, k, v, out, *lengths, lse, *addresses, tickets)
+            address = out if config.direct else None
+            launch(q, k, v, out, *lengths, lse, address, tensors.alibi_slopes, tensors.sinks, tickets)
 
 
 def repeat(
@@ -803,16 +891,9 @@ def repeat(
     launch = _launch(problem, tensors, out, config)
     no_tickets = () if config.deal == "dynamic" else (None,)
 
-    def with_addresses(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, q, k, v, out, *no_tickets
+    def arguments(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, out, None, None, lse, out if config.direct else None, None, None, *no_tickets
 
-    def with_out(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, None, None, None, out, *no_tickets
-
-    def without(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, None, None, None, None, *no_tickets
-
-    arguments = with_addresses if rewrites(problem, config) else with_out if config.direct else without
     again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
     if again is None:
         return None

@@ -14,7 +14,6 @@ from triton.runtime import driver
 
 from diyfa.backends.cuda import attention_launch
 from diyfa.backends.cuda.launch import Launch, current_device, launches_are_hooked
-from diyfa.problem import exact_nonfinite
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,17 +39,13 @@ def like(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype
 def holds_as_now() -> Callable[[], bool]:
     """Asks whether all that decides about launches besides the calls themselves is as it is at this moment.
 
-    That is: the tuner's switch and memory, tiles forced in a context, what non-finite numbers may reach, and that no
-    profiler wants to see Triton's launches.
+    That is: the tuner's switch and memory, tiles forced in a context, and that no profiler wants to see Triton's
+    launches.
     """
-    choice, exact = attention_launch.choice(), exact_nonfinite()
+    choice = attention_launch.choice()
 
     def holds() -> bool:
-        return (
-            attention_launch.choice() == choice
-            and exact_nonfinite() is exact
-            and not launches_are_hooked()
-        )  # fmt: skip
+        return attention_launch.choice() == choice and not launches_are_hooked()
 
     return holds
 

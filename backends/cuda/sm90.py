@@ -12,12 +12,12 @@ import triton
 from diyfa.backends.cuda.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.launch import is_interpreting
 from diyfa.backends.cuda.tiles import cdiv, padded_head_dim
-from diyfa.problem import AttentionProblem, exact_nonfinite, refuse_features
+from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap"})
+FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
-TRITON = (3, 6)  # Gluon changes names and meanings from release to release
+TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
@@ -52,20 +52,19 @@ class Sm90Config:
     lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `sm90_softmax.py`
     q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `sm90_products.py`
     direct: bool = False  # out leaves from registers, through no buffer (`sm90_rows.py`)
-    by_warp: bool = False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_cluster.py`)
-    anchored: bool = True  # in bfloat16 no maximum after the first blocks (`anchored_step` in `sm90_softmax.py`)
-    cluster: int = 1  # programs that share K and V: what one of them loads, both receive (`sm90_cluster.py`)
+    by_warp: bool = (
+        False  # the warps of a consumer do not meet to wait for blocks and release them (`sm90_barriers.py`)
+    )
+    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `sm90_softmax.py`)
     deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`sm90_deal.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
         if self.own_o and self.direct:
             raise ValueError(f"out leaves through its own buffers or through none, not {self}")
-        if self.cluster > 1 and (self.consumers == 1 or self.deal == "dynamic"):
-            raise ValueError(f"a cluster's programs have two or three consumers and no dynamic deal, not {self}")
 
 
-# Rows by (columns, mask on the right): (at most this many keys) -> config, the first that `may_share`. Figures: bf16,
+# Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16,
 # 16384 tokens, heads * head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with
 # FlashAttention-3, -4 and cuDNN; a row without one was never timed.
 C = Sm90Config
@@ -89,17 +88,13 @@ _WIDE: dict[str, Any] = {**_TURNS, **_DIRECT, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
         (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_HELD_TURNS, measured=_LATER + "465")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, lazy=True, cluster=2, measured=_LATER + "557/591")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "551/581")),
     ),
     (64, True): (
         (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_HELD_TURNS, measured=_LATER + "364")),
         (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "493/571")),
     ),
-    (96, False): (
-        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, lazy=True, cluster=2, measured=_LATER + "496/554/571")),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "508/548/565")),
-    ),
+    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "508/548/565")),),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
     (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "649/706/729")),),
     (128, True): (
@@ -109,11 +104,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (192, True): (
         (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
     ),
-    (256, False): (
-        (8192, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "650/731")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, cluster=2, measured=_LATER + "754")),
-        (_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "747")),
-    ),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "650/731/747")),),
     (256, True): (
         (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "500/660/719")),
     ),
@@ -137,8 +128,8 @@ SMALL: dict[int, Sm90Config] = {
 def config_of(problem: AttentionProblem) -> Sm90Config:
     """The tile of a problem that `refuses` accepts."""
     rows = rows_of(problem)
-    config = next(c for most, c in rows if keys_seen(problem) <= most and may_share(problem, c))
-    if tiles_of(problem, config) * config.cluster < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+    config = next(c for most, c in rows if keys_seen(problem) <= most)
+    if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
     return fitted(problem, config)
 
@@ -175,18 +166,7 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
     """Whether the producer looks for its next tile before it copies the last keys of one, see `_producer`."""
-    return config.cluster > 1 or ("varlen" in problem.features and config.persistent and config.slots <= 4)
-
-
-def may_share(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether neighbouring tiles can share K and V as `config` says; without a cluster, always.
-
-    Sequences must be equally long, and few rows be lost where a sequence ends in the first of two tiles.
-    """
-    rows = config.consumers * CONSUMER_ROWS
-    tiles = cdiv(problem.seqlen_q, rows)
-    lost = cdiv(tiles, config.cluster) * config.cluster - tiles
-    return config.cluster == 1 or (not problem.features & BUSY_PRODUCER and 32 * lost <= tiles)
+    return "varlen" in problem.features and config.persistent and config.slots <= 4
 
 
 def keys_seen(problem: AttentionProblem) -> int:
@@ -248,8 +228,8 @@ def widest(problem: AttentionProblem) -> int:
 
 
 def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles the queries of all heads have, each for a program or a cluster; of packed sequences, at most."""
-    rows = config.consumers * CONSUMER_ROWS * config.cluster
+    """How many tiles the queries of all heads have; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS
     if problem.varlen:
         return (problem.total_q // rows + problem.batch) * problem.heads_q
     return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
@@ -259,7 +239,7 @@ def tiles_of_group(problem: AttentionProblem, config: Sm90Config) -> int:
     """How many tiles the heads have that take turns."""
     tiles = tiles_of(problem, config)
     heads = config.together or heads_together(problem)
-    of_head = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS * config.cluster)
+    of_head = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS)
     return tiles if problem.varlen else min(tiles, heads * of_head)
 
 
@@ -279,19 +259,9 @@ def heads_together(problem: AttentionProblem) -> int:
     return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
 
 
-def is_exact(problem: AttentionProblem) -> bool:
-    """The kernel's EXACT. Without a mask every row sees every key: nothing can leak."""
-    return problem.masked and exact_nonfinite()
-
-
-def is_anchored(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """The kernel's ANCHORED. Weights that grow with the scores need the range of bfloat16."""
-    return config.anchored and problem.dtype == "bfloat16"
-
-
-def rewrites(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether a program may have to go through its tiles again (`sm90_exact.py`)."""
-    return is_exact(problem) or is_anchored(problem, config)
+def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16."""
+    return config.fixed_max and problem.dtype == "bfloat16"
 
 
 def notices_of(config: Sm90Config) -> int:
@@ -314,13 +284,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
-    """Programs, or clusters of programs, to launch."""
+    """Programs to launch."""
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
     if config.deal == "balanced" and not fills_rounds(problem, config):
         raise ValueError("a balanced deal needs whole rounds, see fills_rounds")
-    at_once = programs = min(tiles, _multiprocessors(device) // config.cluster)
+    at_once = programs = min(tiles, _multiprocessors(device))
     while _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
         programs += at_once
     return programs
@@ -351,11 +321,15 @@ def refuses(problem: AttentionProblem) -> str | None:
     return None
 
 
+def has_gluon() -> bool:
+    """Whether this Triton is one whose Gluon the kernel is written in."""
+    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+
+
 def environment_refusal() -> str | None:
     """Why the kernel cannot be compiled here, whatever the problem, or None."""
-    if tuple(int(x) for x in triton.__version__.split(".")[:2]) != TRITON:
-        wanted = ".".join(map(str, TRITON))
-        return f"sm90 is written in the Gluon of Triton {wanted}, this is Triton {triton.__version__}"
+    if not has_gluon():
+        return f"sm90 is written in the Gluon of Triton {' and '.join(TRITON)}, this is Triton {triton.__version__}"
     if is_interpreting():
         return "sm90 is written in Gluon, which Triton's interpreter does not run"
     return None

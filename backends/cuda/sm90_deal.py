@@ -13,9 +13,6 @@ Tiles are numbered so that in each group of heads whose keys share the L2 cache 
 
 Only the producer deals; consumers read its notices (`sm90_notices.py`).
 
-A cluster of programs (`sm90_cluster.py`) takes part as one, with tiles as large as those of its programs together; not
-in a dynamic deal, where the tickets of one program would have to reach the other.
-
 The tickets come from two words in global memory: the next ticket, and how many programs have left. The last one to
 leave sets both to zero, so no launch has to clear them (`sm90_tickets.py` says whose words they are).
 """
@@ -25,24 +22,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from diyfa.backends.cuda.sm90_cluster import cluster_count, cluster_id
-
 
 @gluon.jit
-def first_place(DEAL: gl.constexpr, CLUSTER: gl.constexpr):
+def first_place(DEAL: gl.constexpr):
     """Where a program begins: a place is a tile's number, or the number of a round."""
     if DEAL == "balanced":
         place = 0
     else:
-        place = cluster_id(CLUSTER)
+        place = gl.program_id(0)
     return place
 
 
 @gluon.jit
-def end_place(tiles, group, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
+def end_place(tiles, group, DEAL: gl.constexpr):
     """The first place at which a program has nothing more to do; `group`: tiles of heads that take turns."""
     if DEAL == "balanced":
-        programs = cluster_count(CLUSTER)
+        programs = gl.num_programs(0)
         end = tiles // group * gl.cdiv(group, programs) + gl.cdiv(tiles % group, programs)
     else:
         end = tiles
@@ -50,13 +45,13 @@ def end_place(tiles, group, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
 
 
 @gluon.jit
-def tile_number(place, tiles, group, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
+def tile_number(place, tiles, group, DEAL: gl.constexpr):
     """Place -> (a tile's number, whether the program has a tile in that round)."""
     if DEAL == "balanced":
-        programs = cluster_count(CLUSTER)
+        programs = gl.num_programs(0)
         rounds = gl.cdiv(group, programs)  # of one group
         backwards = (place % rounds + place // rounds) % 2 == 1
-        column = gl.where(backwards, programs - 1 - cluster_id(CLUSTER), cluster_id(CLUSTER))
+        column = gl.where(backwards, programs - 1 - gl.program_id(0), gl.program_id(0))
         in_group = place % rounds * programs + column
         index = place // rounds * group + in_group
         exists = (in_group < group) & (index < tiles)
@@ -85,7 +80,7 @@ def draw_ticket(tickets_ptr, DEAL: gl.constexpr):
 
 
 @gluon.jit
-def next_place(place, ticket, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
+def next_place(place, ticket, DEAL: gl.constexpr):
     """Where the program goes on; a drawn ticket is waited for."""
     if DEAL == "dynamic":
         drawn = gl.inline_asm_elementwise(
@@ -95,7 +90,7 @@ def next_place(place, ticket, DEAL: gl.constexpr, CLUSTER: gl.constexpr):
     elif DEAL == "balanced":
         place += 1
     else:
-        place += cluster_count(CLUSTER)
+        place += gl.num_programs(0)
     return place
 
 

@@ -6,7 +6,7 @@ shared memory. A notice without key blocks says that there is no tile left.
 
 Each turn has a notice of its own, which nobody overwrites: the grid has enough programs (`grid_of` in `sm90.py`), and
 in a dynamic deal none takes more tiles than it has notices for. So none need be waited for before it is written, and
-programs can go through their tiles again where one was spoiled (`sm90_exact.py`). Of barriers there are two, in
+programs can go through their tiles again where sums overflowed (`sm90_overflow.py`). Of barriers there are two, in
 turns: the producer has loaded the queries of turn t before it writes the notice of turn t + 1, so all consumers have
 done with those of turn t - 1, and with its barrier.
 """
@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.sm90_cluster import LANES, arrive_by_lane, wait_full
+from diyfa.backends.cuda.sm90_barriers import LANES, arrive_by_lane, wait_full
 from diyfa.backends.cuda.tiles import EQUAL, PACKED
 
 BARRIERS = gl.constexpr(2)
@@ -83,16 +83,11 @@ def _fields(notice, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.cons
 
 
 @gluon.jit
-def own_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr):
-    """What the same warp has given to `write_notice`: from there, it need not be kept during a search for the next."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
-    return _fields(notices.index(turn % notices.shape[0]).load(LAYOUT), seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
-
-
-@gluon.jit
-def kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr):
-    """The tile of this turn, which is known to be written. For partitions of four warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [4], [0])
+def kept_notice(
+    turn, notices, seqlen_q, seqlen_k, LENGTHS: gl.constexpr, HAS_LEFT: gl.constexpr, NUM_WARPS: gl.constexpr
+):  # fmt: skip
+    """The tile of this turn, which is known to be written: by this very warp, or long ago. For NUM_WARPS warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
     notice = notices.index(turn % notices.shape[0]).load(LAYOUT)
     return _fields(notice, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, LAYOUT)
 
@@ -104,4 +99,4 @@ def read_notice(
 ):  # fmt: skip
     """The tile of this turn -> what was given to `write_notice`. For partitions of four warps."""
     wait_full(written.index(turn % BARRIERS), (turn // BARRIERS) & 1, BY_WARP)
-    return kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT)
+    return kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, 4)

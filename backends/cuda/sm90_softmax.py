@@ -1,4 +1,4 @@
-"""The softmax of the Hopper kernel: one step of the running (online) softmax."""
+"""The softmax of the Hopper kernel: one step, with a running maximum (online softmax) or with a fixed one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-HEADROOM = gl.constexpr(2.0**60)  # how far a row's sum may grow beyond the maximum that it is measured from
 RISE = gl.constexpr(8.0)  # in units of log2: by how much scores may exceed the maximum that a lazy step measures from
 
 
@@ -33,10 +32,29 @@ def scores_log2(s, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
 
 
 @gluon.jit
+def _columns(s):
+    """The columns [1, BLOCK_N] of a block of scores in two parts: (that of the lane, a constant of the program).
+
+    A thread's columns are those of its lane, 2 * (lane % 4), plus constants. With the lane's part on the rows' side of
+    a comparison or difference the other side is a constant; else the columns would fill up to 32 registers.
+    """
+    columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    return columns & 6, columns & ~6
+
+
+@gluon.jit
+def _alibi(s, start_n, position, slope):
+    """What ALiBi takes off scores [64, BLOCK_N]: slope times the distance of query and key."""
+    lane, constant = _columns(s)
+    own = (position[:, None] - lane - start_n).to(gl.float32)
+    return slope * gl.abs(own - constant.to(gl.float32))
+
+
+@gluon.jit
 def softmax_step(
-    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap,
+    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
 
@@ -47,28 +65,25 @@ def softmax_step(
     at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
     """
     s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
+    if ALIBI:
+        s = s * scale - _alibi(s, start_n, position, slope)
+        scale = 1.0
     if MASKED:
-        # A thread's columns are those of its lane, 2 * (lane % 4), plus constants. Moving the lane's part to the other
-        # side leaves comparisons with constants; else the columns would fill up to 32 registers during the loop.
-        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        own = position[:, None] - (columns & 6) - start_n
-        constant = columns & ~6
+        lane, constant = _columns(s)
+        own = position[:, None] - lane - start_n
         if CAUSAL:  # which also keeps inside the keys
             seen = constant <= own
         elif HAS_RIGHT:
-            seen = (constant <= own + window_right) & (constant < n_keys - start_n - (columns & 6))
+            seen = (constant <= own + window_right) & (constant < n_keys - start_n - lane)
         else:
-            seen = constant < n_keys - start_n - (columns & 6)
+            seen = constant < n_keys - start_n - lane
         if HAS_LEFT:
             seen = seen & (constant >= own - window_left)
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
     if LAZY:
         m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
-    if MASKED:  # nothing seen so far: measure from 0 to avoid inf - inf
-        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_ref = m_new
+    m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     x = s * scale - m_ref[:, None]
     p = gl.exp2(x)
     alpha = gl.exp2(m_i - m_ref)
@@ -77,7 +92,7 @@ def softmax_step(
 
 @gluon.jit
 def no_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `anchored_step` begins its sums with."""
+    """What `fixed_max_step` begins its sums with."""
     return _by_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT))
 
 
@@ -90,12 +105,32 @@ def _by_thread(p):
 
 
 @gluon.jit
-def anchored_step(s, m_i, sums, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
-    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from a maximum of earlier blocks.
+def fixed_max_step(
+    s, m_i, sums, start_n, position, scale, cap, slope,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr,
+):  # fmt: skip
+    """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from the maximum of earlier blocks.
 
     The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
     of the first blocks will do for the rest of the walk, whatever it holds, up to a sum that float32 cannot hold.
     """
     s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
-    p = gl.exp2(s * scale - m_i[:, None])
+    x = s * scale - m_i[:, None]
+    if ALIBI:
+        x = x - _alibi(s, start_n, position, slope)
+    p = gl.exp2(x)
     return p, sums + _by_thread(p)
+
+
+@gluon.jit
+def add_sink(lse_log2, factor, sink):
+    """A row's log-sum-exp [64] and the factor of its sums, once a sink has joined the sum: a key without a value.
+
+    Both in units of log2; -inf where a row saw no key.
+    """
+    larger = gl.maximum(lse_log2, sink)
+    larger = gl.where(larger == float("-inf"), 0.0, larger)
+    keys = gl.exp2(lse_log2 - larger)
+    total = keys + gl.exp2(sink - larger)
+    factor = factor * gl.where(total == 0.0, 0.0, keys / total)
+    return larger + gl.log2(total), factor

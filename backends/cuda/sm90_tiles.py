@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from diyfa.backends.cuda.sm90 import ROW_BOUND
-from diyfa.backends.cuda.sm90_cluster import copy_piece
 from diyfa.backends.cuda.tiles import PACKED, SEQ_LENS
 
 BOUND = gl.constexpr(ROW_BOUND)
@@ -138,14 +137,47 @@ def tile_of(
 
 
 @gluon.jit
+def edges_of(
+    row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
+):  # fmt: skip
+    """How many key blocks a tile visits first: (at the right end of what it sees, then at the left end).
+
+    At the right end those that a mask or the end of the keys cuts for one of its rows and the next one; at the left end
+    those that a window cuts, or the first one. Blocks in between are whole for all rows, and what rows have seen by
+    then, their latest keys and the very first ones, is where most attention goes.
+    """
+    n_blocks = end_block - first_block
+    key0 = row0 + n_keys - n_queries
+    last_key = n_keys - 1  # that the first row sees
+    n_right = 1
+    if HAS_RIGHT:
+        last_key = gl.minimum(key0 if CAUSAL else key0 + window_right, last_key)
+    if HAS_RIGHT or CHECK_KEYS:
+        n_right += end_block - gl.maximum(last_key, 0) // BLOCK_N
+    n_right = gl.minimum(n_right, n_blocks)
+    n_left = 1
+    if HAS_LEFT:
+        n_left = gl.maximum(gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - window_left, 0), BLOCK_N) - first_block, 1)
+    return n_right, gl.minimum(n_left, n_blocks - n_right)
+
+
+@gluon.jit
+def block_at(i, first_block, end_block, n_right, n_left):
+    """The i-th key block of a tile's walk: from the right end inwards, at the left end, then the others."""
+    block = gl.where(i < n_right, end_block - 1 - i, first_block + i - n_right)
+    return gl.where(i < n_right + n_left, block, end_block - 1 - i + n_left)
+
+
+@gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, index, full,
-    PIECES: gl.constexpr, RAGGED: gl.constexpr, CLUSTER: gl.constexpr,
+    PIECES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile, which fills PIECES buffers of equal columns; `full` completes when all bytes have arrived.
 
-    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`). CLUSTER: how
-    many programs want this tile, each of which starts it; 1 for one of its own.
+    RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * PIECES
@@ -156,7 +188,7 @@ def start_load(
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
             coordinates = [b, h, row, j * WIDTH]
-        copy_piece(tensor, coordinates, full, buffer, j, CLUSTER)
+        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
 
 
 @gluon.jit

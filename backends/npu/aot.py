@@ -5,11 +5,16 @@ Two real compilers, both from PyPI: triton-ascend's front half (Triton IR to lin
 synchronisation). It stops where CANN's `hivmc` would write machine code, which is the expected end here. That the last
 intermediate form exists shows that the kernel is legal and its tiles fit; hivm.py reads the rest from it, and
 metrics.py makes the numbers of a report.
+
+On a device it is CANN's own `bishengir-compile` that compiles, mostly an older one. DIYFA_ASCENDNPU_IR names folders
+with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel must pass
+the gate with each of them too.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -20,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -79,17 +84,46 @@ class Compiled:
     module: hivm.Module | None = None
 
 
-def back_half(target: str) -> Path:
-    """The compiler program for the chip `target`. Raises CompilerMissing saying what to install."""
+@dataclass(frozen=True)
+class BackHalf:
+    """One release of the back half: `folder` is that of its package `ascendnpuir`."""
+
+    version: str
+    folder: Path
+
+    def program(self, target: str) -> Path:
+        """The compiler for the chip `target`. Raises CompilerMissing where this release has none."""
+        name = "bishengir-compile-a5" if configs.family(target) is NPUArch.A5 else "bishengir-compile"
+        program = self.folder / "bin" / name
+        if not program.is_file():
+            raise CompilerMissing(f"ascendnpu-ir {self.version} holds no {name}: expected {program}")
+        return program
+
+
+def back_half() -> BackHalf:
+    """The installed release, from which the numbers of reports are. Raises CompilerMissing saying what to install."""
     spec = importlib.util.find_spec("ascendnpuir")
     if spec is None or spec.origin is None:
         raise CompilerMissing("the Ascend compiler's back half is missing: pip install ascendnpu-ir==1.2.0")
-    chip = npu_spec(target)
-    name = "bishengir-compile-a5" if chip is not None and chip.arch is NPUArch.A5 else "bishengir-compile"
-    program = Path(spec.origin).parent / "bin" / name
-    if not program.is_file():
-        raise CompilerMissing(f"ascendnpu-ir holds no {name}: expected {program}; pip install ascendnpu-ir==1.2.0")
-    return program
+    return BackHalf(metadata.version("ascendnpu-ir"), Path(spec.origin).parent)
+
+
+def back_halves(target: str) -> tuple[BackHalf, ...]:
+    """The releases that `target` is compiled with: the installed one, then those of DIYFA_ASCENDNPU_IR (folders with a
+    separator between them, as in PATH).
+
+    For the 950 the installed one alone: in 1.1.0 that compiler fails an assertion of its own on every attention kernel.
+    """
+    found = [back_half()]
+    for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
+        named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
+        if not named:
+            raise CompilerMissing(
+                f"DIYFA_ASCENDNPU_IR names {folder}, which holds no ascendnpu-ir: make it with pip install --no-deps "
+                f"--target {folder} ascendnpu-ir==1.1.0"
+            )
+        found.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
+    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
 
 
 def check_front_half() -> None:
@@ -107,9 +141,10 @@ def check_front_half() -> None:
         raise CompilerMissing("TRITON_INTERPRET=1 turns every kernel into Python: unset it to compile")
 
 
-def versions() -> str:
-    """Versions of both compilers, for reports and tables."""
-    return ", ".join(f"{name} {metadata.version(name)}" for name in ("triton-ascend", "ascendnpu-ir"))
+def versions(target: str) -> str:
+    """Versions of both compilers, for tables."""
+    releases = " and ".join(compiler.version for compiler in back_halves(target))
+    return f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {releases}"
 
 
 def to_linalg(job: Job, target: str) -> tuple[str, bool]:
@@ -144,9 +179,11 @@ def _first_error(log: str, code: int) -> str:
     return f"exit {code}: {' '.join(line.split())[:300]}"
 
 
-def run_back_half(linalg: str, mixed: bool, target: str, options: dict[str, Any]) -> Compiled:
-    """Back half: plan memory and cores for `target` and read the result."""
-    text, error, notes = lower(linalg, target, options)
+def run_back_half(
+    linalg: str, mixed: bool, target: str, options: dict[str, Any], compiler: BackHalf | None = None
+) -> Compiled:
+    """Back half: plan memory and cores for `target` and read the result. `compiler`: the installed one by default."""
+    text, error, notes = lower(linalg, target, options, compiler)
     if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
     try:
@@ -174,13 +211,23 @@ def hivm_of(job: Job, target: str) -> str:
     return text
 
 
-def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None, str, tuple[str, ...]]:
+# The last pass before `hivmc`; the 950's compiler has another one. 1.1.0 crashes when it is asked for this form with
+# --save-temps.
+_LAST_PASS = "convert-hivm-to-std"
+_DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?^}}$)", re.MULTILINE | re.DOTALL)
+
+
+def lower(
+    linalg: str, target: str, options: dict[str, Any], compiler: BackHalf | None = None
+) -> tuple[str | None, str, tuple[str, ...]]:
     """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
-    program = back_half(target)
+    program = (compiler or back_half()).program(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
     with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
         source = Path(folder, "kernel.ttadapter.mlir")
         source.write_text(linalg)
+        saved = Path(folder, "module.hivm.opt.mlir")
+        printing = [f"--mlir-print-ir-after={_LAST_PASS}", "--mlir-print-ir-module-scope", "--mlir-disable-threading"]
         command = [
             str(program),
             str(source),
@@ -189,7 +236,7 @@ def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None
             "--enable-hfusion-compile=true",
             "--enable-hivm-compile=true",
             "--enable-triton-kernel-compile=true",
-            f"--save-temps={folder}",
+            *([f"--save-temps={folder}"] if configs.family(target) is NPUArch.A5 else printing),
             "-o",
             str(Path(folder, "kernel")),
         ]
@@ -197,17 +244,15 @@ def lower(linalg: str, target: str, options: dict[str, Any]) -> tuple[str | None
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None, f"the compiler did not end within {TIMEOUT_S} s", ()
-        log = done.stdout + done.stderr
-        result = Path(folder, "module.hivm.opt.mlir")
-        notes = tuple(
-            dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line)
-        )
-        if not result.is_file():
-            return None, _first_error(log, done.returncode), notes
-        return result.read_text(), "", notes
+        text = saved.read_text() if saved.is_file() else None
+    log = done.stdout + done.stderr
+    if dumped := _DUMP.search(log):
+        text, log = dumped[1], log[: dumped.start()] + log[dumped.end() :]
+    notes = tuple(dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line))
+    return text, _first_error(log, done.returncode) if text is None else "", notes
 
 
-def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> CompileReport:
+def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, seconds: float) -> CompileReport:
     failures = []
     notes = list(compiled.notes)
     if compiled.error:
@@ -215,7 +260,9 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
     elif compiled.mixed:
         notes.insert(0, f"{'bound' if compiled.bound else 'unbound'}, pipeline {compiled.pipelined}")
         if job.gated:
-            failures += gate.failures(target, job.kernel, job.case, compiled.bound, compiled.pipelined)
+            failures += gate.failures(
+                target, job.kernel, job.case, compiled.bound, compiled.pipelined, compiler.version
+            )
     memory = dict(compiled.memory)
     if compiled.module:
         try:
@@ -233,43 +280,60 @@ def _report(job: Job, target: str, compiled: Compiled, seconds: float) -> Compil
         notes=(*failures, *notes),
         limits=limits(target),
         metrics=metrics(compiled.module, target, job.problem, job.step, job.tile) if compiled.module else {},
+        compiler=f"ascendnpu-ir {compiler.version}",
     )
 
 
 def compile_job(job: Job, target: str) -> CompileReport:
-    """Both halves for one job."""
+    """Both halves for one job, with the installed release."""
     return next(compile_jobs([job], target))
 
 
 def compile_jobs(jobs: Iterable[Job], target: str) -> Iterator[CompileReport]:
-    """Reports in the order of `jobs`; the front half runs here, up to JOBS back halves beside it."""
-    check_front_half()
-    back_half(target)
+    """Reports in the order of `jobs`, of each one for every release of `back_halves`, the installed one first.
 
-    def finish(job: Job, linalg: str, mixed: bool, started: float) -> CompileReport:
-        compiled = run_back_half(linalg, mixed, target, job.options)
-        return _report(job, target, compiled, time.perf_counter() - started)
+    The front half, the same for all, runs here, up to JOBS back halves beside it; each compiles a module once,
+    however many jobs share it.
+    """
+    check_front_half()
+    compilers = back_halves(target)
+    for compiler in compilers:
+        compiler.program(target)
+    begun: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}
+
+    def timed(linalg: str, mixed: bool, options: dict[str, Any], compiler: BackHalf) -> tuple[Compiled, float]:
+        started = time.perf_counter()
+        return run_back_half(linalg, mixed, target, options, compiler), time.perf_counter() - started
+
+    def report(job: Job, compiler: BackHalf, before: float, compiled: Compiled | str) -> CompileReport:
+        if isinstance(compiled, str):
+            done, seconds = begun[compiled, compiler].result()
+            return _report(job, target, compiler, done, before + seconds)
+        return _report(job, target, compiler, compiled, before)
 
     with ThreadPoolExecutor(JOBS) as pool:
-        pending: list[Any] = []
+        pending: list[tuple[Job, BackHalf, float, Compiled | str]] = []
         for job in jobs:
             started = time.perf_counter()
+            compiled: Compiled | str  # a failure, or the key of what is being compiled
             try:
                 linalg, mixed = to_linalg(job, target)
             except subprocess.CalledProcessError as error:
                 text = (error.stderr or b"").decode(errors="replace")
-                failed = Compiled(error="front half: " + _first_error(text, error.returncode))
-                pending.append(_report(job, target, failed, time.perf_counter() - started))
+                compiled = Compiled(error="front half: " + _first_error(text, error.returncode))
             except Exception as error:  # what a front end raises for an illegal kernel has no common base
-                failed = Compiled(error=f"front half: {type(error).__name__}: {' '.join(str(error).split())[-400:]}")
-                pending.append(_report(job, target, failed, time.perf_counter() - started))
+                compiled = Compiled(error=f"front half: {type(error).__name__}: {' '.join(str(error).split())[-400:]}")
             else:
-                pending.append(pool.submit(finish, job, linalg, mixed, started))
-            while len(pending) > JOBS:
-                first = pending.pop(0)
-                yield first if isinstance(first, CompileReport) else first.result()
-        for first in pending:
-            yield first if isinstance(first, CompileReport) else first.result()
+                module = f"{linalg}{sorted(job.options.items())}"
+                compiled = hashlib.sha256(module.encode()).hexdigest()
+                for compiler in compilers:
+                    if (compiled, compiler) not in begun:
+                        begun[compiled, compiler] = pool.submit(timed, linalg, mixed, job.options, compiler)
+            pending += [(job, compiler, time.perf_counter() - started, compiled) for compiler in compilers]
+            while len(pending) > 2 * JOBS:
+                yield report(*pending.pop(0))
+        for waiting in pending:
+            yield report(*waiting)
 
 
 # ---- what to compile ------------------------------------------------------------------------------------------------
@@ -335,7 +399,6 @@ def attention_job(
     flags = configs.attention_flags(problem, step)
     constants: dict[str, Any] = {
         **flags,
-        "MASKED": flags["MASKED"] or fused,
         "ALWAYS_MASK": always_mask,
         "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
@@ -364,43 +427,6 @@ def attention_job(
         problem=problem,
         step=kernel,
         tile=tile,
-    )
-
-
-def exact_job(problem: AttentionProblem, kernel: str, bias: str = "qk", bias_dtype: str = "float32") -> Job:
-    """The job of a kernel that forms rows anew which are not finite: of "out", "dq" or "dkdv". It has no matrix
-    product, so the gate asks for nothing but that it compiles and fits.
-    """
-    from diyfa.backends.npu import exact_dkdv, exact_dq, exact_out
-    from diyfa.backends.npu.compat import padded_head_dim
-
-    function = {
-        "out": exact_out._exact_out_kernel,
-        "dq": exact_dq._exact_dq_kernel,
-        "dkdv": exact_dkdv._exact_dkdv_kernel,
-    }[kernel]
-    rows, lines = configs.exact_rows(problem)
-    constants: dict[str, Any] = {
-        **configs.exact_flags(problem),
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_M": rows,
-        "BLOCK_N": rows,
-        "LINES": lines,
-        "BIAS": bias if problem.bias else "",
-        "INTERPRET": False,
-    }
-    constants |= _absent(problem)
-    signature = _signature(function, _TRITON_DTYPES[problem.dtype])
-    signature["bias_ptr"] = "*" + _TRITON_DTYPES[bias_dtype]
-    return Job(
-        f"attention_{'fwd' if kernel == 'out' else 'bwd'}/exact_{kernel}",
-        f"{problem.dtype} D={problem.head_dim} {_features(problem, bias)} {rows} from {lines}",
-        function,
-        signature,
-        {name: value for name, value in constants.items() if name in function.arg_names},
     )
 
 
@@ -685,7 +711,6 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from fused_jobs(target, full)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
-    yield from exact_jobs(target, lean)
     yield from matmul_jobs(target)
 
 
@@ -793,24 +818,6 @@ def helper_jobs(target: str) -> Iterator[Job]:
     yield from (dbias_rows_job(dims, True, True, masked=True) for dims in "q1")
 
 
-# Of the kernels that form rows anew: all features, a mask alone, packed sequences, and the widest.
-EXACT_CASES: tuple[dict[str, Any], ...] = (
-    {**MODE_CASES["crowded"], "dtype": "float32"},
-    {"window_right": 0},
-    {"layout": VARLEN, "window_left": 256, "window_right": 0, "dropout": True, "dtype": "bfloat16", "head_dim": 64},
-    {"window_right": 0, "head_dim": 576, "head_dim_v": 512, "bias": "k"},
-)
-
-
-def exact_jobs(target: str, lean: bool) -> Iterator[Job]:
-    """The kernels that form rows anew, of the output and of the gradients; `lean`: with all features only."""
-    for case in EXACT_CASES[:1] if lean else EXACT_CASES:
-        dims = case.get("bias", "")
-        problem = example(target, **{**case, "bias": "float32" if dims else ""})
-        for kernel in ("out", "dkdv", "dq"):
-            yield exact_job(problem, kernel, dims)
-
-
 def matmul_jobs(target: str) -> Iterator[Job]:
     """The matrix product in every combination of dtypes and of row-major and column-major operands."""
     for dtype, compute, out in (
@@ -837,8 +844,6 @@ def compile_all(
 
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
-    check_front_half()
-    back_half(target)
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
     jobs = (job for job in source if only is None or only in f"{job.kernel} {job.case}")
     yield from compile_jobs(jobs, target)

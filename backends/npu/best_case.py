@@ -1,9 +1,10 @@
 """The most that the cost model could say of a tile before it is compiled: what the search need not try.
 
 A kernel must at least multiply its products, move its operands once, and (on the 910) pass scores, weights and partial
-results between cube and vector cores through global memory. What the compiler adds to that only costs more, so a tile
-whose best case is below a compiled one's prediction loses. Work of the vector cores is not known beforehand; the least
-among the kernel's compiled tiles is a guide, from which the search takes a margin off (`search.VECTOR_PART`).
+results between cube and vector cores through global memory, which the cube core writes when it does not multiply. What
+the compiler adds to that only costs more, so a tile whose best case is below a compiled one's prediction loses. Work of
+the vector cores is not known beforehand; the least among the kernel's compiled tiles is a guide, from which the search
+takes a margin off (`search.VECTOR_PART`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
     loaded = {"fwd": keys, "dq": keys, "dkdv": rows, "dbias": rows + keys}
     results = {"fwd": scores + rows * dv, "dq": 2 * scores, "dkdv": 2 * scores, "dbias": 2 * scores}
     weights = {"fwd": scores, "dq": scores, "dkdv": 2 * scores, "dbias": 0}
-    between = (results[kernel] * FP32_BYTES + weights[kernel] * width) * through_memory
+    written_out = results[kernel] * FP32_BYTES * through_memory
+    between = written_out + weights[kernel] * width * through_memory
     tile = Work(
         products=[Product(*shape, bits) for shape in products[kernel]],
         loaded=loaded[kernel] * (d + dv) * width + key_bias * scores * FP32_BYTES,
         workspace_read=between,
         workspace_written=between,
+        written_out=written_out,
     )
     read = {"fwd": rows * d, "dq": rows * (d + dv), "dkdv": keys * (d + dv), "dbias": 0}
     stored = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv), "dbias": 0}

@@ -5,7 +5,6 @@
 3. bwd_dq.py: dq;
 4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
 5. bwd_dsinks.py: the gradient of the sinks, when there are any;
-6. exact_bwd.py: rows of dk, dv and dq that are not finite, again, where a mask or dropout takes pairs out.
 
 In the variant "fused" dq comes from the same scores as dk and dv: the second step sums it in as many parts as the keys
 of a head are shared out into (`key_shares`), and the third, bwd_dq_sum.py, adds those up.
@@ -43,7 +42,6 @@ from diyfa.backends.npu.configs import (
     sum_rows,
     widest_product,
 )
-from diyfa.backends.npu.exact_bwd import exact_gradients
 from diyfa.backends.npu.launch import (
     addressed,
     cube_cores,
@@ -182,7 +180,7 @@ def attention_bwd(
         tile = tiles["dkdv"]
         tasks = (shares if fused else triton.cdiv(problem.seqlen_k, tile.block_n)) * batch * problem.heads_kv
         flags = _flags(problem, "dkdv")
-        flags["MASKED"] |= fused  # the sum over keys must leave out those beyond the last
+        del flags["MASKED"]  # each of its tiles is asked about a mask
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
             dk, dv, parts, parts,
@@ -221,6 +219,3 @@ def attention_bwd(
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, *row_sizes, BLOCK_M=PREPROCESS_ROWS
             )
-        exact_gradients(
-            problem, tensors, bias, lse, dout, delta, gradients, stride, slope_stride, sizes, shared
-        )  # fmt: skip

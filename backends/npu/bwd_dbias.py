@@ -127,11 +127,10 @@ def _bwd_dbias_kernel(
                 ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
                 CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
             )  # fmt: skip
-            if SEQ_LENS:  # noqa: SIM102 - when compiled, then at run time
-                # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN.
-                if row0 + BLOCK_M > sq:
-                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
-                    ds = tl.where(rows < (sq - row0).to(tl.float32), ds, 0.0)
+            # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN. Always,
+            # and in this form: without it AscendNPU IR 1.1.0 does not pipeline the loop.
+            real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            ds = tl.where(real[:, None], ds, 0.0)
             acc += ds
         if DROPOUT:
             acc = acc * keep_scale

@@ -15,12 +15,12 @@ from __future__ import annotations
 import triton.language as tl
 
 from diyfa.backends.npu.compat import kernel
-from diyfa.backends.npu.exact import sees_nothing
 from diyfa.backends.npu.primitives import (
     effective_lengths,
     load_lse,
     load_row,
     narrow,
+    sees_nothing,
     store_row,
 )
 

@@ -22,6 +22,7 @@ from diyfa.backends.npu.primitives import (
     dot,
     dot_add,
     drop_columns,
+    first_rows,
     load_lse,
     load_row,
     load_tile,
@@ -56,7 +57,7 @@ def _bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     REST: tl.constexpr,  # columns of q, k, dk and dq beyond BLOCK_D, where one product is not enough; else 0
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, FUSED: tl.constexpr, INTERPRET: tl.constexpr,
@@ -153,11 +154,12 @@ def _bwd_dkdv_kernel(
                         BLOCK_M, BLOCK_N, BIAS, True,
                     )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                if MASKED:
-                    p = masked(
-                        p, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
-                    )  # fmt: skip
+                # Asked also where there is nothing to mask: without it AscendNPU IR 1.1.0 leaves square tiles to one
+                # vector core, or overflows the unified buffer.
+                p = masked(
+                    p, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                    CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
+                )  # fmt: skip
                 p = drop_columns(p, row0, sq, BLOCK_M)
                 # The cube unit may overwrite a left operand, and in fp32 p is one: every use of p comes before it.
                 dp = dot(v, tl.trans(dout), INTERPRET)  # [BLOCK_N, BLOCK_M]
@@ -208,20 +210,14 @@ def _bwd_dkdv_kernel(
                     dk_rest = dot_add(ds, q_rest, dk_rest, INTERPRET)
             if FUSED:  # the next tile of keys reads what this one wrote
                 tl.debug_barrier()
-            # Nothing for keys that no row sees (an accumulator is not cleared by a loop of no iteration) and for keys
-            # beyond the sequence.
-            dk = tl.where(row_blocks > 0, dk, 0.0) * grad_scale
+            # Nothing for keys that no row sees and for keys beyond the sequence.
+            seen = tl.where(row_blocks > 0, (sk - n0) if SEQ_LENS else BLOCK_N, 0)
+            dk = first_rows(dk, seen, BLOCK_N) * grad_scale
             if REST:
-                dk_rest = tl.where(row_blocks > 0, dk_rest, 0.0) * grad_scale
-            dv = tl.where(row_blocks > 0, dv, 0.0)
+                dk_rest = first_rows(dk_rest, seen, BLOCK_N) * grad_scale
+            dv = first_rows(dv, seen, BLOCK_N)
             if DROPOUT:
                 dv = dv * keep_scale
-            if SEQ_LENS:
-                real = ((tl.arange(0, BLOCK_N) + n0).to(tl.float32) < sk.to(tl.float32))[:, None]
-                dk = tl.where(real, dk, 0.0)
-                if REST:
-                    dk_rest = tl.where(real, dk_rest, 0.0)
-                dv = tl.where(real, dv, 0.0)
             dk_block = tl.make_block_ptr(
                 dk_base, (keys, HEAD_DIM), (stride_dkn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0)
             )

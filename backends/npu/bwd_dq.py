@@ -12,6 +12,7 @@ from diyfa.backends.npu.primitives import (
     cap_derivative,
     dot,
     dot_add,
+    first_rows,
     key_range,
     load_lse,
     load_row,
@@ -146,19 +147,16 @@ def _bwd_dq_kernel(
                     k_rest_block = tl.advance(k_rest_block, (BLOCK_N, 0))
                 k_block = tl.advance(k_block, (BLOCK_N, 0))
                 v_block = tl.advance(v_block, (BLOCK_N, 0))
-            # The accumulator of a loop that ran no iteration is not cleared.
-            dq = tl.where(hi > lo, dq, 0.0) * grad_scale
-            if SEQ_LENS:  # beyond the sequence a causal mask cuts nothing, not even what no product wrote
-                real = ((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32))[:, None]
-                dq = tl.where(real, dq, 0.0)
+            # Nothing for rows that see no key. Beyond the sequence a causal mask cuts nothing, not even what no product
+            # wrote.
+            seen = tl.where(hi > lo, (sq - row0) if SEQ_LENS else BLOCK_M, 0)
+            dq = first_rows(dq, seen, BLOCK_M) * grad_scale
             dq_block = tl.make_block_ptr(
                 dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
             )
             store_tile(dq_block, narrow(dq, dq_ptr.dtype.element_ty, INTERPRET), PAD_D)
             if REST:
-                dq_rest = tl.where(hi > lo, dq_rest, 0.0) * grad_scale
-                if SEQ_LENS:
-                    dq_rest = tl.where(real, dq_rest, 0.0)
+                dq_rest = first_rows(dq_rest, seen, BLOCK_M) * grad_scale
                 dq_rest_block = tl.make_block_ptr(
                     dq_base, (rows, HEAD_DIM), (stride_dqm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
                 )

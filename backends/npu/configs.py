@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu import l0, tiles
 from diyfa.dropout import drop_threshold
-from diyfa.problem import AttentionProblem, MatmulProblem, exact_nonfinite
+from diyfa.problem import AttentionProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
@@ -449,29 +449,6 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
         "SINKS": problem.sinks,
         "DROPOUT": problem.dropout,
     }
-
-
-# Elements of the tile that is searched for rows that are not finite, and of one that a row is formed anew from: as many
-# as fit, in fp32 and with what is computed from them, beside each other.
-SEARCHED_ELEMENTS, LINE_ELEMENTS = 8192, 4096
-
-
-def may_leak(problem: AttentionProblem) -> bool:
-    """Whether the kernels of exact.py run at all. Without a mask and without dropout all of a sequence depends on all
-    of it."""
-    return exact_nonfinite() and (problem.masked or problem.dropout)
-
-
-def exact_rows(problem: AttentionProblem) -> tuple[int, int]:
-    """(rows that are searched together, keys - for dk and dv queries - of a tile that a row is formed anew from)."""
-    columns = 1 << (max(problem.head_dim, problem.head_dim_v) - 1).bit_length()
-    return max(8, min(64, SEARCHED_ELEMENTS // columns)), max(8, min(64, LINE_ELEMENTS // columns))
-
-
-def exact_flags(problem: AttentionProblem) -> dict[str, Any]:
-    """The compile-time features of the kernels of exact.py, which have no tile with a form of its own."""
-    flags = attention_flags(problem, "fwd")
-    return {name: on for name, on in flags.items() if name not in ("MASKED", "ALWAYS_MASK", "SINKS")}
 
 
 def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 docs/npu-cost-model.md says what is assumed, where each figure comes from, and how far published timings are from it.
 In short: the work of one tile (`hivm.Work`) becomes cycles of the cube core, of the vector cores and of the port to L2.
+The cube core multiplies or writes out: a product has one buffer in L0C, so the next tile's waits until it is empty.
 A pipeline hides all but the longest of the three, and once for each batch of tiles the shorter of cube and vector;
 without one they add up. A task adds its prologue and epilogue; the program with the most work decides, or the bytes
 that must pass through device memory.
@@ -90,17 +91,20 @@ def peak_flops(chip: str, bits: int = 16) -> float:
 class Stages:
     """Cycles that one AI core needs for some work, by what is busy."""
 
-    cube: float = 0.0
+    cube: float = 0.0  # multiplying, and writing out of L0C
     vector: float = 0.0
     memory: float = 0.0  # the port between the AI core and L2; reading and writing overlap
+    shared: float = 0.0  # of the cube core's cycles, those in which it writes out: they are in `memory` too
 
     def plus(self, other: Stages) -> Stages:
-        return Stages(self.cube + other.cube, self.vector + other.vector, self.memory + other.memory)
+        return Stages(
+            self.cube + other.cube, self.vector + other.vector, self.memory + other.memory, self.shared + other.shared
+        )
 
     @property
     def total(self) -> float:
         """Cycles when nothing overlaps."""
-        return self.cube + self.vector + self.memory
+        return self.cube - self.shared + self.vector + self.memory
 
     @property
     def longest(self) -> float:
@@ -129,12 +133,14 @@ def stages(work: Work, chip: str) -> Stages:
         repeats = -(-call.elements * call.bits // (8 * VECTOR_BYTES))
         slow = SLOW_CYCLES if call.name.startswith(SLOW_OPERATIONS) else 1
         vector += call.times * (repeats * slow + (CALL_CYCLES if call.library else 0))
+    written_out = work.written_out / speed.l2_write
     return Stages(
-        cube=sum(cube_cycles(product, speed) for product in work.products),
+        cube=sum(cube_cycles(product, speed) for product in work.products) + written_out,
         vector=vector,
         memory=max(
             (work.loaded + work.workspace_read) / speed.l2_read, (work.stored + work.workspace_written) / speed.l2_write
         ),
+        shared=written_out,
     )
 
 
@@ -246,12 +252,11 @@ def predict(
     block_m: int,
     block_n: int,
     zigzag: bool = True,
-    heads_inside: bool = False,
 ) -> Prediction:
     """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module` for `problem`.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
-    was folded away, masked tiles are in the task. `heads_inside`: a program owns a block of every head.
+    was folded away, masked tiles are in the task.
     """
     chip = problem.arch
     spec, speed = _spec(chip), rates(chip)
@@ -276,8 +281,6 @@ def predict(
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
         order = [(sum(costs) + around * len(costs)) / programs] * programs
-    elif heads_inside:
-        order = [cost * heads for cost in costs]
     else:
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
     programs = min(programs, len(order))

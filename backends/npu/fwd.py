@@ -22,7 +22,6 @@ from diyfa.backends.npu.bias import as_read
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import AttentionTile, attention_flags, attention_scalars, attention_sizes, fwd_tile
 from diyfa.backends.npu.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.exact_out import exact_out
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, heads_together, launch_options
 from diyfa.backends.npu.primitives import (
     add_alibi,
@@ -31,6 +30,7 @@ from diyfa.backends.npu.primitives import (
     capped_scores,
     dot,
     dot_add,
+    first_rows,
     key_range,
     load_row,
     load_tile,
@@ -157,7 +157,7 @@ def _fwd_kernel(
                 m_new = running_max(m_i, sink, INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
-                acc = tl.where(hi > lo, acc, 0.0) * alpha[:, None]
+                acc = first_rows(acc, tl.where(hi > lo, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
                 m_i = m_new
             # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
             # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
@@ -202,4 +202,3 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             **attention_flags(problem, "fwd"), BIAS=bias.dims, INTERPRET=INTERPRETED,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        exact_out(problem, tensors._replace(q=q, k=k, v=v), out, lse, strides, bias)

@@ -22,18 +22,16 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.bias import Bias
 from diyfa.backends.npu.compat import INTERPRETED, kernel, padded_head_dim
 from diyfa.backends.npu.configs import preprocess_rows
 from diyfa.backends.npu.configs_v1 import v1_flags, v1_tile
-from diyfa.backends.npu.exact_out import exact_out
 from diyfa.backends.npu.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
 from diyfa.backends.npu.primitives import (
     dot,
     effective_lengths,
     load_row,
     load_tile,
-    mask_tile,
+    mask_whole,
     narrow,
     running_max,
     store_row,
@@ -97,11 +95,9 @@ def _fwd_v1_kernel(
                 if tile_needs_mask(
                     row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
                 ):
-                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                    cols = tl.arange(0, BLOCK_N)[None, :].to(tl.float32)
-                    s = mask_tile(
-                        s, rel, cols, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    s = mask_whole(
+                        s, float("-inf"), row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT, False,
                     )  # fmt: skip
                 l_old = load_row(l_ptr + row_base, row0, sq, BLOCK_M)
                 m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, BLOCK_M))
@@ -189,4 +185,3 @@ def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: tor
             problem.batch, problem.heads_q, problem.seqlen_q,
             HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_v, BLOCK_M=rows, INTERPRET=INTERPRETED,
         )  # fmt: skip
-        exact_out(problem, tensors._replace(q=q, k=k, v=v), out, lse, strides, Bias())

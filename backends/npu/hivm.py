@@ -95,7 +95,8 @@ class Work:
     workspace_read: float = 0.0  # bytes between cube and vector cores through global memory
     workspace_written: float = 0.0
     direct: float = 0.0  # bytes between cube and vector cores on the chip (950)
-    cube_bytes: float = 0.0  # of the bytes above, what the cube core moves
+    written_out: float = 0.0  # of the bytes above, what the cube core writes out of L0C
+    cube_bytes: float = 0.0  # what the cube core moves
     vector_bytes: float = 0.0  # and what the vector cores move
     scalar_accesses: float = 0.0  # single elements that the scalar unit reads or writes
 
@@ -180,6 +181,8 @@ def _add(work: Work, op: Op, times: float) -> None:
         setattr(work, name[not reads], getattr(work, name[not reads]) + size)
         by = "vector_bytes" if near.space == "ub" else "cube_bytes"
         setattr(work, by, getattr(work, by) + size)
+        if by == "cube_bytes" and not reads:
+            work.written_out += size
 
 
 def _times(op: Op, depth: int, unrolled: dict[int, int]) -> float:

@@ -176,11 +176,11 @@ def block_of_share(share, shares, visit):
 
 @triton.jit
 def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
-    """Query rows and keys of sample `b` that take part."""
+    """Query rows and keys of sample `b` that take part, never more than the tensors have."""
     sq = seqlen_q
     sk = seqlen_k
     if SEQ_LENS:
-        sk = tl.load(seq_lens_ptr + b)
+        sk = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k)
         sq = tl.minimum(sk, seqlen_q)
     return sq, sk
 
@@ -272,6 +272,20 @@ def row_range(
 
 
 @triton.jit
+def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Which of the rows at position `first` and the next see nothing, 1.0 or 0.0 [ROWS]: one sees what of 0 to `count`
+    is as far as `below` below it and `above` above it."""
+    position = (tl.arange(0, ROWS) + first).to(tl.float32)
+    lo = tl.zeros([ROWS], tl.float32)
+    hi = lo + count.to(tl.float32)
+    if HAS_BELOW:
+        lo = tl.maximum(lo, position - below.to(tl.float32))
+    if HAS_ABOVE:
+        hi = tl.minimum(hi, position + (above + 1).to(tl.float32))
+    return tl.where(lo < hi, 0.0, 1.0)
+
+
+@triton.jit
 def tile_needs_mask(
     row0, n0, sq, sk, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -292,18 +306,19 @@ def tile_needs_mask(
 
 @triton.jit
 def mask_tile(
-    x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right,
+    x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """x where query and key see each other, else `fill`.
 
-    `rel` is row minus column inside the tile, `cols` the column, both fp32 and shaped to broadcast with x.
+    `rel` is row minus column inside the tile, of x's shape, `rows` the row, shaped to broadcast with it, both fp32.
     """
     distance = n0 - row0 - (sk - sq)
     if CAUSAL:
         x = tl.where(rel >= distance.to(tl.float32), x, fill)
     else:
-        x = tl.where(cols < (sk - n0).to(tl.float32), x, fill)
+        # column < sk - n0; asked of columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core
+        x = tl.where(rel > rows - (sk - n0).to(tl.float32), x, fill)
     if HAS_RIGHT:
         x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
     if HAS_LEFT:
@@ -348,7 +363,7 @@ def mask_whole(
     rows = rows[None, :] if TRANSPOSED else rows[:, None]
     cols = cols[:, None] if TRANSPOSED else cols[None, :]
     rel = rows - cols
-    return mask_tile(x, rel, cols, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+    return mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
 
 
 @triton.jit
@@ -438,6 +453,15 @@ def drop_columns(x, start, length, BLOCK: tl.constexpr):
         cols = tl.arange(0, BLOCK)[None, :].to(tl.float32)
         x = tl.where(cols < (length - start).to(tl.float32), x, 0.0)
     return x
+
+
+@triton.jit
+def first_rows(acc, count, BLOCK: tl.constexpr):
+    """acc [BLOCK, columns] with 0 in the rows from `count` on: in all of them for a count of 0, the way to drop what an
+    accumulator holds that no iteration of its loop wrote, which is not cleared then. By rows even so: a select with a
+    scalar condition is more than AscendNPU IR 1.1.0 compiles."""
+    rows = tl.arange(0, BLOCK).to(tl.float32)
+    return tl.where((rows < count.to(tl.float32))[:, None], acc, 0.0)
 
 
 @triton.jit

@@ -23,10 +23,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,23 +70,32 @@ def cache_folder() -> Path:
 class Cache:
     """Compiled kernels on disk, by a hash of all that goes into them: sources, types, constants, options, compilers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compilers: Sequence[aot.BackHalf]) -> None:
         self.folder = folder
+        self.compilers = compilers  # the first is the one that predictions are made from
         self.front = threading.Lock()  # Triton's front half is not known to be safe in two threads
+        self.last: tuple[aot.Job, str, str] | None = None
         self.hits = 0
         self.misses = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    def key(self, job: aot.Job, target: str) -> str:
+    def key(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> str:
         """Hash of everything that decides what `job` compiles to."""
         constants = {name: str(value) for name, value in sorted(job.constants.items())}
-        parts = [aot.versions(), target, job.function.cache_key, sorted(job.signature.items()), constants]
+        versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
+        parts = [versions, target, job.function.cache_key, sorted(job.signature.items()), constants]
         text = json.dumps([*parts, sorted(job.options.items())], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def compile(self, job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+    def linalg(self, job: aot.Job, target: str) -> str:
+        """What the front half makes of `job`, which is the same for each back half."""
+        if self.last is None or self.last[:2] != (job, target):
+            self.last = (job, target, aot.to_linalg(job, target)[0])
+        return self.last[2]
+
+    def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         """(what was compiled or None, the error)."""
-        file = self.folder / f"{self.key(job, target)}.gz"
+        file = self.folder / f"{self.key(job, target, compiler)}.gz"
         if file.exists():
             self.hits += 1
             text, error = json.loads(gzip.decompress(file.read_bytes()))
@@ -93,11 +103,11 @@ class Cache:
             self.misses += 1
             try:
                 with self.front:
-                    linalg, _ = aot.to_linalg(job, target)
+                    linalg = self.linalg(job, target)
             except Exception as failed:  # what a front end raises for an illegal kernel has no common base
                 text, error = None, f"front half: {type(failed).__name__}"
             else:
-                text, error, _ = aot.lower(linalg, target, job.options)
+                text, error, _ = aot.lower(linalg, target, job.options, compiler)
             part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             part.write_bytes(gzip.compress(json.dumps([text, error]).encode()))
             part.replace(file)  # a reader sees the whole file or none
@@ -263,10 +273,18 @@ class Search:
         return candidate
 
     def candidate(self, job: aot.Job, tile: configs.AttentionTile) -> Candidate:
-        """What the compiler and the gate make of one job."""
-        module, error = self.cache.compile(job, self.target)
-        refused = gate.failures(self.target, job.kernel, job.case, module.bound, module.pipelined) if module else []
-        return Candidate(tile, module, error, refused)
+        """What the compilers and the gate make of one job: what the installed one makes of it, where all take it."""
+        found = None
+        refused: list[str] = []
+        for compiler in self.cache.compilers:
+            module, error = self.cache.compile(job, self.target, compiler)
+            if module is None:
+                return Candidate(tile, None, error, [])
+            found = found or module
+            refused += gate.failures(
+                self.target, job.kernel, job.case, module.bound, module.pipelined, compiler.version
+            )
+        return Candidate(tile, found, "", refused)
 
     def search(
         self, place: Place, before: Iterable[Candidate] = (), excluded: Iterable[configs.AttentionTile] = ()
@@ -316,8 +334,11 @@ class Search:
     def deep(self, place: Place, tile: configs.AttentionTile) -> bool:
         """Whether there are workspace buffers enough for a pipeline as deep as the gate wants it."""
         job = place.job(tile)
-        exception = gate.exception_for(self.target, job.kernel, job.case)
-        return tile.workspace_buffers >= (exception.pipelined if exception else gate.DEPTH)
+        for compiler in self.cache.compilers:
+            exception = gate.exception_for(self.target, job.kernel, job.case, compiler.version)
+            if tile.workspace_buffers < (exception.pipelined if exception else gate.DEPTH):
+                return False
+        return True
 
     def with_options(self, place: Place, first: list[Candidate]) -> Iterator[configs.AttentionTile]:
         """The best of the `first` round, and larger ones that were lost in it, with other options."""
@@ -412,7 +433,7 @@ class Search:
             failed=len(tried.candidates) - len(tried.compiled),
             pruned=tried.pruned,
             left=tried.left,
-            compilers=aot.versions(),
+            compilers=aot.versions(self.target),
             date=datetime.now(timezone.utc).date().isoformat(),
         )
 
@@ -478,11 +499,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown Ascend chip {asked.chip!r}")
     try:
         aot.check_front_half()
-        aot.back_half(target)
+        compilers = aot.back_halves(target)
+        for compiler in compilers:
+            compiler.program(target)
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    search = Search(target, Cache(asked.cache), asked.jobs, asked.budget, asked.verbose)
+    search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose)
     wanted = places(
         target,
         asked.kernel or KERNELS,

@@ -13,6 +13,7 @@ from typing import Any
 import diyfa
 from diyfa.bench.documents import Document, Row
 from diyfa.bench.sections import Section, build_sections
+from diyfa.bench.table import shown
 
 COLOURS = ("#2a6fbb", "#d1495b", "#3c8d5a", "#8a5aa8", "#c98a1b", "#4a4a4a")  # told apart without red and green alone
 PASSES = ("forward", "backward")
@@ -58,10 +59,18 @@ def attention_curves(documents: Sequence[Document]) -> list[Any]:
             hovermode="x unified",
             legend={"orientation": "h", "y": -0.08},
         )
-        figure.update_xaxes(type="log", dtick=0.30103, title="S")  # a tick for each doubling
+        lengths = sorted({row["S"] for row in mine})
+        figure.update_xaxes(
+            type="log", title="S", tickvals=lengths, ticktext=[_length(s) for s in lengths], hoverformat=",d"
+        )
         figure.update_yaxes(rangemode="tozero")
         figures.append(figure)
     return figures
+
+
+def _length(s: int) -> str:
+    """16384 as 16k."""
+    return f"{s // 1024}k" if s >= 1024 and s % 1024 == 0 else str(s)
 
 
 def _panel(row: Row) -> tuple[str, int, bool]:
@@ -122,6 +131,7 @@ def render_page(documents: Sequence[Document], sections: Sequence[Section] | Non
             documents=documents,
             sections=build_sections(documents) if sections is None else sections,
             figures=drawn,
+            shown=shown,
             version=diyfa.__version__,
         )
     )

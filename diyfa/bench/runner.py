@@ -93,8 +93,10 @@ class BenchmarkRunner:
         sizes: list[tuple[int, int, int]],
         block_configs: list[dict[str, Any]] | None = None,
         dtype: torch.dtype = torch.float16,
+        *,
+        name: str = "Triton",
     ) -> list[BenchmarkResult]:
-        """`triton_fn(a, b)` beside `torch.matmul` for each (M, N, K) of `sizes`.
+        """`triton_fn(a, b)`, called `name` in the results, beside `torch.matmul` for each (M, N, K) of `sizes`.
 
         With `block_configs`, such as [{"block_m": 128, "block_n": 128, "block_k": 32}], `triton_fn` is measured once
         with each as keyword arguments instead of once without any.
@@ -107,7 +109,7 @@ class BenchmarkRunner:
             for config in block_configs or [{}]:
                 with _on(self.device):
                     call = partial(triton_fn, a, b, **config)
-                    measured.append(self._measure("Triton", size, flops, call, config or None))
+                    measured.append(self._measure(name, size, flops, call, config or None))
         return measured
 
     def benchmark_attention(
@@ -119,23 +121,26 @@ class BenchmarkRunner:
         head_dim: int = 64,
         causal: bool = False,
         dtype: torch.dtype = torch.float16,
+        *,
+        name: str = "FlashAttention",
     ) -> list[BenchmarkResult]:
-        """`flash_fn(q, k, v, causal=…)` on (B, H, S, D) tensors beside each of PyTorch's implementations."""
+        """`flash_fn(q, k, v, causal=…)`, called `name` in the results, beside each of PyTorch's implementations on
+        (B, H, S, D) tensors."""
         measured = []
         for seq_len in seq_lengths:
             size = (batch_size, num_heads, seq_len, head_dim)
             flops = attention_flops(batch_size, num_heads, seq_len, seq_len, head_dim, causal)
             q, k, v = (self._randn(*size, dtype=dtype) for _ in range(3))
-            for name, peer in attention_peers(self.device).items():
+            for peer, run in attention_peers(self.device).items():
                 try:
-                    check_peer(name, peer, q, k, v, causal)
+                    check_peer(peer, run, q, k, v, causal)
                 except PeerUnavailable as reason:
-                    self.unavailable.append((name, size, str(reason)))
+                    self.unavailable.append((peer, size, str(reason)))
                     continue
-                measured.append(self._measure(name, size, flops, partial(peer, q, k, v, causal)))
+                measured.append(self._measure(peer, size, flops, partial(run, q, k, v, causal)))
             with _on(self.device):
                 call = partial(flash_fn, q, k, v, causal=causal)
-                measured.append(self._measure("FlashAttention", size, flops, call))
+                measured.append(self._measure(name, size, flops, call))
         return measured
 
     def print_comparison_table(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from diyfa.bench.documents import Document, Row
+from diyfa.bench.table import figure
 
 
 @dataclass
@@ -35,7 +36,6 @@ class _Pivot:
     index: tuple[str, ...]
     belongs: Callable[[Row], bool]
     higher_is_better: bool = True
-    digits: int = 1
 
 
 def _has(*names: str) -> Callable[[Row], bool]:
@@ -50,7 +50,7 @@ _PIVOTS = (
     _Pivot("Matrix product", "tflops", "TFLOP/s", ("dtype", "M", "N", "K"), _has("tflops", "M", "implementation")),
     _Pivot("Peak memory", "peak_mib", "MiB", ("pass", "S"), _has("peak_mib", "S", "pass"), False),
     _Pivot("Host time of a call", "host_us", "µs", ("pass",), _has("host_us"), False),
-    _Pivot("Features", "ratio", "times the plain call", ("case", "D", "pass"), _has("ratio"), False, 2),
+    _Pivot("Features", "ratio", "times the plain call", ("case", "D", "pass"), _has("ratio"), False),
     _Pivot("Packed sequences and windows", "tflops", "TFLOP/s", ("table", "case", "D", "pass"), _has("tflops", "case")),
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ def _pivoted(pivot: _Pivot, several: bool, rows: list[Row]) -> Section:
         values = lines[key]
         pick = max if pivot.higher_is_better else min
         winner = pick(values, key=lambda name: values[name]) if len(values) > 1 else None
-        table.append([*map(_shown, index, key), *(_rounded(values.get(name), pivot.digits) for name in names)])
+        table.append([*map(_shown, index, key), *(_rounded(values.get(name)) for name in names)])
         best.append(None if winner is None else len(index) + names.index(winner))
     return Section(pivot.title, pivot.unit, [_heading(name) for name in index] + names, table, best)
 
@@ -128,15 +128,15 @@ def _heading(name: str) -> str:
     return "mask" if name == "causal" else name
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(figure(value))
 
 
 def _numerics(rows: list[Row]) -> Section:
     table, notes = [], []
     for row in rows:
         share = row.get("share")
-        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(share, 2)])
+        table.append([row["case"], row.get("variant", ""), row["status"], row.get("result", ""), _rounded(share)])
         if row.get("reason"):
             notes.append(f"{row['case']}: {row['reason']}")
     counts = {status: sum(row["status"] == status for row in rows) for status in _in_order(r["status"] for r in rows)}
@@ -197,9 +197,9 @@ def _tiles(several: bool, rows: list[Row]) -> Section:
     for key, some in groups.items():
         best = max(some, key=lambda row: row["tflops"])
         default = next((row for row in some if row.get("default")), None)
-        gain = None if default is None else round(best["tflops"] / default["tflops"], 3) if default["tflops"] else None
+        gain = None if default is None else _rounded(best["tflops"] / default["tflops"]) if default["tflops"] else None
         tile = f"{best['block_m']}×{best['block_n']}"
-        values = [len(some), tile, _rounded(best["tflops"], 1), None if default is None else _tile(default), gain]
+        values = [len(some), tile, _rounded(best["tflops"]), None if default is None else _tile(default), gain]
         table.append([*map(_shown, index, key), *values])
     columns = [*(_heading(name) for name in index), "timed", "best tile", "TFLOP/s", "table's tile", "best / table's"]
     return Section("Tiles", "TFLOP/s", columns, table, notes=notes)

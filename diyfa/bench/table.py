@@ -1,12 +1,73 @@
-"""The comparison table of `BenchmarkRunner`, drawn with rich."""
+"""Figures and tables as people read them: three significant digits, and no number broken over two lines."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from diyfa.terminal import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from diyfa.bench.runner import BenchmarkResult
+
+FIGURE = re.compile(r"[-+./\d]+(e[-+]\d+)?%?")
+PROSE = 32  # characters; a column with longer cells is text, which may be broken between words,
+NARROWEST_PROSE = 24  # but into lines no shorter than this
+
+
+def figure(value: float) -> str:
+    """`value` with three significant digits; whole numbers keep all of theirs: 0.0712, 7.12, 712, 71200."""
+    if not math.isfinite(value):
+        return str(value)
+    exponent = int(f"{value:.2e}".partition("e")[2])  # after rounding: 9.999 is 10.0
+    return f"{value:.{max(0, 2 - exponent)}f}" if exponent >= -4 else f"{value:.2e}"
+
+
+def shown(value: Any) -> str:
+    """One cell of a report: nothing for None, `figure` of a float, anything else as it is."""
+    return "" if value is None else figure(value) if isinstance(value, float) else str(value)
+
+
+def table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str | None] = (),
+    **options: Any,
+) -> Table:
+    """A rich table of cells with markup, one `styles` entry for each row.
+
+    Columns of figures stand to the right. Only long text is broken, between words; a heading is, where it is longer
+    than what stands below it.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", **options)
+    for heading, *cells in zip(headings, *rows, strict=True):
+        plain = [Text.from_markup(cell).plain for cell in cells]
+        longest = max((len(line) for cell in plain for line in cell.splitlines()), default=0)
+        figures = any(plain) and all(FIGURE.fullmatch(cell) for cell in plain if cell)
+        made.add_column(
+            heading.replace(" ", "\n") if len(heading) > longest else heading,
+            justify="right" if figures else "left",
+            no_wrap=longest <= PROSE,
+            min_width=longest if longest <= PROSE else NARROWEST_PROSE,
+            overflow="fold",
+        )
+    for index, row in enumerate(rows):
+        made.add_row(*row, style=styles[index] if styles else None)
+    return made
+
+
+def fits(made: Table, console: Console) -> bool:
+    """Whether the columns that may not be broken, and the longest words of the others, have room on `console`."""
+    return console.measure(made, options=console.options.update(max_width=10_000)).minimum <= console.width
 
 
 def comparison_table(
@@ -15,29 +76,29 @@ def comparison_table(
     """Print `results`, in their order, with each one's speed relative to the fastest of its size."""
     try:
         from rich.console import Console
-        from rich.table import Table
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("rich is required to print tables: pip install 'diyfa[cli]'") from error
     fastest: dict[tuple[int, ...], float] = {}
     for r in results:
         fastest[r.size] = min(r.time_ms, fastest.get(r.size, r.time_ms))
-    table = Table(title=title)
-    for heading in ("size", "implementation", "tile"):
-        table.add_column(heading, no_wrap=heading == "implementation")
-    for heading in ("ms", "TFLOP/s", "peak MiB", "of fastest"):
-        table.add_column(heading, justify="right")
+    headings = ["size", "implementation", "tile", "ms", "TFLOP/s", "peak MiB", "of fastest"]
+    rows: list[list[str]] = []
+    styles: list[str | None] = []
     previous: tuple[int, ...] | None = None
     for r in results:
-        best = r.time_ms == fastest[r.size]
         label = "×".join(map(str, r.size)) if r.size != previous else ""
         tile = "" if r.block_config is None else " ".join(f"{k}={v}" for k, v in r.block_config.items())
         share = f"{fastest[r.size] / r.time_ms:.0%}"
-        if previous is not None and r.size != previous:
-            table.add_section()
-        row = (label, r.name, tile, f"{r.time_ms:.3f}", f"{r.tflops:.2f}", f"{r.memory_mb:.1f}", share)
-        table.add_row(*row, style="bold green" if best else None)
+        rows.append([label, r.name, tile, figure(r.time_ms), figure(r.tflops), figure(r.memory_mb), share])
+        styles.append("bold green" if r.time_ms == fastest[r.size] else None)
         previous = r.size
-    console = Console()
-    console.print(table)
-    for name, size, reason in unavailable:
-        console.print(f"{name} not measured at {'×'.join(map(str, size))}: {reason}", highlight=False, markup=False)
+    if not any(row[2] for row in rows):  # nobody has asked for tiles
+        headings, rows = [x for x in headings if x != "tile"], [[*row[:2], *row[3:]] for row in rows]
+    made = table(title, headings, rows, styles)
+    for line, following in zip(made.rows, rows[1:], strict=False):
+        line.end_section = following[0] != ""  # the next size begins
+    with printable():
+        console = Console()
+        console.print(made)
+        for name, size, reason in unavailable:
+            console.print(f"{name} not measured at {'×'.join(map(str, size))}: {reason}", highlight=False, markup=False)

@@ -15,5 +15,7 @@ def main() -> None:
 
     prepare_environment()
     from diyfa.cli.app import app
+    from diyfa.terminal import printable
 
-    app()
+    with printable():
+        app()

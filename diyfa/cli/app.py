@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import diyfa
-from diyfa.cli.output import writable
+from diyfa.cli.output import err, print_json, writable
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether diyfa, PyTorch or the file system cannot do what was asked; all else is a bug."""
+    import torch  # not at the top: --help and --version need none of it
+
+    from diyfa.problem import ToolMissing
+
+    return isinstance(error, (ValueError, TypeError, ImportError, OSError, ToolMissing, torch.OutOfMemoryError))
+
+
+class Commands(TyperGroup):
+    """Says in one line, without a traceback, what a command refuses; with --json in a document. Exit status 2."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            told = getattr(error, "format_message", None)  # typer's own have it, such as BadParameter
+            if told is None and not _is_refusal(error):
+                raise
+            message = " ".join((told() if told else str(error) or type(error).__name__).split())
+            command = " ".join(filter(None, ["diyfa", ctx.invoked_subcommand]))
+            err.print(f"{command}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+            if ctx.meta["json"]:
+                print_json({"ok": False, "error": message})
+            raise typer.Exit(2) from error
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -19,7 +55,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-BackendName = Annotated[str | None, typer.Option("--backend", help="Backend to run on; default: what is here.")]
+BackendName = Annotated[str | None, typer.Option("--backend", help="Backend to run on; default: by device.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -68,7 +104,7 @@ def validate(
     backend: BackendName = None,
     json: Json = False,
 ) -> None:
-    """Compare this device's kernels with the reference under the error budget; exit status 1 when one exceeds it."""
+    """Compare every kernel of this device with the reference under the error budget; exit status 1 when one fails."""
     from diyfa.cli.validate import run
 
     raise typer.Exit(run(backend, json))
@@ -77,15 +113,17 @@ def validate(
 @app.command()
 def bench(
     op: Annotated[str, typer.Option(help="attention, matmul or all.")] = "all",
-    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be given again.")] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, max=512)] = 64,
-    causal: Annotated[bool, typer.Option("--causal/--full")] = False,
-    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be given again.")] = None,
+    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be repeated.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, max=512, help="Features of a head.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Whether queries see earlier keys only.")] = False,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be repeated.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; default: by device.")] = None,
-    warmup: Annotated[int | None, typer.Option(min=0)] = None,
-    rep: Annotated[int | None, typer.Option(min=1)] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Calls before each measurement; default: by device.")
+    ] = None,
+    rep: Annotated[int | None, typer.Option(min=1, help="Calls measured; default: by device.")] = None,
     backend: BackendName = None,
     output: Annotated[
         Path | None, typer.Option(callback=writable, help="Also write the JSON document to this file.")
@@ -101,15 +139,20 @@ def bench(
 
 @app.command()
 def tune(
-    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be given again.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(min=1, max=512, help="May be given again.")] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
+    seq_len: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; may be repeated.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=1, max=512, help="Features of a head; may be repeated.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16,
     heads_kv: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; default: as many.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option("--causal/--full", help="Whether queries see earlier keys only; default: both."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Tune the backward kernels, too.")] = True,
-    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be given again.")] = None,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be repeated.")] = None,
     show: Annotated[
         bool, typer.Option("--list", help="Show what was tuned on this device and measure nothing.")
     ] = False,
@@ -147,19 +190,24 @@ def report(
 
 @app.command()
 def compile(
-    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3, …")] = None,
+    target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3 or another of --list.")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
     chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
     kernel: Annotated[
         list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv, dbias or fused; may be repeated.")
     ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Ascend: head dim.")] = None,
-    mode: Annotated[
-        list[str] | None, typer.Option(help="Ascend: even, tail, causal, biased, featured, crowded.")
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32; may be repeated.")
     ] = None,
-    tile: Annotated[list[str] | None, typer.Option(help="Ascend: query rows x keys, not the table's: 128x256.")] = None,
-    list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Ascend: features of a head; may be repeated.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Ascend: even, tail, causal, biased, featured or crowded; may be repeated.")
+    ] = None,
+    tile: Annotated[
+        list[str] | None,
+        typer.Option(help="Ascend: query rows x keys, not the table's: 128x256; may be repeated."),
+    ] = None,
+    list_targets: Annotated[bool, typer.Option("--list", help="List the targets and compile nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Compile every kernel for a chip without having it; exit status 1 when one does not pass the gate.

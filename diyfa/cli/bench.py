@@ -14,6 +14,7 @@ from diyfa import flash_attention, triton_matmul, use_backend
 from diyfa.bench import BenchmarkResult, BenchmarkRunner
 from diyfa.bench.peers import attention_peers
 from diyfa.bench.record import environment, write_json
+from diyfa.bench.table import figure
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 
@@ -81,17 +82,19 @@ def run(request: Request, output: Path | None, json: bool) -> int:
             task = progress.add_task(f"{op} on {device.type}", total=totals[op], note="")
 
             def advance(result: BenchmarkResult, task: Any = task) -> None:
-                progress.update(task, advance=1, note=f"{result.name} {result.time_ms:.3f} ms")
+                progress.update(task, advance=1, note=f"{result.name} {figure(result.time_ms)} ms")
 
             runner = runners[op] = BenchmarkRunner(device.type, warmup, rep, advance)
             if op == "attention":
                 runner.benchmark_attention(
-                    flash_attention, seq_lens, request.batch, request.heads, request.head_dim, request.causal, dtype
-                )
+                    flash_attention, seq_lens, request.batch, request.heads, request.head_dim, request.causal, dtype,
+                    name="diyfa",
+                )  # fmt: skip
             else:
                 runner.benchmark_matmul(
-                    lambda a, b: triton_matmul(a, b, precision=precision), [(n, n, n) for n in sizes], dtype=dtype
-                )
+                    lambda a, b: triton_matmul(a, b, precision=precision), [(n, n, n) for n in sizes], dtype=dtype,
+                    name="diyfa",
+                )  # fmt: skip
             progress.update(task, total=len(runner.results), completed=len(runner.results))
     rows = [
         {"op": op, "dtype": dtype_name, "causal": request.causal and op == "attention", **asdict(result)}

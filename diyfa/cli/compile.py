@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from diyfa.arch import GPU_SPECS, NPU_SPECS, gpu_spec, npu_spec
+from diyfa.bench.table import figure, table
 from diyfa.cli import compile_npu
 from diyfa.cli.output import err, out, print_json, progress_bar
-from diyfa.problem import CompileReport, ToolMissing
+from diyfa.problem import CompileReport
 from diyfa.registry import backend_names, load_backend
 
 TARGETS: dict[str, dict[str, Any]] = {"cuda": GPU_SPECS, "npu": NPU_SPECS}
@@ -24,11 +27,12 @@ def list_known(json: bool) -> None:
     if json:
         print_json({backend: list(specs) for backend, specs in TARGETS.items()})
         return
-    table = Table("backend", "target", "family")
-    for backend, specs in TARGETS.items():
-        for name, spec in specs.items():
-            table.add_row(backend, name, f"{spec.arch.name} ({spec.arch.value})")
-    out.print(table)
+    rows = [
+        [backend, name, f"{spec.arch.name} ({spec.arch.value})"]
+        for backend, specs in TARGETS.items()
+        for name, spec in specs.items()
+    ]
+    out.print(table("targets", ["backend", "target", "family"], rows))
 
 
 def backend_for(target: str) -> str:
@@ -36,7 +40,18 @@ def backend_for(target: str) -> str:
     for name, spec_of in SPEC_OF.items():
         if spec_of(target) is not None:
             return name
-    raise typer.BadParameter(f"no such target: {target!r}; `diyfa compile --list` lists them", param_hint="TARGET")
+    near = nearest(target)
+    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    raise typer.BadParameter(
+        f"no such target: {target!r}; {suggestion}`diyfa compile --list` lists them", param_hint="TARGET"
+    )
+
+
+def nearest(target: str) -> list[str]:
+    """Names of targets that begin like `target`, or else look like it; of Ascend chips without "Ascend"."""
+    names = [name.removeprefix(compile_npu.FAMILY) for specs in TARGETS.values() for name in specs]
+    asked = target.removeprefix(compile_npu.FAMILY)
+    return [name for name in names if asked and name.startswith(asked)] or difflib.get_close_matches(asked, names)
 
 
 def resolve(target: str) -> str:
@@ -52,47 +67,35 @@ def _reports(target: str, only: str | None, select: Mapping[str, Any] | None) ->
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
     if name not in backend_names():
         raise typer.BadParameter(f"backend {name!r} is not registered", param_hint="TARGET")
-    try:
-        backend = load_backend(name)
-    except ImportError as error:
-        err.print(f"The {name} backend cannot be loaded: {error}", style="red", markup=False)
-        raise typer.Exit(2) from error
-    compile_ = getattr(backend, "compile", None)
+    compile_ = getattr(load_backend(name), "compile", None)
     if compile_ is None:
-        err.print(f"The {name} backend does not compile ahead of time.", style="red")
-        raise typer.Exit(2)
-    try:
-        yield from compile_(target, only) if select is None else compile_(target, only, select=select)
-    except ToolMissing as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise ValueError(f"the {name} backend does not compile ahead of time")
+    yield from compile_(target, only) if select is None else compile_(target, only, select=select)
 
 
-def _memory(report: CompileReport) -> str:
-    return "  ".join(f"{name} {size / 1024:g} KiB" for name, size in report.memory.items())
+def _spills(report: CompileReport) -> str:
+    """Bytes measured and, where the gate has a budget, allowed."""
+    if report.spill_bytes is None:
+        return ""
+    return str(report.spill_bytes) + ("" if report.spill_budget is None else f"/{report.spill_budget}")
 
 
 def _table(target: str, reports: list[CompileReport]) -> Table:
-    table = Table(title=f"{target}: {len(reports)} compilations")
-    for heading in ("kernel", "case"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("registers", "spills", "memory", "s"):
-        table.add_column(heading, justify="right")
-    table.add_column("result")
-    for r in reports:
-        table.add_row(
-            r.kernel,
-            r.case,
+    memories = list(dict.fromkeys(name for r in reports for name in r.memory))
+    rows = [
+        [
+            escape(f"{r.kernel} {r.case}"),
             "" if r.registers is None else str(r.registers),
-            "" if r.spill_bytes is None else str(r.spill_bytes),
-            _memory(r),
+            _spills(r),
+            *(figure(r.memory[name] / 1024) if name in r.memory else "" for name in memories),
             f"{r.seconds:.1f}",
-            "; ".join(["ok", *r.notes]) if r.ok else "FAILED",
-            style=None if r.ok else "bold red",
-        )
-    return table
+            "ok" if r.ok else "FAILED",
+        ]
+        for r in reports
+    ]
+    headings = ["kernel and case", "regs", "spills/ allowed", *(f"{name} KiB" for name in memories), "s", "result"]
+    styles = [None if r.ok else "bold red" for r in reports]
+    return table(f"{target}: {len(reports)} compilations; spills in bytes", headings, rows, styles)
 
 
 def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None) -> int:
@@ -112,9 +115,10 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
         print_json({"target": target, "ok": not failed and bool(reports), "reports": [asdict(r) for r in reports]})
     elif reports:
         on_npu = reports[0].backend == "npu"
-        out.print(compile_npu.shown(target, reports, out.width) if on_npu else _table(target, reports))
+        out.print(compile_npu.shown(target, reports, out) if on_npu else _table(target, reports))
         for r in failed:
-            out.print(f"FAILED {r.kernel} {r.case}: {'; '.join(r.notes)}", markup=False, highlight=False)
+            by = f" ({r.compiler})" if r.compiler else ""
+            out.print(f"FAILED {r.kernel} {r.case}{by}: {'; '.join(r.notes)}", markup=False, highlight=False)
         out.print(f"{len(reports) - len(failed)} passed, {len(failed)} failed", highlight=False)
     if not reports:
         err.print(f"Nothing was compiled: no kernel or case matches {only!r}." if only else "Nothing was compiled.")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from diyfa.arch import NPU_SPECS, npu_spec
+from diyfa.arch import NPU_SPECS, OTHER_NPUS, npu_spec
+from diyfa.bench.table import fits, table
 from diyfa.problem import CompileReport
 
 FAMILY = "Ascend"
@@ -25,10 +27,17 @@ HEADINGS = (
 
 
 def chip_name(name: str) -> str | None:
-    """The chip called `name`, with or without "Ascend" before it and in any case; None when there is none."""
+    """The chip called `name`, with or without "Ascend" before it and in any case; the first one of a family called so.
+
+    None when there is none. "910B" is none: it is the name of another chip (see `diyfa.arch.OTHER_NPUS`).
+    """
     lower = name.lower()
     for chip in NPU_SPECS:
         if lower in (chip.lower(), chip.lower().removeprefix(FAMILY.lower())):
+            return chip
+    for chip, spec in NPU_SPECS.items():
+        family = spec.arch.value
+        if family not in OTHER_NPUS and lower in (family.lower(), family.lower().removeprefix(FAMILY.lower())):
             return chip
     for full in (name, FAMILY + name):
         if npu_spec(full) is not None:
@@ -56,6 +65,12 @@ def _used(report: CompileReport, memory: str) -> str:
     """ "180/192"; of what there is without what is used, where that is not known."""
     used = report.memory.get(memory, None if memory in ("l0a", "l0b") else 0)
     return f"{'?' if used is None else _kib(used)}/{_kib(report.limits[memory])}"
+
+
+def cases(reports: list[CompileReport]) -> list[str]:
+    """What was compiled, with the compiler where there are several."""
+    several = len({report.compiler for report in reports}) > 1
+    return [f"{report.case} [{report.compiler}]" if several else report.case for report in reports]
 
 
 def _row(report: CompileReport) -> list[str]:
@@ -89,40 +104,29 @@ def _row(report: CompileReport) -> list[str]:
     ]
 
 
-NARROWEST = 150  # columns of a terminal that the table is readable in
-
-
-def shown(target: str, reports: list[CompileReport], width: int) -> RenderableType:
-    """What to print on a terminal of `width` columns: the table, or where it does not fit, a paragraph a kernel."""
-    return table(target, reports) if width >= NARROWEST else paragraphs(target, reports)
+def shown(target: str, reports: list[CompileReport], console: Console) -> RenderableType:
+    """What to print: the table, or where it does not fit, a paragraph a kernel."""
+    whole = _table(target, reports)
+    return whole if fits(whole, console) else paragraphs(target, reports)
 
 
 def paragraphs(target: str, reports: list[CompileReport]) -> RenderableType:
     """The cells of the table by their names, for narrow terminals and files."""
     lines = [f"{target}: {len(reports)} compilations", NOTE]
-    for report in reports:
+    for report, case in zip(reports, cases(reports), strict=True):
         cells = zip(HEADINGS, _row(report), strict=True)
         named = [f"{heading.replace(chr(10), ' ')} {cell}" for heading, cell in cells if cell]
-        lines.append(f"\n{report.kernel} {report.case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
+        lines.append(f"\n{report.kernel} {case}: {'ok' if report.ok else 'FAILED'}, {report.seconds:.1f} s")
         lines.append("  " + ", ".join(named))
     return Text("\n".join(lines))
 
 
-def table(target: str, reports: list[CompileReport]) -> Table:
+def _table(target: str, reports: list[CompileReport]) -> Table:
     """One row for each kernel; units are in the headings."""
-    found = Table(title=f"{target}: {len(reports)} compilations", caption=NOTE)
-    for heading in ("kernel", "case"):
-        found.add_column(heading, overflow="fold")
-    for heading in (*HEADINGS, "s"):
-        found.add_column(heading, justify="right")
-    found.add_column("result")
-    for report in reports:
-        found.add_row(
-            report.kernel,
-            report.case,
-            *_row(report),
-            f"{report.seconds:.1f}",
-            "ok" if report.ok else "FAILED",
-            style=None if report.ok else "bold red",
-        )
-    return found
+    rows = [
+        [escape(r.kernel), escape(case), *_row(r), f"{r.seconds:.1f}", "ok" if r.ok else "FAILED"]
+        for r, case in zip(reports, cases(reports), strict=True)
+    ]
+    styles = [None if r.ok else "bold red" for r in reports]
+    title = f"{target}: {len(reports)} compilations"
+    return table(title, ["kernel", "case", *HEADINGS, "s", "result"], rows, styles, caption=NOTE)

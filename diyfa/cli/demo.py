@@ -20,7 +20,7 @@ from diyfa.cli.devices import device_for
 from diyfa.cli.output import err, out, print_json, progress_bar
 
 ROWS = 8
-BARS = "▁▂▃▄▅▆▇█"
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
 def _curve(losses: list[float], width: int = 56) -> str:
@@ -30,7 +30,8 @@ def _curve(losses: list[float], width: int = 56) -> str:
     means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
-    return "".join(BARS[round((m - low) / span * (len(BARS) - 1))] for m in means)
+    bars = ASCII_BARS if out.options.ascii_only else BARS
+    return "".join(bars[round((m - low) / span * (len(bars) - 1))] for m in means)
 
 
 def _loss_table(result: Comparison, steps: int) -> Table:

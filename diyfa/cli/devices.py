@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 import typer
 
-from diyfa.device import default_backend, npu_status
+from diyfa.device import present_device
 from diyfa.registry import backend_names, load_backend
-
-
-def present_device() -> torch.device:
-    """The accelerator that is here, else the CPU."""
-    npu_status()  # imports torch_npu where it works
-    return torch.device(default_backend())
 
 
 def device_for(backend: str | None) -> tuple[torch.device, str]:
@@ -24,8 +18,8 @@ def device_for(backend: str | None) -> tuple[torch.device, str]:
         raise typer.BadParameter(f"there is no {backend!r}; there are: {', '.join(backend_names())}")
     try:
         wanted = load_backend(backend).device_type
-    except ModuleNotFoundError as missing:
-        raise typer.BadParameter(str(missing)) from None
+    except Exception as error:  # a plug-in that is broken raises whatever it likes
+        raise typer.BadParameter(f"{backend!r} does not load: {error}") from error
     if wanted not in ("cpu", device.type):
         raise typer.BadParameter(f"{backend!r} needs a device of type {wanted}; here is {device.type}")
     return torch.device(wanted), backend

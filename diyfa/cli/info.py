@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from diyfa.bench.record import cpu_name, versions
+from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
 from diyfa.device import CANN_REMEDY, describe, detect, npu_status
 from diyfa.problem import AttentionProblem, Backend, MatmulProblem
-from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend
+from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
 
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 
 # What stands for each backend when its refusals are asked for without the device.
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
+
+ATTENTION = {"attention_fwd": "forward", "attention_bwd": "backward"}
 
 # Feature as the user knows it -> how it changes the typical problem.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -76,7 +80,7 @@ REQUIREMENTS = (
     Requirement("rich, typer", "this command line", "pip install 'diyfa[cli]'", lambda v: True),
     Requirement(
         "triton",
-        "kernels on NVIDIA GPUs, and `diyfa compile sm_…`",
+        "kernels on NVIDIA GPUs, and `diyfa compile sm_90`",
         "pip install triton (in an environment without triton-ascend)",
         lambda v: "triton" in v and "triton-ascend" not in v,
     ),
@@ -101,7 +105,7 @@ REQUIREMENTS = (
     Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: cann_version() is not None),
     Requirement(
         "ascendnpu-ir",
-        "`diyfa compile Ascend…` without CANN",
+        "`diyfa compile 910B3` without CANN",
         "pip install 'diyfa[npu-compile]'",
         lambda v: "ascendnpu-ir" in v,
     ),
@@ -113,20 +117,31 @@ REQUIREMENTS = (
 
 def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | MatmulProblem:
     if op == "matmul":
-        return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024)
+        return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024, aligned=True)
     problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
     return problem.replace(needs_grad=op == "attention_bwd", **changes)
 
 
-def _refusal(backend: Backend, op: str, problem: Any) -> str | None:
-    """None when some kernel of `backend` runs `problem`, else every kernel's reason."""
-    if reason := backend.unsupported(problem):
-        return reason
-    kernels = [k for k in backend.kernels if k.op == op]
-    reasons = [k.unsupported(problem) for k in kernels]
-    if any(reason is None for reason in reasons):
-        return None
-    return "; ".join(dict.fromkeys(r for r in reasons if r)) or f"no {op} kernel"
+def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
+    """For each kernel and feature why the kernel refuses it, or None: what `registry.choose` decides by."""
+    found = []
+    for kernel in backend.kernels:
+        features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
+        for feature, changes in features.items():
+            reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes))
+            found.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
+    return found
+
+
+def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What no kernel of a backend runs, with every kernel's reason."""
+    refused = []
+    for op, feature in [*product(ATTENTION, FEATURES), ("matmul", "float16")]:
+        reasons = [s["reason"] for s in support if (s["op"], s["feature"]) == (op, feature)]
+        if all(reasons):
+            reason = "; ".join(dict.fromkeys(reasons)) or f"no {op} kernel"
+            refused.append({"op": op, "feature": feature, "reason": reason})
+    return refused
 
 
 def _arch(name: str, backend: Backend, device: torch.device) -> str:
@@ -138,17 +153,10 @@ def _arch(name: str, backend: Backend, device: torch.device) -> str:
 def _backend(name: str, device: torch.device) -> dict[str, Any]:
     try:
         backend = load_backend(name)
-    except (ImportError, TypeError) as error:
-        return {"name": name, "loads": False, "reason": str(error)}
-    arch = _arch(name, backend, device)
-    refusals = []
-    for op in ("attention_fwd", "attention_bwd"):
-        for feature, changes in FEATURES.items():
-            reason = _refusal(backend, op, _typical(backend, arch, op, **changes))
-            if reason:
-                refusals.append({"op": op, "feature": feature, "reason": reason})
-    if reason := _refusal(backend, "matmul", _typical(backend, arch, "matmul")):
-        refusals.append({"op": "matmul", "feature": "float16", "reason": reason})
+        arch = _arch(name, backend, device)
+        support = _support(backend, arch)
+    except Exception as error:  # a plug-in that is broken raises whatever it likes
+        return {"name": name, "loads": False, "reason": str(error) or type(error).__name__}
     return {
         "name": name,
         "loads": True,
@@ -156,7 +164,8 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         "usable_here": name in EXPLICIT_ONLY or (device.type == backend.device_type and not backend.accepts(device)),
         "only_when_named": name in EXPLICIT_ONLY,
         "kernels": [{"op": k.op, "name": k.name, "summary": k.summary} for k in backend.kernels],
-        "refusals": refusals,
+        "features": support,
+        "refusals": _refusals(support),
     }
 
 
@@ -189,33 +198,59 @@ def collect() -> dict[str, Any]:
 def _print_devices() -> None:
     devices = detect()
     for index, device in enumerate(devices):
-        table = Table(title=f"device {index}", show_header=False, title_justify="left")
-        for label, value in describe(device):
-            table.add_row(label, value)
-        out.print(table)
+        out.print(table(f"device {index}", ["", ""], [list(pair) for pair in describe(device)], show_header=False))
     if not devices:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
 
 
+def _print_requirements(requirements: list[dict[str, Any]]) -> None:
+    rows = [[_mark(r["present"]), r["what"], r["enables"]] for r in requirements]
+    out.print(table("what enables what", ["here", "what", "enables"], rows))
+    out.print("how to get what is missing", style="italic")
+    out.print(_list([(r["what"], r["how"]) for r in requirements if not r["present"]]))
+
+
+def _list(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Two columns of text without a frame."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for first, second in pairs:
+        grid.add_row(escape(first), escape(second))
+    return grid
+
+
+def _mark(there: bool) -> str:
+    return "[green]yes[/]" if there else "[red]no[/]"
+
+
 def _print_backend(info: dict[str, Any]) -> None:
+    """Kernels, features by kernel, and every reason of a "no" once."""
     if not info["loads"]:
-        out.print(f"[bold]{info['name']}[/bold]: not available: ", end="")
+        out.print(f"[bold]{escape(info['name'])}[/bold]: not available: ", end="")
         out.print(info["reason"], markup=False, highlight=False)
         return
     state = "usable here" if info["usable_here"] else "no device here"
     if info["only_when_named"]:
         state += ", only when named"
-    table = Table(title=f"backend {info['name']} ({state})", title_justify="left")
-    for heading in ("operation", "kernel", "summary"):
-        table.add_column(heading)
-    for kernel in info["kernels"]:
-        table.add_row(kernel["op"], kernel["name"], kernel["summary"])
-    out.print(table)
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for refusal in info["refusals"]:
-        by_reason.setdefault((refusal["op"], refusal["reason"]), []).append(refusal["feature"])
-    for (op, reason), features in by_reason.items():
-        out.print(f"  {info['name']}/{op} refuses {', '.join(features)}: {reason}", markup=False, highlight=False)
+    rows = [[kernel["op"], kernel["name"], escape(kernel["summary"])] for kernel in info["kernels"]]
+    out.print(table(f"backend {info['name']} ({state})", ["operation", "kernel", "summary"], rows))
+    attention = [s for s in info["features"] if s["op"] in ATTENTION]
+    kernels = list(dict.fromkeys((s["op"], s["kernel"]) for s in attention))
+    reasons = {(s["op"], s["kernel"], s["feature"]): s["reason"] for s in attention}
+    headings = [f"{ATTENTION[op]} {kernel}" for op, kernel in kernels]
+    rows = [[name, *(_mark(reasons[op, kernel, name] is None) for op, kernel in kernels)] for name in FEATURES]
+    out.print(table(f"what the kernels of {info['name']} do on {info['arch']}", ["feature", *headings], rows))
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    for s in info["features"]:
+        if s["reason"]:
+            refused.setdefault((s["op"], s["kernel"], s["reason"]), []).append(s["feature"])
+    lines = []
+    for (op, kernel, reason), features in refused.items():
+        named = ", ".join(features) if len(features) < len(FEATURES) else "everything"
+        lines.append((f"{ATTENTION.get(op, op)} {kernel}: {named}", reason))
+    out.print(_list(lines))
+    for op, direction in ATTENTION.items():
+        if op not in [k for k, _ in kernels]:
+            out.print(f"no {direction} kernel")
 
 
 def run(json: bool) -> None:
@@ -231,12 +266,6 @@ def run(json: bool) -> None:
     if npu["installed"] and not npu["available"]:
         out.print(f"NPU: {npu['problem']}", style="yellow", markup=False, highlight=False)
         out.print(f"  to mend it: {npu['remedy']}", style="yellow", markup=False, highlight=False)
-    table = Table(title="what enables what", title_justify="left")
-    for heading in ("", "what", "enables", "how to get it"):
-        table.add_column(heading, overflow="fold")
-    for r in report["requirements"]:
-        mark = "[green]✓" if r["present"] else "[red]✗"
-        table.add_row(mark, r["what"], r["enables"], "" if r["present"] else escape(r["how"]))
-    out.print(table)
+    _print_requirements(report["requirements"])
     for backend in report["backends"]:
         _print_backend(backend)

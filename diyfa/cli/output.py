@@ -38,14 +38,14 @@ def writable(path: Path | None) -> Path | None:
 
 
 def progress_bar(enabled: bool = True) -> Progress:
-    """A progress bar on standard error; `disable` for --json."""
+    """A progress bar on standard error, where that is a terminal; `enabled` is false for --json."""
     return Progress(
-        SpinnerColumn(),
+        SpinnerColumn("line"),
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
         console=err,
-        disable=not enabled,
+        disable=not enabled or not err.is_terminal,
     )

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from diyfa import flash_attention, triton_matmul, use_backend
+from diyfa.bench.table import figure, table
 from diyfa.cli.bench import DTYPES
 from diyfa.cli.devices import device_for
-from diyfa.cli.output import err, out, print_json, progress_bar
+from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.problem import TunedTile, Tuning
 from diyfa.registry import load_backend
 
@@ -66,27 +68,22 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
 
 
 def _tuning(request: Request) -> tuple[torch.device, str, Tuning]:
-    """Device, backend and its autotuner. Exits with status 2 where nothing can be measured."""
+    """Device, backend and its autotuner. Raises ValueError for a backend without one."""
     if request.dtype not in DTYPES:
         raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; got {request.dtype!r}", param_hint="--dtype")
     device, name = device_for(request.backend)
     tuning = getattr(load_backend(name), "tuning", None)
     if tuning is None:
-        err.print(f"The {name} backend has no autotuner: its tiles come from its table.", style="red")
-        raise typer.Exit(2)
+        raise ValueError(f"the {name} backend has no autotuner: its tiles come from its table")
     return device, name, tuning
 
 
 def _table(title: str, tiles: list[TunedTile]) -> Table:
-    table = Table(title=title)
-    for heading in ("kernel", "problems", "tile"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("ms", justify="right")
-    table.add_column("measured")
+    rows = []
     for tile in tiles:
         config = ", ".join(f"{key}={value}" for key, value in tile.config.items() if value is not None)
-        table.add_row(tile.kernel, tile.bucket, config, f"{tile.milliseconds:.4f}", tile.measured)
-    return table
+        rows.append([tile.kernel, escape(tile.bucket), escape(config), figure(tile.milliseconds), tile.measured])
+    return table(title, ["kernel", "problems", "tile", "ms", "measured"], rows)
 
 
 def show(request: Request, json: bool) -> int:
@@ -115,8 +112,7 @@ def run(request: Request, json: bool) -> int:
     """Tune, print what is new; returns the exit status 0."""
     device, name, tuning = _tuning(request)
     if reason := tuning.unavailable():
-        err.print(f"Nothing can be tuned: {reason}.", style="red", markup=False)
-        raise typer.Exit(2)
+        raise ValueError(f"nothing can be tuned: {reason}")
     before = tuning.stored()
     calls = _calls(request, device)
     with progress_bar(not json) as progress, use_backend(name) if request.backend else nullcontext():

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from rich.table import Table
 
-from diyfa import explain, triton_matmul
+from diyfa import explain, kernels_for, triton_matmul
 from diyfa.bench.record import environment
+from diyfa.bench.table import table
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.testing import (
     BUDGET_FACTOR,
     AttentionCase,
     Check,
+    Inputs,
+    Results,
     attention_function,
     check_budget,
     error_budget,
-    expected_error,
     make_inputs,
     measure_error,
+    rounding_unit,
     run_case,
 )
 
@@ -54,65 +60,110 @@ MATMULS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table. `share` is the largest error as a share of what is allowed, and `result` whose it is."""
+    """One case on one kernel. `share` is the largest error as a share of what is allowed, and `result` whose it is.
+
+    A "forward" kernel has no backward pass for the case, so that only its output and log-sum-exp were compared.
+    """
 
     case: str
+    kernel: str
     status: str  # "pass", "FAIL", "refused"
     share: float | None = None
     result: str = ""
-    kernel: str = ""
-    reason: str = ""
+    passes: str = ""  # "both", "forward"
+    reason: str = ""  # of the refusal, of the failure, or why there is no backward pass
 
 
-def _attention(case: AttentionCase, device: torch.device, backend: str) -> Verdict:
-    inputs = make_inputs(case, device)
+def _refusal(case: AttentionCase, inputs: Inputs, backend: str, variant: str) -> str | None:
+    """Why `variant` does not run the case: with its gradients, or inside `torch.no_grad()` without."""
     try:
-        chosen = explain(inputs.q, inputs.k, inputs.v, layout=case.layout, backend=backend, **inputs.options)
+        explain(inputs.q, inputs.k, inputs.v, layout=case.layout, backend=backend, variant=variant, **inputs.options)
     except ValueError as refusal:
-        return Verdict(case.name, "refused", reason=str(refusal))
-    results = run_case(attention_function(case, backend=backend), inputs)
+        return str(refusal)
+    return None
+
+
+def _forward(attend: Callable[..., Any], inputs: Inputs) -> Results:
+    out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    absent = torch.empty(0)
+    return Results(out.cpu(), lse.cpu(), absent, absent, absent)
+
+
+def _attention(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
+    inputs = make_inputs(case, device)
+    attend = attention_function(case, backend=backend, variant=variant)
+    reason, passes = _refusal(case, inputs, backend, variant), "both"
+    if reason is not None:
+        with torch.no_grad():
+            if _refusal(case, inputs, backend, variant) is not None:
+                return Verdict(case.name, variant, "refused", reason=reason)
+        passes = "forward"
+    try:
+        with torch.set_grad_enabled(passes == "both"):
+            results = run_case(attend, inputs) if passes == "both" else _forward(attend, inputs)
+    except Exception as error:  # a kernel that breaks is a verdict like a wrong result, and the others are still run
+        return Verdict(case.name, variant, "FAIL", passes=passes, reason=f"{type(error).__name__}: {error}")
     checks = check_budget(results, case, "cuda" if device.type == "cuda" else "cpu")
-    name, check = max(checks.items(), key=lambda item: item[1].share)
-    status = "pass" if check.share <= 1 else "FAIL"
-    return Verdict(case.name, status, check.share, name, chosen.kernel, check.problem)
+    names = checks if passes == "both" else ("out", "lse")
+    name = max(names, key=lambda name: checks[name].share)
+    status = "pass" if checks[name].share <= 1 else "FAIL"
+    reason = checks[name].problem or reason or ""
+    return Verdict(case.name, variant, status, checks[name].share, name, passes, reason)
 
 
 def _matmul(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, backend: str) -> Verdict:
     m, n, k = sizes
-    case = f"matmul {m}×{n}×{k}, {str(dtype).removeprefix('torch.')}"
+    case = f"{m}x{n}x{k}, {str(dtype).removeprefix('torch.')}"
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
     try:
         c = triton_matmul(a.to(device), b.to(device), use_autotune=False, backend=backend).cpu()
     except ValueError as refusal:
-        return Verdict(case, "refused", reason=str(refusal))
+        return Verdict(case, "matmul", "refused", reason=str(refusal))
     expected = a.double() @ b.double()
-    roundoff = torch.finfo(torch.float32).eps / 2 * (a.double().abs() @ b.double().abs())  # of sums in float32
-    budget = error_budget(expected, measure_error(a @ b, expected), dtype, expected_error(roundoff))
+    budget = error_budget(measure_error(a @ b, expected), rounding_unit(expected, dtype))
     share = Check(measure_error(c, expected), budget).share
-    return Verdict(case, "pass" if share <= 1 else "FAIL", share, "c")
+    return Verdict(case, "matmul", "pass" if share <= 1 else "FAIL", share, "c")
 
 
-def _table(verdicts: list[Verdict], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("case", "kernel", "result", "worst", "error / allowed"):
-        table.add_column(heading)
-    styles = {"pass": None, "FAIL": "bold red", "refused": "yellow"}
+def _cell(verdict: Verdict) -> str:
+    if verdict.share is None:
+        return verdict.status if verdict.status == "refused" else f"[bold red]{verdict.status}[/]"
+    text = f"{verdict.share:.2f} {verdict.result}"
+    return text if verdict.status == "pass" else f"[bold red]{verdict.status} {text}[/]"
+
+
+def _table(title: str, verdicts: list[Verdict]) -> Table:
+    """A line for each case, a column for each kernel."""
+    found = {(v.case, v.kernel): _cell(v) for v in verdicts}
+    cases, kernels = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    return table(title, ["case", *kernels], [[case, *(found[case, kernel] for kernel in kernels)] for case in cases])
+
+
+def _print_reasons(verdicts: list[Verdict]) -> None:
+    """Every reason of a refusal or a failure once, with the kernel and its cases."""
+    by_reason: dict[tuple[str, str, str], list[str]] = {}
     for v in verdicts:
-        share = v.reason if v.share is None else f"{v.share:.2f}"
-        table.add_row(v.case, v.kernel, v.status, v.result, share, style=styles[v.status])
-    return table
+        if v.reason:
+            what = "forward only" if v.status == "pass" else v.status
+            by_reason.setdefault((v.kernel, what, v.reason), []).append(v.case)
+    for (kernel, what, reason), cases in by_reason.items():
+        named = "every case" if len(cases) == sum(v.kernel == kernel for v in verdicts) else "; ".join(cases)
+        out.print(f"{kernel}, {what}: {named}\n  {reason}", markup=False, highlight=False)
 
 
 def run(backend: str | None, json: bool) -> int:
-    """Run every case; 0 when none fails and one at least passes, else 1. A refusal with its reason is no failure."""
+    """Run every case on every kernel; 0 when none fails and one at least passes, else 1. A refusal with its reason is
+    no failure."""
     device, name = device_for(backend)
+    variants = kernels_for(name)
     verdicts = []
     with progress_bar(not json) as progress:
-        task = progress.add_task(f"validating {name}", total=len(CASES) + len(MATMULS), note="")
-        for case in CASES:
-            progress.update(task, note=case.name)
-            verdicts.append(_attention(case, device, name))
+        total = len(CASES) * len(variants) + len(MATMULS)
+        task = progress.add_task(f"validating {name}", total=total, note="")
+        for case, variant in product(CASES, variants):
+            progress.update(task, note=f"{variant}: {case.name}")
+            verdicts.append(_attention(case, variant, device, name))
             progress.advance(task)
         for sizes, dtype in MATMULS:
             progress.update(task, note="matmul")
@@ -123,10 +174,15 @@ def run(backend: str | None, json: bool) -> int:
     if json:
         print_json({"backend": name, **environment(device), "ok": ok, "cases": [asdict(v) for v in verdicts]})
         return 0 if ok else 1
-    out.print(_table(verdicts, f"backend {name} on {environment(device)['device']}"))
+    out.print(f"backend {name} on {environment(device)['device']}", highlight=False)
+    products = len(MATMULS)
+    out.print(_table("attention, by kernel: error / allowed", verdicts[:-products]))
+    out.print(_table("matrix product: error / allowed", verdicts[-products:]))
+    _print_reasons(verdicts)
     out.print(
-        f"Every result is compared with float64; allowed is {BUDGET_FACTOR:g}× the error of PyTorch's own operation in "
-        "the same dtype, or what float32 arithmetic cannot avoid where PyTorch is better by luck.",
+        "Shown is the result nearest to its limit, or beyond it. Every result is compared with float64; allowed is "
+        f"{BUDGET_FACTOR:g} times the error of a plain FlashAttention (or PyTorch's product) in the same dtype, and "
+        "one unit of the result's rounding.",
         highlight=False,
     )
     out.print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['refused']} refused", highlight=False)

@@ -1,16 +1,13 @@
-"""mbarriers with real phases, in the own and in other programs' memory, and named barriers."""
+"""mbarriers with real phases, and named barriers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .clock import Clock
 from .errors import BarrierMisuse, Race, location
-from .scheduler import Event, Task, current
+from .scheduler import Task, current
 from .shared_memory import SharedView
-
-if TYPE_CHECKING:
-    from .program import Program
 
 MAX_COUNT = (1 << 20) - 1
 WARP = 32
@@ -43,39 +40,14 @@ class MBarrier:
         task = current()
         self._visible(task.clock, False)
         task.step()
-        self._count(count, task.clock, f"{task.name} arrives at {self.name} at {location()}")
-
-    def _count(self, count: int, clock: Clock, what: str) -> None:
         if count > self.pending:
-            raise BarrierMisuse(f"{what} with count {count}, {self.state()}: more arrivals than a phase takes")
-        self._now.join(clock)
+            raise BarrierMisuse(
+                f"{task.name} arrives at {self.name} at {location()} with count {count}, {self.state()}: more arrivals "
+                "than a phase takes"
+            )
+        self._now.join(task.clock)
         self.pending -= count
         self._end_phase()
-
-    def arrive_from_afar(self, count: int, program: Program) -> None:
-        """The running partition arrives at this barrier of another program; the arrival comes there some time later."""
-        task = current()
-        what = f"{task.name} arrives at {self.name} at {location()}"
-        self.check_from_afar(task.clock)
-        program.reached_by(task, task.step(), what)
-        clock = task.clock.copy()
-        program.scheduler.later(Event(lambda: self._count(count, clock, what), what))
-
-    def check_from_afar(self, clock: Clock) -> None:
-        """Whoever uses the barrier of another program must know of its init, and that must have been shown."""
-        self._visible(clock, False)
-        if clock.shown.get(self.made_by, 0) < self.made_at:
-            raise Race(
-                f"{self.name} is used at {location()} without fence.mbarrier_init.release.cluster after its init"
-            )
-
-    def check_phase(self, clock: Clock, what: str) -> None:
-        """Bytes from another program count in the phase that is going on, which must be the one that they are for."""
-        if clock.known.get(self, 0) < len(self.ended):
-            raise Race(
-                f"{what} may bring bytes to another phase of {self.name}: nothing has waited for the end of phase "
-                f"{len(self.ended) - 1} there"
-            )
 
     def expect(self, size: int) -> None:
         self.bytes += size
@@ -194,9 +166,6 @@ def init(view: SharedView, count: int) -> None:
     if view.offset() in view.allocation.barriers:
         raise BarrierMisuse(f"mbarrier.init at {location()} of a barrier that is in use: invalidate it first")
     name = f"mbarrier {view.allocation.name}[{view.offset() // 8}]"
-    program = current().program
-    if program.cluster.is_shared:
-        name += f" of program {program.index[0]}"
     view.allocation.barriers[view.offset()] = MBarrier(name, count, current())
 
 

@@ -6,6 +6,7 @@ where that is not exact (bfloat16); everything about Hopper is here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,20 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, T
 
 from . import barriers, inline_asm
 from .atomics import add_scalar
-from .cluster import ARRIVE_MARK, CLUSTER_RELEASE_MARK, RELEASE_MARK, WAIT_MARK, WARPGROUP, copies_to_all, take_mark
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
+from .marks import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, take_mark
 from .mma import product
-from .numerics import narrow, poison, stored, widen
+from .numerics import flush, narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
 from .shared_memory import Allocation, SharedView
-from .tma import load
+from .tma import Landing
+
+
+@dataclass(frozen=True)
+class _Options(InterpreterOptions):
+    enable_iisan: bool = False  # whether copies emit checks of their own, asked since Triton 3.7
 
 
 def _scalar(handle: TensorHandle) -> int:
@@ -36,7 +42,7 @@ class Builder(InterpreterBuilder):
     def __init__(self, program: Program) -> None:
         super().__init__()
         # Overflow is checked in binary_op, for all operations alike.
-        self.options = InterpreterOptions(sanitize_overflow=False)
+        self.options = _Options(sanitize_overflow=False)
         self.program = program
         self.set_grid_dim(*program.grid)
         self.set_grid_idx(*program.index)
@@ -108,6 +114,14 @@ class Builder(InterpreterBuilder):
             if arg.dtype.scalar == tl.bfloat16:
                 return TensorHandle(narrow(op(widen(arg.data, tl.bfloat16)), tl.bfloat16), tl.bfloat16)
             return TensorHandle(op(arg.data), arg.dtype.scalar)
+
+    # max.f32 and min.f32 give the operand that is not NaN.
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
 
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -236,19 +250,15 @@ class Builder(InterpreterBuilder):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
-        mark = take_mark("mbarrier.arrive", RELEASE_MARK, CLUSTER_RELEASE_MARK, ARRIVE_MARK)
+        mark = take_mark("mbarrier.arrive", RELEASE_MARK, ARRIVE_MARK)
         if mark == ARRIVE_MARK:
             if count != barriers.WARP or current().num_warps != 1:
                 raise InvalidOperand(f"{location()}: an arrival by lane is one of each of a warp, not {count}")
-        elif mark is not None and (count != WARPGROUP or current().num_warps != WARPGROUP):
+        elif mark is not None and not count == current().num_warps == 4:
             raise InvalidOperand(f"{location()}: an arrival by warp is one of each of 4, not {count}")
         self.program.scheduler.pause()
-        if not _scalar(pred):
-            return
-        barriers.barrier_at(view).arrive(count)
-        for other in self.program.cluster.programs if mark == CLUSTER_RELEASE_MARK else ():
-            if other is not self.program:
-                barriers.barrier_at(other.same_place(view)).arrive_from_afar(count, other)
+        if _scalar(pred):
+            barriers.barrier_at(view).arrive(count)
 
     def create_mbarrier_wait(self, view: SharedView, phase: TensorHandle, pred: TensorHandle, deps: list[Any]) -> None:
         take_mark("mbarrier.wait", WAIT_MARK)  # it frees warps of a partition from each other, which run in step here
@@ -258,13 +268,20 @@ class Builder(InterpreterBuilder):
     # ---- TMA
 
     def create_async_tma_copy_global_to_local(
-        self, descriptor: Any, coordinates: list[TensorHandle], barrier: SharedView, view: SharedView, pred: Any
+        self,
+        descriptor: Any,
+        coordinates: list[TensorHandle],
+        barrier: SharedView,
+        view: SharedView,
+        pred: Any,
+        multicast: bool = False,
     ) -> None:
+        if multicast:
+            raise NotImplementedError(f"copy to a cluster at {location()}")
         self.program.scheduler.pause()
         self.program.touch_global("copy")
-        to_all = copies_to_all()
         if _scalar(pred):
-            load(descriptor, [_scalar(c) for c in coordinates], barrier, view, to_all)
+            Landing(descriptor, [_scalar(c) for c in coordinates], barriers.barrier_at(barrier), view)
 
     def create_async_tma_copy_local_to_global(
         self, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
@@ -310,6 +327,25 @@ class Builder(InterpreterBuilder):
 
     def create_barrier(self) -> None:
         self.program.scheduler.pause()
+
+
+def _flushing(create: Any) -> Any:
+    """A function of Triton's interpreter, in float32 as an instruction with `.ftz` computes it."""
+
+    def flushing(self: Builder, arg: TensorHandle) -> TensorHandle:
+        if arg.dtype.scalar != tl.float32:
+            return create(self, arg)
+        with np.errstate(all="ignore"):
+            result = create(self, TensorHandle(flush(arg.data), tl.float32))
+        return TensorHandle(flush(result.data), tl.float32)
+
+    return flushing
+
+
+# What these compile to flushes subnormal numbers: ex2.approx.ftz, sqrt.approx.ftz, rsqrt.approx.ftz, cvt.rmi.ftz,
+# cvt.rpi.ftz, and multiplications with .ftz. Everything else keeps them, exp and log among it.
+for _name in ("exp2", "sqrt", "rsqrt", "floor", "ceil", "sin", "cos", "erf"):
+    setattr(Builder, f"create_{_name}", _flushing(getattr(InterpreterBuilder, f"create_{_name}")))
 
 
 class _Results:

@@ -3,8 +3,6 @@
 An agent is a partition of warps or an asynchronous operation; each counts its own steps. Two proxies see shared memory:
 register instructions (generic) and TMA and wgmma (asynchronous). Only from a `fence_async_shared` on, what the first
 wrote is in the sight of the second, and the second cannot overwrite what the first still reads, so a clock keeps both.
-Barriers that a partition initialised are in the sight of the cluster's other programs from its `fence.mbarrier_init`
-on.
 """
 
 from __future__ import annotations
@@ -21,30 +19,24 @@ def _join(into: Steps, other: Steps) -> None:
 
 
 class Clock:
-    """`known`: the last step of each agent that happened before. `fenced`: the same for the asynchronous proxy.
-    `shown`: the last step of each agent whose barriers other programs may use."""
+    """`known`: the last step of each agent that happened before. `fenced`: the same for the asynchronous proxy."""
 
-    __slots__ = ("fenced", "known", "shown")
+    __slots__ = ("fenced", "known")
 
-    def __init__(self, known: Steps | None = None, fenced: Steps | None = None, shown: Steps | None = None) -> None:
-        self.known, self.fenced, self.shown = known or {}, fenced or {}, shown or {}
+    def __init__(self, known: Steps | None = None, fenced: Steps | None = None) -> None:
+        self.known, self.fenced = known or {}, fenced or {}
 
     def copy(self) -> Clock:
-        return Clock(dict(self.known), dict(self.fenced), dict(self.shown))
+        return Clock(dict(self.known), dict(self.fenced))
 
     def join(self, other: Clock) -> None:
         """Everything that happened before `other` also happened before this."""
         _join(self.known, other.known)
         _join(self.fenced, other.fenced)
-        _join(self.shown, other.shown)
 
     def fence(self) -> None:
         """Register writes so far become visible to the asynchronous proxy, and register reads so far are done."""
         _join(self.fenced, self.known)
-
-    def show(self, agent: Hashable) -> None:
-        """Barriers that the agent has initialised so far become visible to other programs."""
-        _join(self.shown, {agent: self.known.get(agent, 0)})
 
     def learn(self, agent: Hashable, step: int) -> None:
         """The agent has certainly finished its step."""

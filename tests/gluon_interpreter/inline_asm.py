@@ -1,4 +1,4 @@
-"""The inline assembly that kernels use: named barriers, clusters, tickets, pairs of 16 bits, functions by name."""
+"""The inline assembly that kernels use: named barriers, marks, tickets, pairs of 16 bits, functions by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
 from .atomics import OfFirstLane, add_scalar
-from .cluster import COPIED_MARK, COPY_MARK, MARKS, begin_copies, end_copies, mark
 from .errors import BarrierMisuse, InvalidOperand, location
-from .numerics import narrow
+from .marks import MARKS, mark
+from .numerics import flush, narrow
 from .scheduler import current
 
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 _NUMBERS = 16
-# float32 functions of one argument: `name $0, $1;`
+# float32 functions of one argument: `name $0, $1;`. With `.ftz` in their names they flush subnormal numbers.
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ex2.approx.ftz.f32": np.exp2,
     "ex2.approx.f32": np.exp2,
@@ -47,15 +47,6 @@ def _named_barrier(action: str, number: int, count: int) -> None:
     (barrier.sync if action == "sync" else barrier.arrive)(count)
 
 
-def _meet() -> None:
-    current().program.cluster.meeting.come()
-
-
-def _show_barriers() -> None:
-    task = current()
-    task.clock.show(task)
-
-
 def _await_kernels_before() -> None:
     current().program.is_alone = True
 
@@ -68,12 +59,8 @@ def _await_stores() -> None:
 # What stands beside `mov.b32 $0, 0;`, which gives the text a result.
 _RESULT = "mov.b32 $0, 0;"
 _SAID: dict[str, Callable[[], None]] = {
-    "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;": _meet,
-    "fence.mbarrier_init.release.cluster;": _show_barriers,
     "griddepcontrol.wait;": _await_kernels_before,
     "cp.async.bulk.wait_group 0;": _await_stores,
-    COPY_MARK: begin_copies,
-    COPIED_MARK: end_copies,
     **{text: partial(mark, text) for text in MARKS},
 }
 
@@ -163,6 +150,7 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _unless_zero(*(value.data for value in values))
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
+        change = flush if ".ftz" in found[1] else np.asarray
         with np.errstate(all="ignore"):
-            return TensorHandle(FUNCTIONS[found[1]](values[0].data).astype(np.float32), dtype)
+            return TensorHandle(change(FUNCTIONS[found[1]](change(values[0].data)).astype(np.float32)), dtype)
     raise NotImplementedError(f"inline assembly at {location()} that the interpreter does not know: {asm!r}")

@@ -12,10 +12,10 @@ from triton.runtime.interpreter import TensorHandle
 
 from .atomics import Atomics
 from .clock import Clock
-from .cluster import Cluster, leave_no_mark
-from .errors import InvalidOperand, KernelBug
+from .errors import KernelBug
 from .global_memory import GlobalMemory
 from .language import Function, Tensor, TensorDescriptor
+from .marks import leave_no_mark
 from .pristine import language_as_imported
 from .program import Program
 from .scheduler import Scheduler, Task
@@ -33,8 +33,6 @@ DTYPES = {
     torch.int64: tl.int64,
 }
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
-# The constexpr by which a kernel knows how many programs make up a cluster; the grid counts clusters then.
-CLUSTER_SIZE = "CLUSTER"
 
 
 def _number(x: Any) -> Tensor:
@@ -66,8 +64,6 @@ def _argument(name: str, x: Any, memory: GlobalMemory) -> Any:
 class InterpretedKernel:
     """A `@gluon.jit` kernel that runs here. Stands wherever the compiled one does: `launches` counts the runs.
 
-    One with a constexpr CLUSTER runs in clusters of so many programs, which are always together; the grid counts them.
-
     Args:
         kernel: the function that `@gluon.jit` made.
         seed: which interleaving. 0: everybody as likely; 1: copies and products as late as possible; 2: as early as
@@ -98,43 +94,30 @@ class InterpretedKernel:
             name: value if name in self._function.constexprs else _argument(name, value, memory)
             for name, value in given.items()
         }
-        size = int(given.get(CLUSTER_SIZE, 1))
-        clusters = [
-            [(size * x + rank, y, z) for rank in range(size)]
-            for z in range(grid[2])
-            for y in range(grid[1])
-            for x in range(grid[0])
-        ]
-        grid = (size * grid[0], *grid[1:])
-        made: list[Cluster] = []
-        for number, members in enumerate([clusters] if self.interleave else [[cluster] for cluster in clusters]):
+        indices = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        for number, together in enumerate([indices] if self.interleave else [[index] for index in indices]):
             seed = self.seed if self.seed < 3 else self.seed * 1000003 + number
             scheduler = Scheduler(seed)
-            for indices in members:
-                made.append(Cluster())
-                for index in indices:
-                    self._spawn(scheduler, memory, made[-1], index, grid, values, options)
+            for index in together:
+                self._spawn(scheduler, memory, index, grid, values, options)
             try:
                 with language_as_imported():
                     scheduler.run()
             except KernelBug as bug:
-                which = "all programs" if self.interleave else f"program {made[-1]}"
+                which = "all programs" if self.interleave else f"program {together[0][0]}"
                 raise type(bug)(f"{bug}\n({which}, seed {self.seed})") from bug
-        if size > 1 and not any(cluster.copies_to_all for cluster in made):
-            raise InvalidOperand(f"{self._function.__name__} has no marked copy, by which it is launched in clusters")
         self.launches += 1
 
     def _spawn(
         self,
         scheduler: Scheduler,
         memory: GlobalMemory,
-        cluster: Cluster,
         index: Any,
         grid: Any,
         values: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        program = Program(scheduler, memory, index, grid, cluster)
+        program = Program(scheduler, memory, index, grid)
         program.is_alone = not options.get("launch_pdl", False)
 
         def body() -> None:
@@ -144,5 +127,4 @@ class InterpretedKernel:
             program.finish()
 
         task = Task(body, f"program {index[0]}", program, options.get("num_warps", 4), Clock())
-        program.partitions.append(task)
         scheduler.spawn(task)

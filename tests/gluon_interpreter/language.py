@@ -156,8 +156,8 @@ def _static_range(*bounds: Any) -> Iterator[int]:
 
 
 _REPLACED = {
-    id(gl.max): _reduction("max", np.max),
-    id(gl.min): _reduction("min", np.min),
+    id(gl.max): _reduction("max", np.fmax.reduce),
+    id(gl.min): _reduction("min", np.fmin.reduce),
     id(gl.sum): _reduction("sum", np.sum),
     id(hopper.warpgroup_mma): _warpgroup_mma,
     id(ampere.mma_v2): _mma_v2,

@@ -1,4 +1,4 @@
-"""16-bit floats in NumPy, which has no bfloat16: that is kept as its bits in uint16."""
+"""Floats in NumPy as the hardware has them: 16 bits, of which bfloat16 is kept as its bits in uint16, and `.ftz`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def round_to_bfloat16(data: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(data), np.uint16(NAN_BITS[tl.bfloat16]), rounded)
+
+
+def flush(data: np.ndarray) -> np.ndarray:
+    """Zeros for subnormal float32 numbers: so an instruction with `.ftz` takes its operands and gives its result."""
+    return np.where(np.abs(data) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), data), data)
 
 
 def narrow(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:

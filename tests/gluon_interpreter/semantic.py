@@ -12,9 +12,9 @@ from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.runtime.interpreter import TensorHandle
 
 from .builder import Builder
-from .cluster import leave_no_mark, meets_before_partitions
 from .errors import InvalidOperand, location
 from .layouts import inference
+from .marks import leave_no_mark
 from .program import COMPILER_BARRIERS, Program
 from .scheduler import Task, current
 
@@ -136,9 +136,6 @@ class Semantic(GluonSemantic):
             name = f"partition {i} ({function.__name__}) of program {program.index[0]}"
             body = _call(function, args)
             tasks.append(Task(body, name, program, num_warps, parent.clock.copy()))
-        if program.met_alone is not None:
-            raise meets_before_partitions(program)
-        program.begin_partitions(tasks)
         for task in tasks:
             program.scheduler.spawn(task)
         function, args = functions_and_args[0]

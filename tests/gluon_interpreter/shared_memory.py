@@ -58,7 +58,6 @@ class Allocation:
         self.dtype, self.name = dtype, name
         self.bytes = math.prod(shape) * self.array.itemsize
         self.barriers: dict[int, Any] = {}
-        self.place: tuple[str, int] = (name, 0)  # the same in all programs, set by the program
         self._accesses: list[Access] = []
 
     def access(self, new: Access, clock: Clock) -> None:

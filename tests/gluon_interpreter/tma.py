@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 
-from .barriers import MBarrier, barrier_at
+from .barriers import MBarrier
 from .errors import InvalidOperand, location
 from .numerics import NAN_BITS, poison, stored
 from .scheduler import Event, Task, current
 from .shared_memory import SharedView
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _REDUCTIONS = {
     DESCRIPTOR_REDUCE_KIND.ADD: np.add,
@@ -97,34 +94,14 @@ def _check(descriptor: Descriptor, coordinates: list[int], view: SharedView, wha
         raise InvalidOperand(f"TMA {what} of {descriptor.name} at {location()} needs {'; '.join(broken)}")
 
 
-def load(
-    descriptor: Descriptor, coordinates: list[int], barrier: SharedView, view: SharedView, to_all: bool = False
-) -> None:
-    """One copy to shared memory; `to_all` (multicast): to the same place in every program of the cluster."""
-    _check(descriptor, coordinates, view, "load")
-    program = current().program
-    for to in program.cluster.programs if to_all else [program]:
-        if to is program:
-            Landing(descriptor, coordinates, barrier_at(barrier), view, to)
-        else:
-            there = to.same_place(view)
-            Landing(descriptor, coordinates, barrier_at(to.same_place(barrier)), there, to)
-
-
 class Landing:
-    """What a copy brings to one program. The data come in two parts, each of which counts its bytes at the barrier."""
+    """A copy to shared memory. The data come in two parts, each of which counts its bytes at the barrier."""
 
-    def __init__(
-        self, descriptor: Descriptor, coordinates: list[int], barrier: MBarrier, view: SharedView, to: Program
-    ) -> None:
+    def __init__(self, descriptor: Descriptor, coordinates: list[int], barrier: MBarrier, view: SharedView) -> None:
+        _check(descriptor, coordinates, view, "load")
         task = current()
-        self.program = to
+        self.program = task.program
         self.what = f"TMA load of {descriptor.name} at {location()}"
-        if to is not task.program:
-            self.what += f" by program {task.program.index[0]} to program {to.index[0]}"
-            barrier.check_from_afar(task.clock)
-            barrier.check_phase(task.clock, self.what)
-            to.reached_by(self, 1, self.what)
         barrier.check_asynchronous(task.clock)
         view.access(self.what, task.clock, self, 1, write=True, asynchronous=True)
         poison(view.array, view.dtype)
@@ -138,8 +115,8 @@ class Landing:
         half = self._to.size // 2
         self._parts = 2
         for part in (slice(0, half), slice(half, None)):
-            to.scheduler.later(Event(lambda part=part: self._land(part), self.what))
-        to.copies.append(self)
+            self.program.scheduler.later(Event(lambda part=part: self._land(part), self.what))
+        self.program.copies.append(self)
 
     def _land(self, part: slice) -> None:
         addresses, inside, fill, dtype = self._from
@@ -174,10 +151,11 @@ class Stores:
         program = self.task.program
         writer = program.new_writer()
         program.memory.written[writer] = self.writing, number
+        known = self.task.clock.copy().known
 
         def read() -> None:
             if reduction is None:
-                program.memory.store(addresses, inside, view.array, writer)
+                program.memory.store(addresses, inside, view.array, writer, known)
             else:
                 program.memory.reduce(addresses, inside, view.array, _REDUCTIONS[reduction])
             self._reading.remove(number)

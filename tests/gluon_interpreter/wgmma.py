@@ -46,11 +46,12 @@ class Product:
 
     def execute(self) -> None:
         a = widen(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
-        product = np.matmul(a, widen(self.b.values(), self.b.dtype))
-        if self.use_acc:
-            # A product may take up the accumulator of one that is still running: they are done in order.
-            acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
-            product = acc + product
+        with np.errstate(all="ignore"):
+            product = np.matmul(a, widen(self.b.values(), self.b.dtype))
+            if self.use_acc:
+                # A product may take up the accumulator of one that is still running: they are done in order.
+                acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
+                product = acc + product
         self.result.registers = product
         self.executed = True
 

@@ -76,7 +76,8 @@ def compile_kernel(
 
 def generic(hivm: str, target: str) -> str:
     """The compiler's text in MLIR's generic form."""
-    printer = Path(str(aot.back_half(target)).replace("bishengir-compile", "bishengir-opt"))
+    program = aot.back_half().program(target)
+    printer = program.with_name(program.name.replace("compile", "opt"))
     with tempfile.TemporaryDirectory(prefix="diyfa-hivm-") as folder:
         source = Path(folder, "kernel.mlir")
         source.write_text(hivm)

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from nonfinite import assert_reaches_what_depends, same_nonfinite
-from targets import Target
+from nonfinite import same_nonfinite
 
 from diyfa import triton_matmul
-from diyfa.problem import use_exact_nonfinite
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     Results,
@@ -69,12 +67,12 @@ SMALL = [case for case in CASES.values() if not case.large]
 
 
 def run(case: Case, variant: str = "auto", **how: Any) -> Any:
-    """(results, log) of the case through compiled kernels; those that look for NaN have tests of their own."""
+    """(results, log) of the case through compiled kernels."""
     from hivm.launch import compiled_on_cpu
 
     inputs = make_inputs(case)
     attend = attention_function(case, backend="npu", variant=variant)
-    with compiled_on_cpu(**how) as log, poisoned_allocations(), use_exact_nonfinite(FULL):
+    with compiled_on_cpu(**how) as log, poisoned_allocations():
         return run_case(attend, inputs), log
 
 
@@ -118,15 +116,6 @@ def test_fused_backward(case: Case) -> None:
     assert 0 in case.sizes or "_bwd_dq_sum_kernel" in log.launches
 
 
-# Several tiles of what is searched and of what a row is formed anew from, partial ones too; with the other kernels as
-# above, so that they are compiled once.
-NONFINITE = [
-    (Case("causal_d64", heads=2, heads_kv=1, seqlen_q=130, seqlen_k=150, head_dim=64, causal=True), "q k v dout"),
-    (CASES["varlen_causal"], "v"),
-    (CASES["everything_dropout"], "v"),
-]
-
-
 def test_infinite_sinks() -> None:
     """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
     from hivm.launch import compiled_on_cpu
@@ -143,42 +132,6 @@ def test_infinite_sinks() -> None:
         assert same_nonfinite(x, y), field
         torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3, equal_nan=True)
     assert "_bwd_dbias_rows_kernel" in log.launches
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [(case, name) for case, names in NONFINITE for name in names.split()],
-    ids=lambda x: getattr(x, "name", x),
-)
-def test_nan_reaches_what_depends_on_it(case: Case, name: str) -> None:
-    """Rows formed anew, where the NaN that is in the way has really been multiplied by."""
-    from hivm.launch import compiled_on_cpu
-
-    with compiled_on_cpu() as log, poisoned_allocations():
-        assert_reaches_what_depends(Target("npu", "cpu", False), case, "auto", name, float("nan"))
-    assert {"_exact_out_kernel", "_exact_dq_kernel", "_exact_dkdv_kernel"} <= set(log.launches)
-    assert not log.races, "\n".join(log.races)
-
-
-def test_a_diverged_call_costs_hardly_more() -> None:
-    """Where everything is NaN no row is formed anew: as many library calls as without but for a look at the keys, in
-    forward and backward."""
-    from hivm.launch import compiled_on_cpu
-
-    case = NONFINITE[0][0]
-    attend = attention_function(case, backend="npu")
-    calls = []
-    for value in (1.0, float("nan")):
-        inputs = make_inputs(case)
-        with torch.no_grad():
-            for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
-                x.fill_(value)
-        with compiled_on_cpu() as log:
-            results = run_case(attend, inputs)
-        calls.append(log.instructions)
-        assert "_exact_dkdv_kernel" in log.launches
-    assert all(bool(x.isnan().all()) for x in results if x is not None)
-    assert calls[0] < calls[1] < 1.1 * calls[0]  # one row takes over 30, and there are 410
 
 
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
@@ -308,11 +261,7 @@ def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     inputs = make_inputs(VICTIM)
     attend = attention_function(VICTIM, backend="npu")
     try:
-        # Rows formed anew would mend some of it.
-        with (
-            launch.compiled_on_cpu(programs=1) as log, torch.no_grad(), poisoned_allocations(),
-            use_exact_nonfinite(False),
-        ):  # fmt: skip
+        with launch.compiled_on_cpu(programs=1) as log, torch.no_grad(), poisoned_allocations():
             out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     except (Deadlock, FlagError):
         return

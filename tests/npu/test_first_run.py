@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_the_script(path: Path) -> dict:
+def run_the_script(path: Path, *arguments: str) -> dict:
     """What it writes."""
     from npu_interpreter import HostArithmetic
 
@@ -26,7 +26,7 @@ def run_the_script(path: Path) -> dict:
         import ascend_first_run
 
         with HostArithmetic():
-            status = ascend_first_run.main(["--smoke", "--output", str(path)])
+            status = ascend_first_run.main(["--smoke", "--output", str(path), *arguments])
         sys.modules.pop("ascend_first_run"), sys.modules.pop("ascend_cases")
     assert status == 0, "numerics failed"
     return json.loads(path.read_text())
@@ -73,8 +73,8 @@ def check_tiles_are_timed(document: dict) -> None:
 def check_attention_is_timed_beside_the_operator(document: dict) -> None:
     found = rows(document, "attention")
     names = {"diyfa", "diyfa tuned", "diyfa fused", "torch_npu"}
-    assert {row["implementation"] for row in found if not row["causal"]} == names
-    assert {row["implementation"] for row in found if row["causal"]} == {*names, "diyfa NaN by tiles"}
+    for causal in (False, True):
+        assert {row["implementation"] for row in found if row["causal"] is causal} == names
     for row in found:
         if row["implementation"] == "torch_npu":
             assert row["unavailable"].startswith("refused: RuntimeError")
@@ -97,3 +97,28 @@ def test_first_run(npu: torch.device, tmp_path: Path) -> None:
     check_tiles_are_timed(document)
     check_attention_is_timed_beside_the_operator(document)
     check_the_table_of_tiles_is_as_before(document)
+
+
+def test_a_tile_that_does_not_compile_is_reported(
+    npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table's forward tile: the other tiles are timed, and with the best of them both passes."""
+    from diyfa.backends.npu import configs, fwd
+
+    shipped = set(configs.ATTENTION_TILES.values())
+
+    def refusing(problem):
+        tile = configs.fwd_tile(problem)
+        if tile in shipped:
+            raise RuntimeError("ub overflow")
+        return tile
+
+    monkeypatch.setattr(fwd, "fwd_tile", refusing)
+    document = run_the_script(tmp_path / "out.json", "--only", "tiles", "attention")
+    tiles = [row for row in rows(document, "tiles") if row["kernel"] == "fwd"]
+    refused = [row for row in tiles if "unavailable" in row]
+    assert refused and all("ub overflow" in row["unavailable"] and row["default"] for row in refused)
+    assert len(refused) < len(tiles)
+    assert all("ms" in row for row in rows(document, "tiles") if row["kernel"] != "fwd")
+    timed = {(row["implementation"], row["pass"]) for row in rows(document, "attention") if "ms" in row}
+    assert timed >= {("diyfa tuned", "forward"), ("diyfa tuned", "backward")}

@@ -178,6 +178,16 @@ def test_a_pipeline_hides_all_but_the_longest_stage() -> None:
     assert tile.bottleneck == "memory"
 
 
+def test_a_result_leaves_l0c_before_the_next_one_is_formed(fwd: hivm.Module) -> None:
+    """A product has one buffer there, so the cube core multiplies or writes out."""
+    tile, speed = fwd.loops[0].tile, cost.rates(A2)
+    assert tile.written_out == 64 * 32 * 4 + 64 * 64 * 4  # scores and the product with v
+    multiplied = sum(cost.cube_cycles(product, speed) for product in tile.products)
+    found = cost.stages(tile, A2)
+    assert found.cube == multiplied + tile.written_out / speed.l2_write
+    assert found.total == pytest.approx(multiplied + found.vector + found.memory), "without a pipeline it counts once"
+
+
 def test_causal_tasks_cover_the_lower_triangle() -> None:
     causal = problem(seqlen=1024, window_right=0)
     tasks = list(cost.attention_tasks(causal, "fwd", 128, 128))

@@ -117,12 +117,13 @@ class Compiler(search.Cache):
     """Instead of the compiler: tiles of up to `limit` scores fit, and what `refuse` says of a job does not."""
 
     def __init__(self, limit: int, refuse=lambda job: False, bound=lambda job: True) -> None:
+        self.compilers = [aot.BackHalf("1.2.0", Path())]
         self.limit = limit
         self.refuse = refuse
         self.bound = bound
         self.asked: list[aot.Job] = []
 
-    def compile(self, job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+    def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         self.asked.append(job)
         m, n, d = (job.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
         if m * n > self.limit or self.refuse(job):
@@ -138,10 +139,25 @@ class Compiler(search.Cache):
         return hivm.Module({}, bound, 4, True, 0, [hivm.Loop(tile)], hivm.Work(), m * n), ""
 
 
+def test_a_tile_that_one_release_refuses_is_not_taken(named) -> None:
+    class Older(Compiler):
+        """Takes tiles of half the size."""
+
+        def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+            self.limit = 64 * 128 if compiler.version == "1.1.0" else 128 * 128
+            return super().compile(job, target, compiler)
+
+    compiler = Older(0)
+    both = search.Search(A2, compiler, 1)
+    compiler.compilers.append(aot.BackHalf("1.1.0", Path()))
+    row = both.row(place())
+    assert row.block_m * row.block_n == 64 * 128
+
+
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows name the compilers, which need not be installed here."""
-    monkeypatch.setattr(aot, "versions", lambda: "c 1")
+    monkeypatch.setattr(aot, "versions", lambda target: "c 1")
 
 
 def place(kernel: str = "fwd", mode: str = "even") -> search.Place:
@@ -226,9 +242,9 @@ def test_an_option_that_makes_room_is_tried_with_the_other_shapes() -> None:
     compiler = Compiler(64 * 64)
     fits = compiler.compile
 
-    def roomier(job: aot.Job, target: str) -> tuple[hivm.Module | None, str]:
+    def roomier(job: aot.Job, target: str, release: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         compiler.limit = 64 * 128 if job.options.get("tile_mix_vector_loop") == 4 else 64 * 64
-        return fits(job, target)
+        return fits(job, target, release)
 
     compiler.compile = roomier
     tried = search.Search(A2, compiler, 1).search(place())
@@ -334,11 +350,11 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
     text = (Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text()
     lowered = []
 
-    def lower(linalg, target, options):
+    def lower(linalg, target, options, compiler):
         lowered.append(linalg)
         return text, "", ()
 
-    monkeypatch.setattr(aot, "versions", lambda: "c 1")
+    monkeypatch.setattr(search.metadata, "version", lambda package: "1")
     monkeypatch.setattr(aot, "to_linalg", lambda job, target: ("linalg", True))
     monkeypatch.setattr(aot, "lower", lower)
 
@@ -347,15 +363,17 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
         arg_names = ("BLOCK_M",)
 
     job = aot.Job("k", "c", Function, {}, {"BLOCK_M": 64}, {"multibuffer": True})
-    cache = search.Cache(tmp_path)
-    first, _ = cache.compile(job, A2)
-    again, _ = search.Cache(tmp_path).compile(job, A2)
+    old, new = aot.BackHalf("1.1.0", tmp_path), aot.BackHalf("1.2.0", tmp_path)
+    cache = search.Cache(tmp_path, [new, old])
+    first, _ = cache.compile(job, A2, new)
+    again, _ = search.Cache(tmp_path, [new]).compile(job, A2, new)
     assert len(lowered) == 1
     assert first == again
     for other in (replace(job, constants={"BLOCK_M": 128}), replace(job, options={"multibuffer": False})):
-        cache.compile(other, A2)
-    cache.compile(job, "Ascend910B2")
-    assert len(lowered) == 4
+        cache.compile(other, A2, new)
+    cache.compile(job, "Ascend910B2", new)
+    cache.compile(job, A2, old)
+    assert len(lowered) == 5
 
 
 # --- compiling a selection --------------------------------------------------------------------------------------------
@@ -370,8 +388,9 @@ def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
     assert not asked.gated
     assert (asked.constants["BLOCK_M"], asked.constants["BLOCK_N"]) == (64, 32)
     unbound = aot.Compiled(mixed=True, bound=False, pipelined=0)
-    assert not aot._report(shipped, A2, unbound, 0.0).ok
-    assert aot._report(asked, A2, unbound, 0.0).ok
+    compiler = aot.BackHalf("1.2.0", Path())
+    assert not aot._report(shipped, A2, compiler, unbound, 0.0).ok
+    assert aot._report(asked, A2, compiler, unbound, 0.0).ok
 
 
 def test_a_selection_is_every_combination() -> None:

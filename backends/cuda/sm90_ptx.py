@@ -1,15 +1,12 @@
-"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 has no words for: plain Python, no Triton types.
+"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 and 3.7 has no words for.
 
-Two things are missing there. Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a
-barrier each for itself: Triton has them all meet before, and one arrive. And a cluster of two programs cannot share
-what one of them loads: that takes a copy that lands in the shared memory of both, an arrival at the other program's
-barrier, and the launch in clusters of a kernel that is compiled for one program. `sm90_cluster.py` writes marks around
-the instructions it means. A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's making
-of the PTX and ptxas, `complete` acts on the marks:
+Plain Python, no Triton types. Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a
+barrier each for itself there: Triton has them all meet before, and one arrive. `sm90_barriers.py` writes marks in front
+of the instructions it means. A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's
+making of the PTX and ptxas, `complete` acts on the marks:
 
-* marked copies become their `.multicast::cluster` form;
 * a marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp for
-  itself, in a cluster at the barriers of both programs;
+  itself;
 * a marked wait loses the barrier among warps that Triton puts in front of it;
 * a marked arrival of one thread for the 32 of a warp becomes one of each.
 """
@@ -26,26 +23,14 @@ from typing import Any
 
 import triton
 
-from diyfa.backends.cuda.sm90 import TRITON
-
-CLUSTER = 2  # programs
-# The patterns below are made for the PTX of this Triton, the only one that the kernel is compiled with.
-IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
+from diyfa.backends.cuda.sm90 import has_gluon
 
 # Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-COPY_MARK = f".copies_to_cluster_{_EDITION};"
-COPIED_MARK = f".end_of_copies_to_cluster_{_EDITION};"
 RELEASE_MARK = f".release_by_warp_{_EDITION};"
-CLUSTER_RELEASE_MARK = f".release_by_warp_in_cluster_{_EDITION};"
 WAIT_MARK = f".wait_by_warp_{_EDITION};"
 ARRIVE_MARK = f".arrive_by_lane_{_EDITION};"
 
-_COPY = re.compile(
-    r"(?P<when>@%p\d+) (?P<name>cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes) "
-    r"(?P<operands>[^;]*);"
-)
-_COPIES = re.compile(rf"(?P<copies>.*?){re.escape(COPIED_MARK)}", re.DOTALL)
 _RELEASE = re.compile(
     r"bar\.sync\s+\d+, 128;(?P<between>(?:(?!bar\.sync|mbarrier).)*?)"
     r"@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[(?P<barrier>%r\d+)\], 4;",
@@ -59,17 +44,6 @@ _ARRIVAL = re.compile(
 )
 
 
-def _copy_to_all(copies: re.Match[str]) -> str:
-    everyone = (1 << CLUSTER) - 1
-    text, count = _COPY.subn(
-        rf"{{ .reg .b16 all; mov.b16 all, {everyone}; \g<when> \g<name>.multicast::cluster \g<operands>, all; }}",
-        copies["copies"],
-    )
-    if not count:
-        raise RuntimeError("no copy stands between the marks of one: this Triton writes other PTX")
-    return text
-
-
 def _release_by_warp(release: re.Match[str]) -> str:
     return (
         f"{release['between']}{{ .reg .pred one; elect.sync _|one, 0xffffffff; "
@@ -77,20 +51,8 @@ def _release_by_warp(release: re.Match[str]) -> str:
     )
 
 
-def _release_in_cluster(release: re.Match[str]) -> str:
-    return (
-        f"{release['between']}{{ .reg .pred one; .reg .b32 other, there; elect.sync _|one, 0xffffffff; "
-        "mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1; "
-        f"mapa.shared::cluster.u32 there, {release['barrier']}, other; "
-        f"@one mbarrier.arrive.shared::cta.b64 _, [{release['barrier']}]; "
-        "@one mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-    )
-
-
 _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
-    COPY_MARK: (_COPIES, _copy_to_all),
     RELEASE_MARK: (_RELEASE, _release_by_warp),
-    CLUSTER_RELEASE_MARK: (_RELEASE, _release_in_cluster),
     WAIT_MARK: (_WAIT, lambda wait: wait["wait"]),
     ARRIVE_MARK: (_ARRIVAL, lambda arrival: f"{arrival['before']}{arrival['arrival']};"),
 }
@@ -115,10 +77,7 @@ def _wrap_ptx_stage(backend: Any, stages: dict[str, Any], options: Any, language
     make = stages["ptx"]
 
     def make_and_complete(source: Any, metadata: dict[str, Any]) -> str:
-        ptx: str = make(source, metadata)
-        if COPY_MARK in ptx:
-            metadata["num_ctas"] = CLUSTER  # what the launcher makes clusters of
-        return complete(ptx)
+        return complete(make(source, metadata))
 
     stages["ptx"] = make_and_complete
 
@@ -129,16 +88,17 @@ _LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas wo
 @contextmanager
 def completing() -> Iterator[None]:
     """Kernels with marks that are compiled inside are completed; others are as ever, and so is another's hook."""
-    if not IS_KNOWN:
+    if not has_gluon():  # the patterns are made for the PTX of those versions
         yield
         return
     with _LOCK, triton.knobs.runtime.scope():
         other = triton.knobs.runtime.add_stages_inspection_hook
 
-        def both(*arguments: Any) -> None:
-            if other is not None:
-                other(*arguments)
-            _wrap_ptx_stage(*arguments)
+        def both(*arguments: Any) -> Any:
+            asked = other(*arguments) if other is not None else None
+            if not arguments:  # Triton 3.7 asks what to keep the kernel under besides; for our edits the marks say it
+                return asked or ("", "")
+            return _wrap_ptx_stage(*arguments)
 
         triton.knobs.runtime.add_stages_inspection_hook = both
         yield

@@ -1,0 +1,166 @@
+"""`plain_flash_attention`: FlashAttention-2 in plain PyTorch, as exact as the inputs' dtype lets it be and no more.
+
+The error budget of every kernel (`diyfa.testing`) is measured with it: Dao 2023, arXiv:2307.08691, algorithms 1 and 2,
+with the arithmetic of the CUDA kernels that PyTorch ships. Scores, statistics and sums are float32 (float64 for such
+inputs), exponentials are powers of two, and the maximum runs over blocks of keys. The weights are rounded to the
+inputs' dtype before they multiply v, and so are P and dS before the products of the backward pass, which forms P anew
+from the saved log-sum-exp and from scores that are summed in another order (there they lie transposed), and delta from
+the rounded output. Every result is rounded once. The score matrix lies in memory as a whole: this is for tests.
+"""
+
+from __future__ import annotations
+
+from math import e, log, log2
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa.reference import attention_by, visible_keys
+
+_INF = float("inf")
+LOG2E, LN2 = log2(e), log(2)
+BLOCK_N = 64
+
+
+class _Call(NamedTuple):
+    """What has no gradient. `visible`, `keep` and `alibi` (in nats) broadcast to (B, H, Sq, Sk)."""
+
+    scale: float
+    softcap: float
+    visible: torch.Tensor
+    alibi: torch.Tensor | None
+    keep: torch.Tensor | None
+    keep_scale: float
+
+
+def _scores_log2(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, call: _Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores in units of log2, -inf where unseen, and the tanh of the softcap, which its gradient needs."""
+    s, tanh = q @ k.mT, None
+    if call.softcap:
+        tanh = torch.tanh(s * (call.scale / call.softcap))
+        s = tanh * (call.softcap * LOG2E)
+    else:
+        s = s * (call.scale * LOG2E)
+    if call.alibi is not None:
+        s = s + call.alibi * LOG2E
+    if bias is not None:
+        s = s + bias.to(s.dtype) * LOG2E
+    return s.masked_fill(~call.visible, -_INF), tanh
+
+
+def _update(
+    s: torch.Tensor,
+    m: torch.Tensor,
+    l: torch.Tensor,  # noqa: E741
+    acc: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weights of a block of scores, and maximum, sum and accumulator once it has been seen."""
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    finite_m = m_new.masked_fill(m_new == -_INF, 0.0)
+    p, alpha = torch.exp2(s - finite_m), torch.exp2(m - finite_m)
+    return p, m_new, l * alpha + p.sum(-1, keepdim=True), acc * alpha
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, bias, sinks, call: _Call):
+        dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        group = q.shape[1] // max(1, k.shape[1])
+        q_w, k_w, v_w = (x.to(wide) for x in (q, *(y.repeat_interleave(group, dim=1) for y in (k, v))))
+        scores, _ = _scores_log2(q_w, k_w, bias, call)
+        m = scores.new_full((*scores.shape[:-1], 1), -_INF)
+        l, acc = torch.zeros_like(m), scores.new_zeros(*scores.shape[:-1], v.shape[-1])  # noqa: E741
+        for n in range(0, k.shape[2], BLOCK_N):
+            p, m, l, acc = _update(scores[..., n : n + BLOCK_N], m, l, acc)  # noqa: E741
+            if call.keep is not None:
+                p = p * call.keep[..., n : n + BLOCK_N]
+            acc = acc + p.to(dtype).to(wide) @ v_w[:, :, n : n + BLOCK_N]
+        if sinks is not None:  # a key without a value
+            sink = (sinks.to(wide) * LOG2E)[:, None, None].expand_as(m)
+            _, m, l, acc = _update(sink, m, l, acc)  # noqa: E741
+        empty = l == 0
+        out = (acc / l.masked_fill(empty, 1.0) * call.keep_scale).to(dtype)
+        lse = ((m + l.log2()) * LN2).masked_fill(empty, _INF).squeeze(-1)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
+        call, dtype, wide = ctx.call, q.dtype, lse.dtype
+        heads_kv = k.shape[1]
+        group = q.shape[1] // max(1, heads_kv)
+        q_w, k_w, v_w = (x.to(wide) for x in (q, *(y.repeat_interleave(group, dim=1) for y in (k, v))))
+        dout = dout.to(wide)
+
+        def rounded(x: torch.Tensor) -> torch.Tensor:
+            return x.to(dtype).to(wide)
+
+        def of_key_head(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(1, (heads_kv, group)).sum(2).to(dtype)
+
+        scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
+        p = torch.exp2(scores - (lse * LOG2E)[..., None])
+        delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide), dout) - dlse
+        kept, dp = p, dout @ v_w.mT
+        if call.keep is not None:
+            kept, dp = p * call.keep, dp * call.keep * call.keep_scale
+        dv = of_key_head(rounded(kept).mT @ dout * call.keep_scale)
+        ds = p * (dp - delta[..., None])
+        dbias = None if bias is None else ds.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype)
+        dsinks = None
+        if sinks is not None:
+            weight = torch.exp2((sinks.to(wide)[:, None] - lse) * LOG2E)
+            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+        if tanh is not None:
+            ds = ds * (1 - tanh * tanh)
+        ds = rounded(ds)
+        dq, dk = (ds @ k_w * call.scale).to(dtype), of_key_head(ds.mT @ q_w * call.scale)
+        return dq, dk, dv, None if dbias is None else dbias.reshape(bias.shape), dsinks, None
+
+
+def _prepared(
+    q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _Call]:
+    """q, k and v with zeros beyond the sequences' ends, which queries exist, and the rest of the call."""
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_k, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
+    if seq_lens is not None:
+        valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
+        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
+    alibi = None
+    if alibi_slopes is not None:
+        alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()
+    return q, k, v, valid_q, _Call(scale, softcap, visible, alibi, keep, 1 / (1 - dropout_p))
+
+
+def _attend(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p):
+    q, k, v, valid_q, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
+    out, lse = _FlashAttention.apply(q, k, v, attn_bias, sinks, call)
+    return torch.where(valid_q, out, 0), lse.masked_fill(~valid_q.squeeze(-1), _INF)
+
+
+def _row_maxima(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p):
+    q, k, v, _, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
+    scores = _scores_log2(q, k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1), attn_bias, call)[0] * LN2
+    candidates = [scores, scores.new_full((*scores.shape[:-1], 1), -_INF)]
+    if sinks is not None:
+        candidates.append(sinks.to(scores.dtype)[:, None, None].expand_as(candidates[-1]))
+    return q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.cat(candidates, -1).amax(-1)
+
+
+def plain_flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention in q's dtype; arguments and results as of `diyfa.reference_attention`."""
+    out, lse = attention_by(_attend, q, k, v, **options)
+    return (out, lse) if return_lse else out
+
+
+def largest_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The largest score of each row, its sink included, shaped like the lse; not finite where it sees none."""
+    return attention_by(_row_maxima, q, k, v, **options)[1]

@@ -1,0 +1,403 @@
+"""Mutations: does a test fail when the code is wrong? `python tests/manual/mutations.py [options] [name …]`
+
+Each mutation changes one text in a copy of the tree and names the few tests that must notice. One by one they are
+applied, the tests run, and the file put back. A mutation is caught when a test fails; it survives when all pass. The
+tests are run without any mutation first, for a test that fails anyway catches nothing.
+
+--npu-python PATH runs those that need npu tensors with that interpreter (torch_npu and triton-ascend; Makefile,
+test-npu); without it they are left out. --list prints the names, --jobs runs several copies side by side. The exit
+status is 0 when nothing survived and nothing went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_TEST_FAILED, TESTS_FAILED = 0, 1  # pytest's exit statuses
+CAUGHT, SURVIVED = "caught", "SURVIVED"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands in `file` once, becomes `new`; one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    npu: bool = False
+
+
+def matrix(backend: str, *cases: str, variant: str = "auto") -> tuple[str, ...]:
+    """Cases of the attention matrix on one backend."""
+    return tuple(f"tests/test_attention_matrix.py::test_attention[{backend}-{variant}-{case}]" for case in cases)
+
+
+SCORES, FWD = "backends/cuda/scores.py", "backends/cuda/fwd.py"
+DKDV, DQ, BWD = "backends/cuda/bwd_dkdv.py", "backends/cuda/bwd_dq.py", "backends/cuda/bwd.py"
+LAUNCH, PRIMITIVES = "backends/cuda/attention_launch.py", "backends/npu/primitives.py"
+RANGES = "tests/test_block_ranges.py::"
+LENGTHS = "tests/test_wrong_lengths.py::"
+STRIDES = "tests/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call"
+INSTRUMENTS = "tests/test_testing.py::"
+DEMO = "tests/test_cli.py::test_demo_tells_curves_apart"
+BLOCKS = (RANGES + "test_cuda_blocks",)
+WINDOW = (RANGES + "test_a_normalised_window_shows_the_same_keys",)
+
+MUTATIONS = [
+    # ---- Ranges of blocks
+    Mutation(
+        "key_blocks: full_end + 1", SCORES,
+        "full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))",
+        "full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 2, 0))", BLOCKS,
+    ),
+    Mutation(
+        "key_blocks: end - 1", SCORES,
+        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))",
+        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right - 1, 0))", BLOCKS,
+    ),
+    Mutation(
+        "key_blocks: begin + 1", SCORES,
+        "begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N",
+        "begin = tl.maximum(row0 + offset - window_left + 1, 0) // BLOCK_N * BLOCK_N", BLOCKS,
+    ),
+    Mutation(
+        "key_blocks: full_begin - 1", SCORES,
+        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N)",
+        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 2 + offset - window_left, 0), BLOCK_N)", BLOCKS,
+    ),
+    Mutation(
+        "query_blocks: end - 1", SCORES,
+        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))",
+        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset - 1, 0))", BLOCKS,
+    ),
+    Mutation(
+        "query_blocks: begin + 1", SCORES,
+        "begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M",
+        "begin = tl.maximum(col0 - offset - window_right + 1, 0) // BLOCK_M * BLOCK_M", BLOCKS,
+    ),
+    Mutation(
+        "query_blocks: full_begin - 1", SCORES,
+        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M)",
+        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 2 - offset - window_right, 0), BLOCK_M)", BLOCKS,
+    ),
+    Mutation(
+        "query_blocks: full_end + 1", SCORES,
+        "full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))",
+        "full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 2, 0))", BLOCKS,
+    ),
+    Mutation(
+        "CPU key_range: stop - 1", "backends/cpu/tiles.py",
+        "m1 + self.max_shift + self.right)", "m1 + self.max_shift + self.right - 1)", (RANGES + "test_cpu_blocks",),
+    ),
+    Mutation(
+        "CPU mask: a column too many unmasked", "backends/cpu/tiles.py",
+        "n1 - 1 <= m0 + self.min_shift + self.right", "n1 - 2 <= m0 + self.min_shift + self.right",
+        (RANGES + "test_cpu_blocks",),
+    ),
+    # ---- Windows, masks, offsets
+    Mutation(
+        "normalised_window: right >= Sq - 2", "diyfa/attention.py",
+        "right >= seqlen_q > 0", "right >= seqlen_q - 2 > 0", WINDOW,
+    ),
+    Mutation(
+        "normalised_window: left >= Sk - 2", "diyfa/attention.py",
+        "left >= seqlen_k else", "left >= seqlen_k - 2 else", WINDOW,
+    ),
+    Mutation(
+        "visible_pairs: < on the right", SCORES,
+        "visible = visible & (cols <= rows + (offset + window_right))",
+        "visible = visible & (cols < rows + (offset + window_right))", matrix("cuda", "s37_causal"),
+    ),
+    Mutation(
+        "visible_pairs: > on the left", SCORES,
+        "visible & (cols >= rows + (offset - window_left))", "visible & (cols > rows + (offset - window_left))",
+        matrix("cuda", "window_left"),
+    ),
+    Mutation(
+        "visible_pairs: a key beyond the end", SCORES,
+        "visible = cols < n_keys", "visible = cols <= n_keys", matrix("cuda", "s37", "lens"),
+    ),
+    Mutation(
+        "offset of the tensors, not of the sequence", FWD,
+        "offset = n_keys - n_queries  # query i", "offset = seqlen_k - seqlen_q  # query i",
+        matrix("cuda", "lens_q20_k70_causal"),
+    ),
+    Mutation(
+        "empty rows: lse -inf", FWD,
+        "tl.where(live, l_i, 1.0))) * LN2, float(\"inf\"))", "tl.where(live, l_i, 1.0))) * LN2, float(\"-inf\"))",
+        matrix("cuda", "q90_k17_causal"),
+    ),
+    Mutation(
+        "lse in units of log2", FWD,
+        "tl.where(live, l_i, 1.0))) * LN2,", "tl.where(live, l_i, 1.0))),", matrix("cuda", "s16"),
+    ),
+    # ---- Lengths on the device
+    Mutation(
+        "seq_lens not clamped to the keys", SCORES,
+        "n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)",
+        "n_keys = tl.maximum(tl.load(seq_lens_ptr + b), 0)", (LENGTHS + "test_too_long_seq_lens_end_with_the_tensors",),
+    ),
+    Mutation(
+        "cu_seqlens_k: end not clamped", SCORES,
+        "tl.maximum(tl.minimum(tl.load(cu_seqlens_k_ptr + b + 1), total_k) - first_k, 0)",
+        "tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1) - first_k, 0)",
+        (LENGTHS + "test_offsets_beyond_the_rows_end_with_them[cuda-cu_seqlens_k-41-full]",
+         LENGTHS + "test_offsets_beyond_the_rows_end_with_them[cuda-cu_seqlens_k-75-full]"),
+    ),
+    Mutation(
+        "cu_seqlens_k: begin not clamped", SCORES,
+        "first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)",
+        "first_k = tl.load(cu_seqlens_k_ptr + b)",
+        (LENGTHS + "test_offsets_before_the_rows_begin_with_them[cuda-cu_seqlens_k--1]",),
+    ),
+    Mutation(
+        "cu_seqlens_q: end not clamped", SCORES,
+        "tl.maximum(tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1), total_q) - first_q, 0)",
+        "tl.maximum(tl.load(cu_seqlens_q_ptr + b + 1) - first_q, 0)",
+        (LENGTHS + "test_offsets_beyond_the_rows_end_with_them[cuda-cu_seqlens_q-41-full]",),
+    ),
+    Mutation(
+        "CPU: offsets not clamped", "backends/cpu/varlen.py",
+        "cu_seqlens.clamp(0, total).tolist()", "cu_seqlens.tolist()",
+        (LENGTHS + "test_offsets_before_the_rows_begin_with_them[cpu-cu_seqlens_k--1]",
+         LENGTHS + "test_offsets_beyond_the_rows_end_with_them[cpu-cu_seqlens_k-41-full]"),
+    ),
+    # ---- Keys of what is remembered
+    Mutation(
+        "plan key without v's strides", "diyfa/plain.py", "            v.stride(),\n", "",
+        ("tests/test_plain.py::test_strides_of_each_tensor_are_part_of_the_call",),
+    ),
+    Mutation(
+        "plan key without the addresses", "diyfa/plain.py",
+        "(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15", "0",
+        ("tests/test_plain.py::test_other_tensors_are_another_call",),
+    ),
+    Mutation("launch key without v's strides", LAUNCH, "        v.stride(),\n", "", (STRIDES + "[cuda-plain]",)),
+    Mutation(
+        "launch key without the bias's strides", LAUNCH, "(bias.shape, bias.stride(), bias.dtype)",
+        "(bias.shape, bias.dtype)", (STRIDES + "[cuda-features]",),
+    ),
+    Mutation(
+        "launch key without the slopes' strides", LAUNCH, "None if slopes is None else slopes.stride()",
+        "None if slopes is None else slopes.dim()", (STRIDES + "[cuda-features]",),
+    ),
+    Mutation(
+        "launch key without sm_scale", LAUNCH, "        tensors.sm_scale,\n", "",
+        matrix("cuda", "scale", "scale_negative", "scale_zero"),
+    ),
+    Mutation(
+        "backward's key without dout's strides", BWD,
+        "(*launch_key(problem, tensors), dout.stride())", "launch_key(problem, tensors)", (STRIDES + "[cuda-plain]",),
+    ),
+    # ---- Scales and the softmax
+    Mutation(
+        "online softmax: the output is not rescaled", FWD, "acc * alpha[:, None]", "acc",
+        matrix("cuda", "rise_60_bfloat16"),
+    ),
+    Mutation(
+        "online softmax: the sum is not rescaled", FWD, "l_i * alpha + tl.sum(p, 1)", "l_i + tl.sum(p, 1)",
+        matrix("cuda", "rise_60_bfloat16"),
+    ),
+    Mutation(
+        "dK is not scaled", DKDV, "dk = tl.where(live[:, None], dk * sm_scale, 0.0)",
+        "dk = tl.where(live[:, None], dk, 0.0)", matrix("cuda", "s16"),
+    ),
+    Mutation(
+        "dropout: kept weights are not scaled", FWD, "out *= keep_scale", "out *= 1.0", matrix("cuda", "dropout"),
+    ),
+    # ---- Dropout's counters, heads
+    Mutation(
+        "dropout: rows count from 1 in the backward pass", DKDV,
+        "position_words(row_key0, row_key1, offs_m)", "position_words(row_key0, row_key1, offs_m + 1)",
+        matrix("cuda", "dropout"),
+    ),
+    Mutation(
+        "dropout: sample and head exchanged", "backends/cuda/dropout.py",
+        "c0 = h.to(tl.uint32)\n    c1 = b.to(tl.uint32)", "c0 = b.to(tl.uint32)\n    c1 = h.to(tl.uint32)",
+        matrix("cuda", "dropout"),
+    ),
+    Mutation(
+        "GQA: heads interleaved", FWD, "hk = h // group", "hk = h % (heads_q // group)", matrix("cuda", "gqa_4_2"),
+    ),
+    Mutation(
+        "GQA: dK sums other heads", DKDV,
+        "    for g in tl.range(0, group):\n        h = hk * group + g\n        q_ref",
+        "    for g in tl.range(0, group):\n        h = g * heads_kv + hk\n        q_ref", matrix("cuda", "gqa_4_2"),
+    ),
+    # ---- Features
+    Mutation("ALiBi: sign", SCORES, "s = s - (slope * LOG2E)", "s = s + (slope * LOG2E)", matrix("cuda", "alibi")),
+    Mutation(
+        "softcap: derivative", DKDV, "(1.0 - tanh_t * tanh_t)", "(1.0 - tanh_t)", matrix("cuda", "softcap"),
+    ),
+    Mutation(
+        "bias: in units of log2", SCORES, "bias.to(tl.float32) * LOG2E", "bias.to(tl.float32)",
+        matrix("cuda", "bias_full"),
+    ),
+    Mutation(
+        "sinks: sign of the gradient", BWD, "dsinks.copy_(-weights", "dsinks.copy_(weights", matrix("cuda", "sinks"),
+    ),
+    Mutation("CPU: a sink does not rescale", "backends/cpu/fwd.py", "return m, l * alpha + weight, alpha",
+             "return m, l + weight, alpha", matrix("cpu", "sinks_16_float32")),
+    Mutation("delta: sign of the lse's gradient", BWD, "delta -= tl.load", "delta += tl.load", matrix("cuda", "s16")),
+    Mutation(
+        "CPU: delta without the lse's gradient", "backends/cpu/bwd.py", "delta = delta - dlse", "delta = delta + 0",
+        matrix("cpu", "s16"),
+    ),
+    # ---- Tolerances
+    Mutation(
+        "YARDSTICK_DRAWS * 10", "diyfa/testing.py", "YARDSTICK_DRAWS = 16 ", "YARDSTICK_DRAWS = 160 ",
+        (INSTRUMENTS + "test_luck_is_bounded",),
+    ),
+    Mutation(
+        "BUDGET_FACTOR * 2", "diyfa/testing.py", "BUDGET_FACTOR = 2.0", "BUDGET_FACTOR = 4.0",
+        (INSTRUMENTS + "test_budget_is_twice_the_yardstick_and_a_unit",),
+    ),
+    Mutation(
+        "LSE_UNIT * 2**6", "diyfa/testing.py", "LSE_UNIT = 2.0**-20", "LSE_UNIT = 2.0**-14",
+        (INSTRUMENTS + "test_an_lse_is_held_to_float32",),
+    ),
+    Mutation(
+        "the yardstick rounds its scores", "diyfa/yardstick.py", "s, tanh = q @ k.mT, None",
+        "s, tanh = (q @ k.mT).half().to(q.dtype), None",
+        (INSTRUMENTS + "test_an_lse_is_held_to_float32", INSTRUMENTS + "test_the_yardstick_is_as_exact_as_pytorchs_flash_attention"),
+    ),
+    Mutation(
+        "the demo's bound * 100", "diyfa/cli/demo_train.py", "8, 300, 2e-3, 1e-4, 2e-2)", "8, 300, 2e-3, 1e-4, 2.0)",
+        (DEMO,),
+    ),
+    Mutation("the demo's bound on accelerators * 100", "diyfa/cli/demo_train.py", "500, 1e-3, 5e-3, 2e-2,",
+             "500, 1e-3, 5e-3, 2.0,", (DEMO,)),
+    # ---- Ascend
+    Mutation(
+        "NPU key_range: hi - 1", PRIMITIVES,
+        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)",
+        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right - 1)", matrix("npu", "window_right"), npu=True,
+    ),
+    Mutation(
+        "NPU row_range: hi - 1", PRIMITIVES,
+        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)",
+        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left - 1)", matrix("npu", "window_left", "window_self"),
+        npu=True,
+    ),
+    Mutation(
+        "NPU: seq_lens not clamped to the keys", PRIMITIVES,
+        "sk = tl.minimum(tl.load(seq_lens_ptr + b), seqlen_k)", "sk = tl.load(seq_lens_ptr + b)",
+        (LENGTHS + "test_too_long_seq_lens_end_with_the_tensors[npu-full]",), npu=True,
+    ),
+    Mutation(
+        "NPU: offsets not clamped", PRIMITIVES,
+        "end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)",
+        "end = tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start)",
+        (LENGTHS + "test_offsets_beyond_the_rows_end_with_them[npu-cu_seqlens_k-41-full]",), npu=True,
+    ),
+]  # fmt: skip
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """What git tracks or would, at `folder`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, folder / name
+        if source.is_symlink() or source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    return folder
+
+
+def run_tests(tree: Path, tests: list[str], npu_python: str | None) -> tuple[int, str]:
+    """Pytest's exit status and output; with `npu_python` by way of the launcher for npu tensors."""
+    how = [npu_python, "tests/npu_env.py"] if npu_python else [sys.executable, "-m", "pytest"]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file changed twice within a second would be taken for the one before
+    }  # fmt: skip
+    done = subprocess.run(
+        [*how, "-q", "-x", "-p", "no:cacheprovider", *tests], cwd=tree, env=environment, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def try_one(tree: Path, mutation: Mutation, npu_python: str | None) -> str:
+    """`CAUGHT`, `SURVIVED`, or in words what went wrong."""
+    path = tree / mutation.file
+    text = path.read_text()
+    if (count := text.count(mutation.old)) != 1:
+        return f"error: its text stands in {mutation.file} {count} times, not once"
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        status, output = run_tests(tree, list(mutation.tests), npu_python if mutation.npu else None)
+    finally:
+        path.write_text(text)
+    if status in (NO_TEST_FAILED, TESTS_FAILED):
+        return CAUGHT if status == TESTS_FAILED else SURVIVED
+    return f"error: pytest ended with {status}: {output.strip().splitlines()[-1] if output.strip() else ''}"
+
+
+def unmutated(tree: Path, mutations: list[Mutation], npu_python: str | None) -> bool:
+    """Whether all tests pass as things are."""
+    for on_npu in (False, True):
+        tests = sorted({test for mutation in mutations if mutation.npu == on_npu for test in mutation.tests})
+        if tests:
+            status, output = run_tests(tree, tests, npu_python if on_npu else None)
+            if status != NO_TEST_FAILED:
+                print(output[-3000:], "\nthese tests do not pass without any mutation", sep="\n")
+                return False
+    return True
+
+
+def main() -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these")
+    parser.add_argument("--npu-python", help="interpreter with torch_npu and triton-ascend")
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree side by side")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not arguments.names or any(name in m.name for name in arguments.names)]
+    if arguments.list:
+        print(*(m.name for m in chosen), sep="\n")
+        return 0
+    left_out = [m for m in chosen if m.npu and not arguments.npu_python]
+    chosen = [m for m in chosen if m not in left_out]
+    verdicts = []
+    with tempfile.TemporaryDirectory() as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for i in range(arguments.jobs):
+            trees.put(copy_of_the_tree(Path(folder) / str(i)))
+
+        def judge(mutation: Mutation) -> str:
+            tree, start = trees.get(), time.perf_counter()
+            try:
+                verdict = try_one(tree, mutation, arguments.npu_python)
+            finally:
+                trees.put(tree)
+            print(f"{verdict:9} {time.perf_counter() - start:5.0f} s  {mutation.name}", flush=True)
+            return verdict
+
+        if not unmutated(Path(folder) / "0", chosen, arguments.npu_python):
+            return 1
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            verdicts = list(pool.map(judge, chosen))
+    caught = verdicts.count(CAUGHT)
+    print(f"{caught} of {len(chosen)} caught", *[f"not run without --npu-python: {m.name}" for m in left_out], sep="\n")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
