@@ -414,20 +414,6 @@ def _features(
     }
 
 
-_ROWS_AT_ONCE = 4096
-
-
-def _softmax_d(dout: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> torch.Tensor:
-    """rowsum(dout * out), laid out like the log-sum-exp; a few rows at a time, to need little memory."""
-    delta = torch.empty_like(softmax_lse)
-    rows = -3
-    for start in range(0, out.shape[rows], _ROWS_AT_ONCE):
-        count = min(_ROWS_AT_ONCE, out.shape[rows] - start)
-        product = dout.narrow(rows, start, count).to(delta.dtype) * out.narrow(rows, start, count)
-        delta.narrow(-1, start, count).copy_(product.sum(-1).transpose(-1, -2))
-    return delta
-
-
 def _backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -478,10 +464,11 @@ def _backward(
         dq, dk, dv = (
             torch.empty_like(like) if given is None else given for given, like in zip(gradients, (q, k, v), strict=True)
         )
+        delta = torch.empty_like(softmax_lse)
         torch.ops.diyfa.attention_bwd_out(
-            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, **features, deterministic=deterministic
+            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, delta, **features, deterministic=deterministic
         )
-        return _softmax_d(dout, out, softmax_lse)
+        return delta
 
 
 def _flash_attn_forward(

@@ -56,8 +56,8 @@ _lib.define(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 _lib.define(
-    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_FEATURES}) "
-    "-> ()"
+    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) delta, "
+    f"{_FEATURES}) -> ()"
 )
 _lib.define(
     "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "
@@ -366,7 +366,7 @@ def _backward_into(
     tensors, scalars, backend, variant = _bind(q, k, v, features)
     nothing = _computes_nothing(tensors, scalars)
     if nothing or scalars.layout == VARLEN:
-        for x in grads[:3]:
+        for x in _given(*grads[:3], grads.delta):
             x.zero_()
     if nothing:
         if grads.dbias is not None:
@@ -402,8 +402,8 @@ def _attention_bwd(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) ->
 
 
 def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> None:
-    saved, (dq, dk, dv), features = rest[:5], rest[5:8], rest[8:]
-    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv), features)
+    saved, (dq, dk, dv, delta), features = rest[:5], rest[5:9], rest[9:]
+    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, delta=delta), features)
 
 
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:

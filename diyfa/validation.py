@@ -276,8 +276,8 @@ def check_features(
             raise TypeError(f"attn_bias must be a floating-point tensor of 16, 32 or 64 bits, got {attn_bias.dtype}")
         full = (batch, heads, seqlen_q, seqlen_k)
         shape = _shape(attn_bias)
-        missing = len(full) - len(shape)  # written so that torch.compile of PyTorch 2.5 can trace it
-        if missing < 0 or any(shape[i] != 1 and shape[i] != full[missing + i] for i in range(len(shape))):
+        missing = len(full) - len(shape)
+        if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
             raise ValueError(f"attn_bias must be broadcastable to {full}, got {shape}")
 
 

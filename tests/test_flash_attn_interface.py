@@ -408,6 +408,33 @@ def test_packed_gradients_are_written_in_place(packing: str, varlen: bool) -> No
     assert not names & {"aten::cat", "aten::stack", "aten::copy_", "aten::clone", "aten::_to_copy", "aten::add.Tensor"}
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("backend", TARGETS)
+def test_private_backward_reads_out_once(backend: str, varlen: bool) -> None:
+    """rowsum(dout · out) is what the kernels form on the way, not a second pass over both."""
+    rows = (45,) if varlen else (2, 20)
+    target = TARGETS[backend]
+    q, k, v, dout = (torch.randn(*rows, 2, 16).to(target.device) for _ in range(4))
+    cu = torch.tensor([3, 15, 15, 40], dtype=torch.int32).to(target.device)  # an empty sequence, and rows of none
+    lengths = (cu, cu, 25, 25) if varlen else ()
+    forward, backward = (
+        (_flash_attn_varlen_forward, _flash_attn_varlen_backward)
+        if varlen
+        else (_flash_attn_forward, _flash_attn_backward)
+    )
+    with diyfa.use_backend(target.backend):
+        out, lse, _, _ = forward(q, k, v, *lengths, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+        arguments = (dout, q, k, v, out, lse, None, None, None, *lengths, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+        with Recorder() as recorder:
+            delta = backward(*arguments).cpu()
+    names = {name for name, _, _ in recorder.calls}
+    assert names <= {"diyfa::attention_bwd_out", "aten::empty_like", "aten::_to_copy"}
+    expected = (dout.cpu() * out.cpu()).sum(-1).transpose(-1, -2)
+    if varlen:
+        expected[:, :3] = expected[:, 40:] = 0.0
+    torch.testing.assert_close(delta, expected)
+
+
 # ---- Refusals ---------------------------------------------------------------------------------------------------
 
 Q = torch.zeros(2, 8, 4, 16, dtype=F16)

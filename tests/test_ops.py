@@ -43,7 +43,7 @@ def test_opcheck_attention(layout: str) -> None:
         args = (torch.randn_like(out), dlse, q, k, v, out, lse, "", *rest)
         torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
     rest = features(lens, torch.rand(4), None, sinks, layout, (3, 0), 2.0)
-    into = tuple(torch.empty_like(x) for x in (q, k, v))
+    into = tuple(torch.empty_like(x) for x in (q, k, v, lse))
     args = (torch.randn_like(out), None, q, k, v, out, lse, *into, *rest)
     torch.library.opcheck(torch.ops.diyfa.attention_bwd_out.default, args)
 
@@ -145,10 +145,6 @@ def test_export_with_any_length() -> None:
         torch.testing.assert_close(exported(*arguments(*lens)), Packed()(*arguments(*lens)))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_stance"),
-    reason="before 2.6 torch.compile traces no contextlib.contextmanager",
-)
 def test_compile_with_a_backend_chosen_inside() -> None:
     torch.compiler.reset()
 
