@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from diyfa import ops, plain, registry, validation
@@ -389,6 +391,7 @@ def explain(
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
+    Where an input requires a gradient, `backward` of the result says the same of the backward pass.
     Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
     (`flash_attention_varlen`, with its lengths). Raises what the call itself would raise.
     """
@@ -428,6 +431,9 @@ def explain(
         bias_grad,
     )  # fmt: skip
     problem = ops.describe_attention(chosen, tensors, scalars)
-    if needs_grad:  # the call refuses, too, what its backward pass could not run
-        registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
-    return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)
+    forward = registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)
+    if not needs_grad:
+        return forward
+    variant = registry.variant_of("attention_bwd", chosen, variant)
+    backward = registry.explain_choice("attention_bwd", problem, q4.device, backend or "", variant)
+    return replace(forward, backward=backward)

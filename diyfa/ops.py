@@ -56,8 +56,8 @@ _lib.define(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 _lib.define(
-    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) delta, "
-    f"{_FEATURES}) -> ()"
+    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+    f"Tensor(d!) delta, {_FEATURES}) -> ()"
 )
 _lib.define(
     "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "

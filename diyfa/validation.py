@@ -1,7 +1,8 @@
 """Checks that hold on every backend. Each raises ValueError or TypeError saying what was expected and what came.
 
 They read shapes, strides and dtypes only, so they never wait for a device; the one check of values (`seq_lens`) is
-left out while a CUDA graph is captured or a graph is traced.
+made once for each tensor and version of its contents, and left out while a device graph is captured or a graph is
+traced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -179,6 +181,22 @@ def is_capturing(x: torch.Tensor) -> bool:
     return bool(capturing is not None and x.device.type != "cpu" and capturing())
 
 
+# (version, smallest, largest) of lengths that were read: that waits for the device.
+_lengths_read = WeakTensorKeyDictionary()
+
+
+def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest value, read once for each tensor and version of its contents."""
+    if lengths.is_inference():  # has no version
+        values = lengths.cpu()
+        return int(values.min()), int(values.max())
+    read = _lengths_read.get(lengths)
+    if read is None or read[0] != lengths._version:
+        values = lengths.detach().cpu()
+        read = _lengths_read[lengths] = (lengths._version, int(values.min()), int(values.max()))
+    return read[1], read[2]
+
+
 def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k: int) -> None:
     """(B,) int32 lengths on q's device with 0 < length <= Sk."""
     check_tensors(seq_lens=seq_lens)
@@ -188,8 +206,7 @@ def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k
         raise ValueError(f"seq_lens must have shape ({batch},), got {_shape(seq_lens)}")
     check_same_device(q, seq_lens=seq_lens)
     if seq_lens.numel() and not is_capturing(seq_lens):
-        lengths = seq_lens.cpu()
-        low, high = int(lengths.min()), int(lengths.max())
+        low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
 

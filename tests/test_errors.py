@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import registry
+from diyfa import registry, validation
 
 F16, I64 = torch.float16, torch.int64
 
@@ -309,6 +310,42 @@ def test_explain_raises_what_the_call_raises() -> None:
         diyfa.explain(QP, KP, VP, layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
     with pytest.raises(TypeError, match="dtypes must match"):
         diyfa.explain(Q, K.float(), V, backend="cpu")
+
+
+def test_lengths_are_read_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them waits for the device."""
+    given, reads, read = lens(8, 5), [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: reads.append(x) or read(x))
+
+    def attend(given: torch.Tensor, keys: int = 8) -> None:
+        diyfa.flash_attention(Q, K[:, :, :keys], V[:, :, :keys], seq_lens=given, backend="cpu")
+
+    for _ in range(3):
+        attend(given)
+    assert len(reads) == 1
+    with pytest.raises(ValueError, match="0 < length <= 7, got values from 5 to 8"):
+        attend(given, 7)  # the values are remembered, not the verdict
+    assert len(reads) == 1
+    given[0] = 9
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got values from 5 to 9"):
+            attend(given)
+    assert len(reads) == 2
+    given[0] = 8
+    attend(given)
+    attend(given.clone())
+    assert len(reads) == 4
+    before = len(validation._lengths_read)
+    del given
+    reads.clear()
+    gc.collect()
+    assert len(validation._lengths_read) < before
+    with torch.inference_mode():
+        given = lens(8, 5)
+        attend(given)
+        given[0] = 9
+        with pytest.raises(ValueError, match="got values from 5 to 9"):
+            attend(given)
 
 
 def test_explain_takes_booleans() -> None:
