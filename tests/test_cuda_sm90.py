@@ -73,8 +73,7 @@ def test_accepts(changes: dict) -> None:
         ({"head_dim": 32, "head_dim_v": 32}, "head_dim 33 to 256, got 32 and 32"),
         ({"head_dim": 100, "head_dim_v": 100}, "multiples of 16 bytes, head_dim 100 is not"),
         ({"head_dim": 64, "head_dim_v": 320}, "head_dim 33 to 256, got 64 and 320"),
-        ({"alibi": True, "bias": "bfloat16"}, "does not implement alibi, attn_bias"),
-        ({"sinks": True}, "does not implement sinks"),
+        ({"dropout": True, "bias": "bfloat16"}, "does not implement attn_bias, dropout"),
         ({"dropout": True}, "does not implement dropout"),
         ({"aligned": False}, "multiples of 16 bytes"),
         ({"seqlen_k": 4, "batch": 1}, "multiply-adds in the scores"),
@@ -219,9 +218,9 @@ def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.Monk
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda, "v2").name == "v2"
-    assert registry.choose("attention_fwd", problem(sinks=True), cuda).name == "v2"
-    with pytest.raises(ValueError, match="sm90: sm90 does not implement sinks"):
-        registry.choose("attention_fwd", problem(sinks=True), cuda, "sm90")
+    assert registry.choose("attention_fwd", problem(dropout=True), cuda).name == "v2"
+    with pytest.raises(ValueError, match="sm90: sm90 does not implement dropout"):
+        registry.choose("attention_fwd", problem(dropout=True), cuda, "sm90")
 
 
 def random_cases(seed: int, count: int) -> list[AttentionCase]:

@@ -164,7 +164,7 @@ MUTANTS = {
         {"piece": 64, "joined": True, "q_held": 1},
     ),
     "the end does not wait for out": (
-        r"    else:\n        tma\.store_wait\(0\)\n(?=\n\nSIZES)",
+        r"    else:\n        tma\.store_wait\(0\)\n(?=\n\n@gluon)",
         "",
         KernelBug,
         {"fixed_max": False},
@@ -234,7 +234,7 @@ DYNAMIC_MUTANTS = {
         r"\2\1",
         KernelBug,
     ),
-    "a notice is read twice": (r"(turn \+= 1\n.* read_notice\(\s*)turn", r"\1turn - 1", KernelBug),
+    "a notice is read twice": (r"(turn \+= 1\n.*\n.* read_notice\()turn", r"\1turn - 1", KernelBug),
 }
 
 

@@ -27,6 +27,7 @@ SYNCHRONISING = (
     "mbarrier.arrive",
     "mbarrier.expect",
     "mbarrier.init",
+    "mbarrier.invalidate",
     "fence_async_shared",
     "tma.store_wait",
     "_wait_turn",
@@ -44,6 +45,7 @@ HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_RELEASE_BY_WARP)", "_say(_ARRIVE_BY_LA
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
 DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
+OVERFLOWN = replace(WALK, sm_scale=30.0)  # tiles that are gone through again
 # With shorter blocks than tiles, the first consumer has some to pass over.
 OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
 FORMS = (
@@ -55,6 +57,8 @@ FORMS = (
     (DYNAMIC, WALK),
     (OWN_WALK, replace(WALK, causal=True)),
     (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
+    (PLAIN, OVERFLOWN),
+    (replace(PLAIN, pingpong=True, own_o=False), OVERFLOWN),
 )
 
 
