@@ -197,6 +197,8 @@ def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionT
         sinks = sinks.contiguous()
     if seq_lens is not None and not seq_lens.is_contiguous():
         seq_lens = seq_lens.contiguous()
+    if cu_seqlens_k is None:  # the same offsets on both sides
+        cu_seqlens_k = cu_seqlens_q
     tensors = AttentionTensors(
         q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, rng_state, dropout_p
     )
