@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from diyfa import ops, plain, registry, validation
@@ -108,12 +110,14 @@ def _attend(
     return_lse: bool,
     backend: str | None,
 ) -> Result:
+    if not (type(causal) is type(deterministic) is type(return_lse) is bool):
+        validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     key = None
     no_tensors = seq_lens is None and alibi_slopes is None and attn_bias is None and sinks is None and rng_state is None
     if no_tensors and plain.is_unseen():
         window = validation.check_window(window)  # a list or a tensor may change, and cannot be a key
         key = plain.key_of(
-            q, k, v, layout, bool(causal), sm_scale, window, softcap, dropout_p, deterministic, variant,
+            q, k, v, layout, causal, sm_scale, window, softcap, dropout_p, deterministic, variant,
             backend or registry.forced_backend(),
         )  # fmt: skip
         plan = plain.find(key)
@@ -277,6 +281,7 @@ def flash_attention_varlen(
     Raises:
         ValueError, TypeError: as for `flash_attention`.
     """
+    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
     max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
@@ -386,11 +391,13 @@ def explain(
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
+    Where an input requires a gradient, `backward` of the result says the same of the backward pass.
     Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
     (`flash_attention_varlen`, with its lengths). Raises what the call itself would raise.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
+    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
@@ -424,6 +431,9 @@ def explain(
         bias_grad,
     )  # fmt: skip
     problem = ops.describe_attention(chosen, tensors, scalars)
-    if needs_grad:  # the call refuses, too, what its backward pass could not run
-        registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
-    return registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)
+    forward = registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)
+    if not needs_grad:
+        return forward
+    variant = registry.variant_of("attention_bwd", chosen, variant)
+    backward = registry.explain_choice("attention_bwd", problem, q4.device, backend or "", variant)
+    return replace(forward, backward=backward)

@@ -130,8 +130,15 @@ def dropout_mask(
         device: where to compute it.
 
     Raises:
-        ValueError: dropout_p outside [0, 1); seed or offset of more than 64 bits.
+        ValueError: a negative size; dropout_p outside [0, 1); seed or offset of more than 64 bits.
+        TypeError: a size is no integer.
     """
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for name, size in sizes.items():
+        if not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an integer, got {size!r}")
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     for name, value in (("seed", seed), ("offset", offset)):

@@ -108,12 +108,14 @@ def _attend(
     return_attn_probs: bool,
 ) -> FlashAttnResult:
     """One call. `owners` are the tensors as the user packed them, `qkv` the views in them."""
+    if not (type(causal) is type(deterministic) is type(return_attn_probs) is bool):
+        validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     q, k, v = qkv
     key = None
     if lengths is None and alibi_slopes is None and plain.is_unseen():
         window_size = validation.check_window(window_size, "window_size")  # a list or a tensor cannot be a key
         key = plain.key_of(
-            q, k, v, "flash_attn", softmax_scale, bool(causal), window_size, softcap, dropout_p, bool(deterministic),
+            q, k, v, "flash_attn", softmax_scale, causal, window_size, softcap, dropout_p, deterministic,
             registry.forced_backend(), packing,
         )  # fmt: skip
         plan = plain.find(key)
@@ -127,7 +129,7 @@ def _attend(
     if lengths is not None:
         out, lse = attend_varlen(
             first, second, third, *lengths, causal, scale, window, softcap, alibi_slopes, None, dropout_p, rng_state,
-            bool(deterministic), "auto", None, packing,
+            deterministic, "auto", None, packing,
         )  # fmt: skip
     else:
         out, lse = ops.attention(
@@ -141,12 +143,12 @@ def _attend(
             dropout_p=float(dropout_p),
             alibi_slopes=alibi_slopes,
             rng_state=rng_state,
-            deterministic=bool(deterministic),
+            deterministic=deterministic,
             packing=packing,
         )
         if key is not None and not dropout_p:
             bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
-            plan = ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, bool(deterministic), "", "auto", packing)
+            plan = ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, deterministic, "", "auto", packing)
             plain.remember(key, plan)
     if not return_attn_probs:
         return out
@@ -353,6 +355,7 @@ def _forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    validation.check_booleans(causal=causal, return_softmax=return_softmax)
     if return_softmax and not dropout_p:
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
@@ -411,20 +414,6 @@ def _features(
     }
 
 
-_ROWS_AT_ONCE = 4096
-
-
-def _softmax_d(dout: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> torch.Tensor:
-    """rowsum(dout * out), laid out like the log-sum-exp; a few rows at a time, to need little memory."""
-    delta = torch.empty_like(softmax_lse)
-    rows = -3
-    for start in range(0, out.shape[rows], _ROWS_AT_ONCE):
-        count = min(_ROWS_AT_ONCE, out.shape[rows] - start)
-        product = dout.narrow(rows, start, count).to(delta.dtype) * out.narrow(rows, start, count)
-        delta.narrow(-1, start, count).copy_(product.sum(-1).transpose(-1, -2))
-    return delta
-
-
 def _backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -443,6 +432,7 @@ def _backward(
     deterministic: bool,
     rng_state: torch.Tensor | None,
 ) -> torch.Tensor:
+    validation.check_booleans(causal=causal, deterministic=deterministic)
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -474,10 +464,11 @@ def _backward(
         dq, dk, dv = (
             torch.empty_like(like) if given is None else given for given, like in zip(gradients, (q, k, v), strict=True)
         )
+        delta = torch.empty_like(softmax_lse)
         torch.ops.diyfa.attention_bwd_out(
-            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, **features, deterministic=bool(deterministic)
+            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, delta, **features, deterministic=deterministic
         )
-        return _softmax_d(dout, out, softmax_lse)
+        return delta
 
 
 def _flash_attn_forward(

@@ -44,6 +44,7 @@ def triton_matmul(
     validation.check_tensors(a=a, b=b)
     if precision is None:
         a, b = autocast(a, b)
+    validation.check_booleans(use_autotune=use_autotune)
     validation.check_matmul(a, b)
     blocks = (block_m, block_n, block_k)
     validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))

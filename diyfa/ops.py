@@ -56,8 +56,8 @@ _lib.define(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 _lib.define(
-    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_FEATURES}) "
-    "-> ()"
+    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+    f"Tensor(d!) delta, {_FEATURES}) -> ()"
 )
 _lib.define(
     "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "
@@ -197,6 +197,8 @@ def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionT
         sinks = sinks.contiguous()
     if seq_lens is not None and not seq_lens.is_contiguous():
         seq_lens = seq_lens.contiguous()
+    if cu_seqlens_k is None:  # the same offsets on both sides
+        cu_seqlens_k = cu_seqlens_q
     tensors = AttentionTensors(
         q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, rng_state, dropout_p
     )
@@ -366,7 +368,7 @@ def _backward_into(
     tensors, scalars, backend, variant = _bind(q, k, v, features)
     nothing = _computes_nothing(tensors, scalars)
     if nothing or scalars.layout == VARLEN:
-        for x in grads[:3]:
+        for x in _given(*grads[:3], grads.delta):
             x.zero_()
     if nothing:
         if grads.dbias is not None:
@@ -402,8 +404,8 @@ def _attention_bwd(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) ->
 
 
 def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> None:
-    saved, (dq, dk, dv), features = rest[:5], rest[5:8], rest[8:]
-    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv), features)
+    saved, (dq, dk, dv, delta), features = rest[:5], rest[5:9], rest[9:]
+    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, delta=delta), features)
 
 
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
@@ -591,20 +593,31 @@ def run_plan(
     return pair if return_lse else pair[0]
 
 
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
+
+
 def _differentiates_forward() -> bool:
     """Whether forward-mode differentiation is on; `autograd.Function` then refuses tangents, an operator drops them.
 
     Raises RuntimeError inside a transform of torch.func that differentiates: neither of the two can follow it.
     """
-    functorch: Any = torch._C._functorch
-    if functorch.peek_interpreter_stack() is not None:
+    if _is_transformed():
+        functorch: Any = torch._C._functorch
         kinds = functorch.TransformType
         if any(level.key() in (kinds.Grad, kinds.Jvp) for level in functorch.get_interpreter_stack()):
             raise RuntimeError(
                 "diyfa cannot be differentiated by torch.func (grad, vjp, jvp, jacrev, …): use torch.autograd, that is "
-                "backward() or torch.autograd.grad; torch.func.vmap works where no gradient is wanted"
+                "backward() or torch.autograd.grad, also of what torch.func.vmap returns"
             )
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # not inside a Function
+
+
+def _sees_operators_only() -> bool:
+    """Whether a graph is traced or torch.func.vmap is at work; the operators' own Autograd kernels serve both."""
+    return torch.compiler.is_compiling() or (_is_transformed() and not _differentiates_forward())
 
 
 def attention(
@@ -651,7 +664,7 @@ def attention(
         sm_scale, window[0], window[1], softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
         variant,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _sees_operators_only():
         return _fwd(q, k, v, packing, *features)
     if _differentiates_forward() or needs_grad:
         return _Attention.apply(packing, q, k, v, *features)
@@ -743,6 +756,8 @@ class _Matmul(torch.autograd.Function):
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Matrix product of checked inputs; `arguments` in the order of the operator's schema."""
-    if not torch.compiler.is_compiling() and (_differentiates_forward() or _wants_grad(a, b)):
+    if _sees_operators_only():
+        return _mm(a, b, *arguments)
+    if _differentiates_forward() or _wants_grad(a, b):
         return _Matmul.apply(a, b, *arguments)
     return _multiply(a, b, *arguments)

@@ -157,7 +157,9 @@ class AttentionTensors(NamedTuple):
 class AttentionGradients(NamedTuple):
     """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
 
-    `dbias` is None unless the bias wants a gradient, `dsinks` where there are no sinks.
+    `dbias` is None unless the bias wants a gradient, `dsinks` where there are no sinks. `delta`, where it is given, is
+    to hold rowsum(dout * out), less dlse if there is one: contiguous, shaped and typed like the log-sum-exp, zero where
+    no sequence is. Every algorithm forms it on the way.
     """
 
     dq: torch.Tensor
@@ -165,6 +167,7 @@ class AttentionGradients(NamedTuple):
     dv: torch.Tensor
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:

@@ -211,12 +211,15 @@ class Explanation:
     why: str
     problem: Any
     alternatives: tuple[Alternative, ...] = field(default=())
+    backward: Explanation | None = None  # of the same call's backward pass, where a gradient is wanted
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}/{self.kernel} ({self.summary})", f"  why: {self.why}"]
         if self.config is not None:
             lines.append(f"  tile: {self.config}")
         lines += [f"  not {a.backend}/{a.kernel}: {a.reason}" for a in self.alternatives]
+        if self.backward is not None:
+            lines.append(str(self.backward))
         return "\n".join(lines)
 
 

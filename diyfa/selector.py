@@ -17,7 +17,7 @@ from diyfa import registry
 from diyfa.attention import flash_attention
 from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
-from diyfa.validation import MAX_HEAD_DIM_V, dtype_name
+from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_sizes_of, dtype_name
 
 # Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
@@ -81,9 +81,12 @@ class BackendSelector:
         heads_kv: int | None,
         needs_grad: bool,
     ) -> tuple[Kernel, AttentionProblem]:
+        heads_kv = heads if heads_kv is None else heads_kv
+        check_sizes_of(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
+        check_booleans(causal=causal, needs_grad=needs_grad)
         if not 1 <= head_dim <= MAX_HEAD_DIM_V:
             raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V}, got {head_dim}")
-        if heads % (heads_kv or heads):
+        if heads % heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {heads} and {heads_kv}")
         problem = AttentionProblem(
             self._backend.device_type,
@@ -92,7 +95,7 @@ class BackendSelector:
             "bhsd",
             batch,
             heads,
-            heads_kv or heads,
+            heads_kv,
             seq_len,
             seq_len,
             head_dim,
@@ -103,6 +106,7 @@ class BackendSelector:
         return registry.choose("attention_fwd", problem, self._backend), problem
 
     def _matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Kernel, MatmulProblem]:
+        check_sizes_of(m=m, n=n, k=k)
         # float32 is computed in float16 unless a precision is asked for: `triton_matmul`
         compute = dtype_name(torch.float16 if dtype == torch.float32 else dtype)
         arch = self._backend.arch(self._device)

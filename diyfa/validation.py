@@ -1,7 +1,8 @@
 """Checks that hold on every backend. Each raises ValueError or TypeError saying what was expected and what came.
 
 They read shapes, strides and dtypes only, so they never wait for a device; the one check of values (`seq_lens`) is
-left out while a CUDA graph is captured or a graph is traced.
+made once for each tensor and version of its contents, and left out while a device graph is captured or a graph is
+traced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,6 +21,7 @@ MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent a
 MAX_HEAD_DIM_V = 512
 # The first two make nearly every check short; Real takes NumPy's scalars, the last what shapes give while tracing.
 _NUMBER = (int, float, Real, torch.SymInt, torch.SymFloat)
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,8 +38,30 @@ def check_tensors(**tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+        if x.layout is not torch.strided or x.is_nested:
+            what = "a nested tensor" if x.layout is torch.strided else f"layout {x.layout}"
+            raise TypeError(f"{name} must be a dense tensor, got {what}")
+
+
+def check_booleans(**options: object) -> None:
+    """Every argument is True or False; what other libraries take in the place of `causal` is told where it belongs."""
+    for name, value in options.items():
+        if isinstance(value, bool):
+            continue
+        got = f"a tensor of shape {_shape(value)}" if isinstance(value, torch.Tensor) else repr(value)
+        hint = ""
+        if name == "causal" and isinstance(value, torch.Tensor):
+            hint = "; a mask that is added to the scores is attn_bias=, lengths are seq_lens="
+        elif name == "causal" and isinstance(value, float):
+            hint = "; a dropout probability is dropout_p=, a scale of the scores sm_scale= or softmax_scale="
+        raise TypeError(f"{name} must be True or False, got {got}{hint}")
+
+
+def check_sizes_of(**sizes: object) -> None:
+    """Every argument is an integer, 0 or more; numbers of heads are 1 or more."""
+    for name, value in sizes.items():
+        if check_length(name, value) == 0 and name in ("heads", "heads_kv"):
+            raise ValueError(f"{name} must be positive, got 0")
 
 
 def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -135,12 +160,12 @@ def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scal
     """Scale finite, softcap not negative, dropout probability in [0, 1)."""
     if sm_scale is not None and not isinstance(sm_scale, _NUMBER):
         raise TypeError(f"{scale_name} must be a number, got {type(sm_scale).__name__}")
-    if sm_scale is not None and (sm_scale != sm_scale or sm_scale in (float("inf"), float("-inf"))):
-        raise ValueError(f"{scale_name} must be finite, got {sm_scale}")
+    if sm_scale is not None and not -_LARGEST <= sm_scale <= _LARGEST:
+        raise ValueError(f"{scale_name} must be finite in float32, got {sm_scale}")
     if not isinstance(softcap, _NUMBER):
         raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}")
+    if softcap != 0 and not _SMALLEST <= softcap <= _LARGEST:
+        raise ValueError(f"softcap must be 0 (off) or a positive number that float32 holds, got {softcap}")
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
@@ -156,6 +181,22 @@ def is_capturing(x: torch.Tensor) -> bool:
     return bool(capturing is not None and x.device.type != "cpu" and capturing())
 
 
+# (version, smallest, largest) of lengths that were read: that waits for the device.
+_lengths_read = WeakTensorKeyDictionary()
+
+
+def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest value, read once for each tensor and version of its contents."""
+    if lengths.is_inference():  # has no version
+        values = lengths.cpu()
+        return int(values.min()), int(values.max())
+    read = _lengths_read.get(lengths)
+    if read is None or read[0] != lengths._version:
+        values = lengths.detach().cpu()
+        read = _lengths_read[lengths] = (lengths._version, int(values.min()), int(values.max()))
+    return read[1], read[2]
+
+
 def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k: int) -> None:
     """(B,) int32 lengths on q's device with 0 < length <= Sk."""
     check_tensors(seq_lens=seq_lens)
@@ -165,8 +206,7 @@ def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k
         raise ValueError(f"seq_lens must have shape ({batch},), got {_shape(seq_lens)}")
     check_same_device(q, seq_lens=seq_lens)
     if seq_lens.numel() and not is_capturing(seq_lens):
-        lengths = seq_lens.cpu()
-        low, high = int(lengths.min()), int(lengths.max())
+        low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
 
@@ -249,12 +289,12 @@ def check_features(
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape ({heads},), got {_shape(sinks)}")
     if attn_bias is not None:
-        if not attn_bias.dtype.is_floating_point:
-            raise TypeError(f"attn_bias must be a floating-point tensor, got {attn_bias.dtype}")
+        if attn_bias.dtype not in ATTENTION_DTYPES:
+            raise TypeError(f"attn_bias must be a floating-point tensor of 16, 32 or 64 bits, got {attn_bias.dtype}")
         full = (batch, heads, seqlen_q, seqlen_k)
         shape = _shape(attn_bias)
-        missing = len(full) - len(shape)  # written so that torch.compile of PyTorch 2.5 can trace it
-        if missing < 0 or any(shape[i] != 1 and shape[i] != full[missing + i] for i in range(len(shape))):
+        missing = len(full) - len(shape)
+        if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
             raise ValueError(f"attn_bias must be broadcastable to {full}, got {shape}")
 
 

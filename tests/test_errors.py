@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import registry
+from diyfa import registry, validation
 
 F16, I64 = torch.float16, torch.int64
 
@@ -59,6 +60,27 @@ ATTENTION = {
     "window_floats": ((Q, K, V), {"window": (1.5, 2.0)}, TypeError, r"window must be a pair of integers.*1\.5"),
     "window_text": ((Q, K, V), {"window": "12"}, TypeError, r"window must be a pair of integers.*'12'"),
     "window_float_tensor": ((Q, K, V), {"window": torch.ones(2)}, TypeError, r"window must be a pair of integers"),
+    "scale_huge": ((Q, K, V), {"sm_scale": 1e300}, ValueError, r"sm_scale must be finite in float32, got 1e\+300"),
+    "softcap_huge": ((Q, K, V), {"softcap": 1e40}, ValueError, r"softcap must be 0 .* float32 holds, got 1e\+40"),
+    "softcap_tiny": ((Q, K, V), {"softcap": 1e-50}, ValueError, r"softcap must be 0 .* float32 holds, got 1e-50"),
+    "nested": (
+        tuple(torch.nested.nested_tensor([Q[0], Q[1]]) for _ in range(3)), {},
+        TypeError, r"q must be a dense tensor, got a nested tensor",
+    ),
+    "bias_fp8": (
+        (Q, K, V), {"attn_bias": torch.zeros(8, 8, dtype=torch.float8_e4m3fn)},
+        TypeError, r"attn_bias must be a floating-point tensor of 16, 32 or 64 bits, got torch\.float8_e4m3fn",
+    ),
+    "causal_float": ((Q, K, V, 0.1), {}, TypeError, r"causal must be True or False, got 0\.1; .*dropout_p="),
+    "causal_mask": (
+        (Q, K, V, torch.ones(8, 8, dtype=torch.bool)), {},
+        TypeError, r"causal must be True or False, got a tensor of shape \(8, 8\); .*attn_bias=",
+    ),
+    "causal_none": ((Q, K, V, None), {}, TypeError, r"causal must be True or False, got None"),
+    "causal_text": ((Q, K, V), {"causal": "False"}, TypeError, r"causal must be True or False, got 'False'"),
+    "causal_int": ((Q, K, V), {"causal": 2}, TypeError, r"causal must be True or False, got 2"),
+    "deterministic": ((Q, K, V), {"deterministic": "no"}, TypeError, r"deterministic must be True or False, got 'no'"),
+    "return_lse": ((Q, K, V), {"return_lse": 1}, TypeError, r"return_lse must be True or False, got 1"),
     "scale_type": ((Q, K, V), {"sm_scale": "1"}, TypeError, r"sm_scale must be a number, got str"),
     "softcap_negative": ((Q, K, V), {"softcap": -1.0}, ValueError, r"softcap must be 0"),
     "softcap_inf": ((Q, K, V), {"softcap": float("inf")}, ValueError, r"softcap"),
@@ -144,6 +166,8 @@ PACKED = {
     "max_two": ({"max_seqlen_q": lens(5, 5)}, TypeError, r"an integer, got a torch\.int32 tensor of shape \(2,\)"),
     "max_negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k must not be negative, got -1"),
     "window": ({"window": (-3, 0)}, ValueError, r"window sizes must be -1"),
+    "causal": ({"causal": 1}, TypeError, r"causal must be True or False, got 1"),
+    "return_lse": ({"return_lse": "no"}, TypeError, r"return_lse must be True or False, got 'no'"),
     "softcap": ({"softcap": -1.0}, ValueError, r"softcap must be 0"),
     "scale": ({"sm_scale": float("inf")}, ValueError, r"sm_scale must be finite"),
     "dropout": ({"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\), got 1.5"),
@@ -237,6 +261,7 @@ MATMUL = {
     "precision": ((A.float(), B.float()), {"precision": "fp8"}, ValueError, r"precision must be None"),
     "precision_dtype": ((A, B), {"precision": "ieee"}, ValueError, r"applies to float32"),
     "out_dtype": ((A, B), {"out_dtype": torch.int8}, TypeError, r"Unsupported dtype torch\.int8"),
+    "autotune": ((A, B), {"use_autotune": "no"}, TypeError, r"use_autotune must be True or False, got 'no'"),
     "tf32_refused": ((A.float(), B.float()), {"precision": "tf32"}, ValueError, r"IEEE precision only"),
 }  # fmt: skip
 
@@ -285,6 +310,88 @@ def test_explain_raises_what_the_call_raises() -> None:
         diyfa.explain(QP, KP, VP, layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
     with pytest.raises(TypeError, match="dtypes must match"):
         diyfa.explain(Q, K.float(), V, backend="cpu")
+
+
+def test_lengths_are_read_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them waits for the device."""
+    given, reads, read = lens(8, 5), [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: reads.append(x) or read(x))
+
+    def attend(given: torch.Tensor, keys: int = 8) -> None:
+        diyfa.flash_attention(Q, K[:, :, :keys], V[:, :, :keys], seq_lens=given, backend="cpu")
+
+    for _ in range(3):
+        attend(given)
+    assert len(reads) == 1
+    with pytest.raises(ValueError, match="0 < length <= 7, got values from 5 to 8"):
+        attend(given, 7)  # the values are remembered, not the verdict
+    assert len(reads) == 1
+    given[0] = 9
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got values from 5 to 9"):
+            attend(given)
+    assert len(reads) == 2
+    given[0] = 8
+    attend(given)
+    attend(given.clone())
+    assert len(reads) == 4
+    before = len(validation._lengths_read)
+    del given
+    reads.clear()
+    gc.collect()
+    assert len(validation._lengths_read) < before
+    with torch.inference_mode():
+        given = lens(8, 5)
+        attend(given)
+        given[0] = 9
+        with pytest.raises(ValueError, match="got values from 5 to 9"):
+            attend(given)
+
+
+def test_explain_takes_booleans() -> None:
+    with pytest.raises(TypeError, match=r"causal must be True or False, got 0\.1"):
+        diyfa.explain(Q, K, V, 0.1, backend="cpu")
+
+
+def test_what_is_no_boolean_is_refused_after_an_equal_call() -> None:
+    """1 == True and both have one hash; a remembered call must not let it through."""
+    for _ in range(3):
+        diyfa.flash_attention(Q, K, V, True, backend="cpu")
+    for wrong in (1, 1.0):
+        with pytest.raises(TypeError, match="causal must be True or False"):
+            diyfa.flash_attention(Q, K, V, wrong, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exception", "pattern"),
+    [
+        ((-1, 2, 3, 4), ValueError, "batch must not be negative, got -1"),
+        ((1, 2, 3, -4), ValueError, "seqlen_k must not be negative, got -4"),
+        ((1, 2.5, 3, 4), TypeError, r"heads must be an integer, got 2\.5"),
+    ],
+)
+def test_sizes_of_a_dropout_mask(sizes: tuple, exception: type, pattern: str) -> None:
+    with pytest.raises(exception, match=pattern):
+        diyfa.dropout_mask(*sizes, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes", "exception", "pattern"),
+    [
+        ("select_attention", (-1, 2, 16, 16), ValueError, "batch must not be negative, got -1"),
+        ("select_attention", (1, 0, 16, 16), ValueError, "heads must be positive, got 0"),
+        ("select_attention", (1, 2, -16, 16), ValueError, "seq_len must not be negative, got -16"),
+        ("select_attention", (1, 2, 16, 16, "no"), TypeError, "causal must be True or False, got 'no'"),
+        ("select_attention", (1, 2, 16, 16, False, F16, 0), ValueError, "heads_kv must be positive, got 0"),
+        ("select_attention", (1, 2, 1.5, 16), TypeError, r"seq_len must be an integer, got 1\.5"),
+        ("select_matmul", (16, -16, 16), ValueError, "n must not be negative, got -16"),
+        ("get_matmul_config", (16, 16, -1), ValueError, "k must not be negative, got -1"),
+        ("get_attention_config", (1, -2), ValueError, "heads must not be negative, got -2"),
+    ],
+)
+def test_sizes_given_to_selectors(method: str, sizes: tuple, exception: type, pattern: str) -> None:
+    with pytest.raises(exception, match=pattern):
+        getattr(diyfa.AdaptiveKernelSelector("cpu"), method)(*sizes)
 
 
 def test_reference_rejects_an_unknown_layout() -> None:

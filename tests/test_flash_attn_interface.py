@@ -408,6 +408,33 @@ def test_packed_gradients_are_written_in_place(packing: str, varlen: bool) -> No
     assert not names & {"aten::cat", "aten::stack", "aten::copy_", "aten::clone", "aten::_to_copy", "aten::add.Tensor"}
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("backend", TARGETS)
+def test_private_backward_reads_out_once(backend: str, varlen: bool) -> None:
+    """rowsum(dout · out) is what the kernels form on the way, not a second pass over both."""
+    rows = (45,) if varlen else (2, 20)
+    target = TARGETS[backend]
+    q, k, v, dout = (torch.randn(*rows, 2, 16).to(target.device) for _ in range(4))
+    cu = torch.tensor([3, 15, 15, 40], dtype=torch.int32).to(target.device)  # an empty sequence, and rows of none
+    lengths = (cu, cu, 25, 25) if varlen else ()
+    forward, backward = (
+        (_flash_attn_varlen_forward, _flash_attn_varlen_backward)
+        if varlen
+        else (_flash_attn_forward, _flash_attn_backward)
+    )
+    with diyfa.use_backend(target.backend):
+        out, lse, _, _ = forward(q, k, v, *lengths, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+        arguments = (dout, q, k, v, out, lse, None, None, None, *lengths, 0.0, 0.3, True, -1, -1, 0.0, None, False)
+        with Recorder() as recorder:
+            delta = backward(*arguments).cpu()
+    names = {name for name, _, _ in recorder.calls}
+    assert names <= {"diyfa::attention_bwd_out", "aten::empty_like", "aten::_to_copy"}
+    expected = (dout.cpu() * out.cpu()).sum(-1).transpose(-1, -2)
+    if varlen:
+        expected[:, :3] = expected[:, 40:] = 0.0
+    torch.testing.assert_close(delta, expected)
+
+
 # ---- Refusals ---------------------------------------------------------------------------------------------------
 
 Q = torch.zeros(2, 8, 4, 16, dtype=F16)
@@ -455,6 +482,10 @@ ERRORS = {
                       "block_table"),
     "leftpad": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"leftpad_k": CU}, ValueError, "leftpad_k"),
     "seqused": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False), {"seqused_k": CU}, ValueError, "seqused_k"),
+    "causal": (flash_attn_func, (Q, Q, Q, 0.0, None, 1), {}, TypeError, "causal must be True or False, got 1"),
+    "swapped": (flash_attn_func, (Q, Q, Q, 0.0, True, 0.25), {}, TypeError, r"got 0\.25; .*softmax_scale="),
+    "probs": (flash_attn_func, (Q, Q, Q), {"return_attn_probs": "no"}, TypeError, "return_attn_probs must be True"),
+    "deterministic": (flash_attn_func, (Q, Q, Q), {"deterministic": None}, TypeError, "deterministic must be True"),
     "return_softmax": (_flash_attn_forward, (Q, Q, Q, 0.0, None, False, -1, -1, 0.0, None, True), {}, ValueError,
                        "dropout_p > 0"),
 }  # fmt: skip

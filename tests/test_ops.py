@@ -43,7 +43,7 @@ def test_opcheck_attention(layout: str) -> None:
         args = (torch.randn_like(out), dlse, q, k, v, out, lse, "", *rest)
         torch.library.opcheck(torch.ops.diyfa.attention_bwd.default, args)
     rest = features(lens, torch.rand(4), None, sinks, layout, (3, 0), 2.0)
-    into = tuple(torch.empty_like(x) for x in (q, k, v))
+    into = tuple(torch.empty_like(x) for x in (q, k, v, lse))
     args = (torch.randn_like(out), None, q, k, v, out, lse, *into, *rest)
     torch.library.opcheck(torch.ops.diyfa.attention_bwd_out.default, args)
 
@@ -145,10 +145,6 @@ def test_export_with_any_length() -> None:
         torch.testing.assert_close(exported(*arguments(*lens)), Packed()(*arguments(*lens)))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_stance"),
-    reason="before 2.6 torch.compile traces no contextlib.contextmanager",
-)
 def test_compile_with_a_backend_chosen_inside() -> None:
     torch.compiler.reset()
 
@@ -233,6 +229,15 @@ def test_compile_with_dropout_shown(varlen: bool, dynamic: bool | None) -> None:
         else:
             attend = partial(diyfa.flash_attn_func, dropout_p=0.4, return_attn_probs=True)
             alike(lambda q: attend(q, q, q), q, dynamic=dynamic)
+
+
+def test_compiled_lengths_beyond_the_keys_are_all_keys() -> None:
+    torch.compiler.reset()
+    q, lens = tensors((2, 2, 12, 8), grad=False)[0], torch.tensor([40, 5], dtype=torch.int32)
+    compiled = torch.compile(diyfa.flash_attention, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"causal": True}, {"variant": "v1", "window": (3, 2)}):
+        expected = diyfa.flash_attention(q, q, q, seq_lens=lens.clamp(max=12), **options, **CPU)
+        torch.testing.assert_close(compiled(q, q, q, seq_lens=lens, **options, **CPU), expected)
 
 
 def test_compile_matmul() -> None:
@@ -455,6 +460,21 @@ def test_vmap_without_gradients() -> None:
     q, k, v = tensors((3, 1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8), grad=False)
     got = torch.vmap(partial(diyfa.flash_attention, k=k, v=v, causal=True, **CPU))(q)
     assert torch.equal(got, torch.stack([diyfa.flash_attention(x, k, v, causal=True, **CPU) for x in q]))
+
+
+def test_gradients_of_what_vmap_returns(opaque) -> None:
+    q, k, a, b = tensors((3, 1, 2, 5, 8), (1, 2, 5, 8), (3, 16, 16), (16, 16))
+
+    def attend(q):
+        return diyfa.flash_attention(q, k, k, causal=True, **CPU)
+
+    def multiply(a):
+        return diyfa.triton_matmul(a, b, precision="ieee", **CPU)
+
+    for function, x, other in ((attend, q, k), (multiply, a, b)):
+        got = torch.autograd.grad(torch.vmap(function)(x).sin().sum(), (x, other))
+        expected = torch.autograd.grad(torch.stack([function(one) for one in x]).sin().sum(), (x, other))
+        torch.testing.assert_close(got, expected)
 
 
 def test_saved_tensors_are_versioned() -> None:

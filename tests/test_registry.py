@@ -178,6 +178,17 @@ def test_explain() -> None:
     assert named.kernel == "v1" and "variant='v1'" in named.why
 
 
+def test_explain_names_the_backward_kernel() -> None:
+    q = torch.zeros(2, 4, 16, 32, requires_grad=True)
+    said = diyfa.explain(q, q, q, backend="cpu", variant="v1")
+    assert said.kernel == "v1" and said.backward is not None
+    assert (said.backward.op, said.backward.backend, said.backward.kernel) == ("attention_bwd", "cpu", "v2")
+    assert said.backward.problem == said.problem and said.backward.problem.needs_grad
+    assert "attention_bwd: cpu/v2" in str(said)
+    with torch.no_grad():
+        assert diyfa.explain(q, q, q, backend="cpu").backward is None
+
+
 def test_explain_packed_sequences() -> None:
     q, cu = torch.zeros(16, 4, 32, dtype=torch.float16), torch.tensor([0, 5, 14], dtype=torch.int32)
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 9, "max_seqlen_k": 9}

@@ -55,6 +55,8 @@ def _backward(
     if gradients.dbias is not None:
         dbias = torch.zeros(call.bias.shape, dtype=call.dtype)
     delta = _delta(call, out, lse, dout, dlse)
+    if gradients.delta is not None:
+        gradients.delta.copy_(delta)
     dout_rows = call.grouped(as_bhsd(dout, problem.layout))
     lse_rows, delta_rows = call.grouped(lse), call.grouped(delta)
 
@@ -123,7 +125,10 @@ def backward(
         dsinks = None if gradients.dsinks is None else torch.zeros(problem.heads_q, dtype=lse.dtype)
         for part in sequences(problem, tensors):
             own = gradients._replace(
-                dq=part.queries(gradients.dq), dk=part.keys(gradients.dk), dv=part.keys(gradients.dv)
+                dq=part.queries(gradients.dq),
+                dk=part.keys(gradients.dk),
+                dv=part.keys(gradients.dv),
+                delta=None if gradients.delta is None else part.statistics(gradients.delta),
             )
             own_dlse = None if dlse is None else part.statistics(dlse)
             added = _backward(

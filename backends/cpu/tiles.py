@@ -39,7 +39,7 @@ class Visibility:
             len_k = torch.tensor([problem.seqlen_k])
             len_q = torch.tensor([problem.seqlen_q])
         else:
-            len_k = seq_lens.to(torch.int64)
+            len_k = seq_lens.to(torch.int64).clamp(0, problem.seqlen_k)  # their values are not checked while tracing
             len_q = len_k.clamp(max=problem.seqlen_q)
         shift = len_k - len_q
         self.len_k, self.len_q, self.shift = (x[:, None, None, None] for x in (len_k, len_q, shift))

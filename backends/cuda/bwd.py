@@ -246,6 +246,8 @@ def attention_backward(
 ) -> None:
     """Launch the kernels, which fill the gradients."""
     backward = _Backward(problem, tensors, out, lse, dout, dlse, gradients.dsinks is not None)
+    if gradients.delta is not None:
+        backward.delta = gradients.delta
     with on_device(tensors.q):
         backward.preprocess()
 

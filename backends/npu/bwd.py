@@ -138,12 +138,12 @@ def attention_bwd(
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
-    dq, dk, dv, dbias, dsinks = gradients
+    dq, dk, dv, dbias, dsinks, delta = gradients
     tiles = fused_tiles(problem) if fused else bwd_tiles(problem)
     shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
     parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
     part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse) if delta is None else delta
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
     stride = {name: addressed(x, problem.layout)[1] for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}

@@ -109,11 +109,11 @@ MUTATIONS = [
     ),
     # ---- Windows, masks, offsets
     Mutation(
-        "normalised_window: right >= Sq - 2", "diyfa/attention.py",
+        "bounds_that_exclude: right >= Sq - 2", "diyfa/ops.py",
         "right >= seqlen_q > 0", "right >= seqlen_q - 2 > 0", WINDOW,
     ),
     Mutation(
-        "normalised_window: left >= Sk - 2", "diyfa/attention.py",
+        "bounds_that_exclude: left >= Sk - 2", "diyfa/ops.py",
         "left >= seqlen_k else", "left >= seqlen_k - 2 else", WINDOW,
     ),
     Mutation(
