@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -389,7 +390,8 @@ def attention_job(
 
     fused = kernel == "fused"
     step = "dkdv" if fused else kernel
-    tile = tile or (configs.fused_tile(problem, always_mask) if fused else configs.attention_tile(problem, step))
+    tile_of = configs.fused_tile if fused else partial(configs.attention_tile, kernel=step)
+    tile = tile or tile_of(problem, always_mask=always_mask)
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
@@ -709,6 +711,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from tile_jobs(target) if lean else every_job(target, full)
     yield from narrower_jobs(target)
     yield from fused_jobs(target, full)
+    yield from always_masked_jobs(target)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
@@ -760,10 +763,19 @@ def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
         yield from jobs if full else each_tile_once(jobs)
     for case in FUSED_CASES:
         yield from attention_jobs(target, case, ("fused",))
-    # The one tile that depends on it, with what needs the most memory.
-    causal = example(target, head_dim=64, window_right=0, seq_lens=True, sinks=True)
-    if configs.fused_tile(causal, always_mask=True) != configs.fused_tile(causal, always_mask=False):
-        yield attention_job(causal, "fused", always_mask=True)
+
+
+def always_masked_jobs(target: str) -> Iterator[Job]:
+    """Every tile that is another one with a mask in every tile, with what needs the most memory."""
+    for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):
+        case = MODE_CASES[mode]
+        dims = case.get("bias", "")
+        width = {"head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
+        problem = example(target, **{**case, "dtype": dtype, **width, "bias": "float32" if dims else ""})
+        for kernel in ("fwd", "dkdv", "dq", "fused"):
+            job, other = (attention_job(problem, kernel, bias=dims, always_mask=always) for always in (True, False))
+            if job.tile != other.tile:
+                yield job
 
 
 def every_job(target: str, full: bool) -> Iterator[Job]:

@@ -154,8 +154,8 @@ def _bwd_dkdv_kernel(
                         BLOCK_M, BLOCK_N, BIAS, True,
                     )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                # Asked also where there is nothing to mask: without it AscendNPU IR 1.1.0 leaves square tiles to one
-                # vector core, or overflows the unified buffer.
+                # Asked also where nothing has to be masked (keys beyond the last have rows of their own): without it
+                # AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
                 p = masked(
                     p, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
                     CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,

@@ -272,12 +272,32 @@ def widest_head_dim(key: TileKey) -> int:
     return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
 
 
-def attention_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
-    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`."""
+# With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys). The
+# fused backward has the tiles of dk/dv.
+_ALWAYS_MASKED = {
+    TileKey(NPUArch.A2, "fwd", 2, 256, "tail"): (64, 128),
+    TileKey(NPUArch.A2, "fwd", 2, 256, "causal"): (64, 128),
+    TileKey(NPUArch.A2, "dkdv", 2, 64, "even"): (64, 128),
+    TileKey(NPUArch.A2, "fused", 2, 64, "causal"): (64, 128),
+}
+
+
+def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
+    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`; `always_mask`: with a mask in every
+    tile, by default as ALWAYS_MASK says.
+    """
     key = attention_key(problem, kernel)
-    if problem.head_dim > widest_head_dim(key):
-        return _RULED[key._replace(cores=0)]
-    return ATTENTION_TILES[key]
+    tile = _RULED[key._replace(cores=0)] if problem.head_dim > widest_head_dim(key) else ATTENTION_TILES[key]
+    return _for_mask(tile, key, kernel, always_mask)
+
+
+def _for_mask(tile: AttentionTile, key: TileKey, kernel: str, always_mask: bool | None) -> AttentionTile:
+    """`tile`, or what `kernel` has instead of it with a mask in every tile."""
+    if not (ALWAYS_MASK if always_mask is None else always_mask):
+        return tile
+    chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
+    shape = _ALWAYS_MASKED.get(key._replace(family=chip, kernel=kernel, cores=0), (tile.block_m, tile.block_n))
+    return replace(tile, block_m=shape[0], block_n=shape[1])
 
 
 def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
@@ -312,20 +332,11 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
 
 
-# The fused backward has the tiles of dk/dv, by their rows in the table. With a mask in every tile this one overflows
-# the unified buffer (209 KiB of 192), so there it is a smaller one.
-_FUSED_ALWAYS_MASKED = {TileKey(NPUArch.A2, "dkdv", 2, 64, "causal"): (64, 128)}
-
-
 def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
-    """The tile of the fused backward; `always_mask`: with a mask in every tile, by default as ALWAYS_MASK says."""
+    """The tile of the fused backward; `always_mask` as for `attention_tile`."""
     key = attention_key(problem, "dkdv")
-    tile = ATTENTION_TILES[key]
-    if ALWAYS_MASK if always_mask is None else always_mask:
-        chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
-        shape = _FUSED_ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
-        tile = replace(tile, block_m=shape[0], block_n=shape[1])
-    return tile
+    tile = _for_mask(ATTENTION_TILES[key], key, "dkdv", always_mask)
+    return _for_mask(tile, key, "fused", always_mask)
 
 
 def fused_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:

@@ -113,14 +113,14 @@ def test_shares(sizes: tuple[int, int, int, int]) -> None:
     ],
 )
 def test_tile_with_a_mask_everywhere(arch: str, dtypes: set[str]) -> None:
-    """Where dk/dv's tile has no room for it, another; the gate compiles it (`aot.fused_jobs`)."""
+    """Where dk/dv's tile has no room for it, another; the gate compiles it (`aot.always_masked_jobs`)."""
     for dtype, head_dim, window_right in itertools.product(("float16", "float32"), (64, 128, 256), (-1, 0)):
         problem = aot.example(arch, dtype=dtype, head_dim=head_dim, window_right=window_right)
         usual, always = (configs.fused_tile(problem, always_mask) for always_mask in (False, True))
         assert usual == configs.attention_tile(problem, "dkdv")
-        changes = (head_dim, window_right) == (64, 0) and dtype in dtypes
+        changes = head_dim == 64 and dtype in dtypes
         assert ((always.block_m, always.block_n) == (64, 128)) if changes else (always == usual)
-    jobs = [job for job in aot.fused_jobs(arch) if "always_mask" in job.case]
+    jobs = [job for job in aot.always_masked_jobs(arch) if job.step == "fused"]
     assert {job.case.split()[0] for job in jobs} == dtypes
     assert {(job.case.split()[-1], job.constants["ALWAYS_MASK"]) for job in jobs} == {("64x128", True)}
 
