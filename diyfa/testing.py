@@ -360,12 +360,7 @@ def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:
     return x
 
 
-def _run_plain(
-    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    case: AttentionCase,
-    dtype: torch.dtype | None,
-    device: str,
-) -> Results:
+def _run_plain(compute: Callable[..., Any], case: AttentionCase, dtype: torch.dtype | None, device: str) -> Results:
     """`compute` on `case`: every tensor in `dtype`, so that gradients come out in it too; None keeps them."""
     inputs = make_inputs(case, device)
     options = _plain_options(case, inputs)

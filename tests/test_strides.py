@@ -54,3 +54,7 @@ def test_each_tensor_may_lie_otherwise_in_a_repeated_call(backend: str, features
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=f"{name} {how}: result {i}")
         for a, b in zip(call(), want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    if features:  # one slope for each head, or for each sample and head
+        row = tensors["alibi_slopes"][0].contiguous()
+        for a, b in zip(call(alibi_slopes=row), call(alibi_slopes=row.repeat(2, 1)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
