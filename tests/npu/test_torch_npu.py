@@ -331,13 +331,12 @@ def test_compile(npu: torch.device, fresh_dynamo: None, compiler: str) -> None:
 
 
 def test_compile_with_inductor(npu: torch.device, fresh_dynamo: None) -> None:
-    """The default compiler: the forward pass is diyfa's operator alone. For training it makes kernels of its own around
-    diyfa's, for which triton-ascend asks CANN's driver for the chip: more than host memory can show."""
+    """The default compiler: both passes are diyfa's operators alone. Kernels of the compiler's own, such as for a zero
+    gradient of an unused log-sum-exp, would ask CANN's driver for the chip."""
     compiled = torch.compile(diyfa.flash_attention, fullgraph=True)
     q = inputs(npu)
     assert torch.equal(compiled(*q, causal=True).cpu(), diyfa.flash_attention(*q, causal=True).cpu())
-    with pytest.raises(torch._inductor.exc.InductorError, match="0 active drivers"):
-        trained(compiled, leaves(npu), causal=True)
+    assert same(trained(compiled, leaves(npu), causal=True), trained(diyfa.flash_attention, leaves(npu), causal=True))
 
 
 def test_compile_with_changing_lengths(npu: torch.device, fresh_dynamo: None) -> None:
