@@ -148,7 +148,7 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
             by_warp=False,
             deal="static",
             q_held=0,
-            fixed_max=problem.softcap == 0.0,  # a second pass with a softcap would spill 136 bytes
+            fixed_max=not problem.features & {"softcap", "varlen"},  # their second pass spills up to 192 bytes
         )
     if not has_one_ring(problem, config.piece):
         config = replace(config, slots=cdiv(config.slots, 2) * 2)
