@@ -104,7 +104,8 @@ class _FlashAttention(torch.autograd.Function):
 
         scores, tanh = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
-        delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide), dout) - dlse
+        # A pass of its own in FlashAttention, whose sums come in another order than those of dp.
+        delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
         kept, dp = p, dout @ v_w.mT
         if call.keep is not None:
             kept, dp = p * call.keep, dp * call.keep * call.keep_scale
