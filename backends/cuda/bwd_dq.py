@@ -27,12 +27,13 @@ def score_gradient(
         stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
     )  # fmt: skip
     p = tl.math.exp2(s - lse_log2[:, None])
-    if MASKED:
-        p = tl.where(visible, p, 0.0)
     dp = dot(do, tl.trans(v), PRECISION)
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    return p * (dp - delta[:, None]), t
+    ds = p * (dp - delta[:, None])
+    if MASKED:  # not only p, which times a delta that is not finite is NaN also where the row sees nothing
+        ds = tl.where(visible, ds, 0.0)
+    return ds, t
 
 
 @triton.jit

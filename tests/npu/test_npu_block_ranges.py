@@ -14,6 +14,7 @@ def positions_of(cases: torch.Tensor, block: int, length: torch.Tensor) -> torch
     return torch.where(positions < length[:, None], positions, -1)
 
 
+@pytest.mark.usefixtures("npu")
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (32, 32)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "causal_left", "left", "right", "both", "none"])
 @pytest.mark.parametrize("kind", ["key_range", "row_range"])
