@@ -108,6 +108,12 @@ def large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     v *= 1e30
 
 
+def huge_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Values that 2^8 times is beyond float32's range, under scores that rise by less than that."""
+    scores_by_key(lambda key: torch.where(key == 100, 5.0, 0.0))(q, k, v)
+    v *= 1e37
+
+
 def minus_infinity(first: int, last: int) -> Change:
     """Scores of minus infinity with the keys [first, last)."""
 
@@ -170,6 +176,7 @@ FINITE = {
     "20 nats, left edge": Hostile(nats=20, window=(150, 0)),
     "large values under a large sum": Hostile(large_values, **CAUSAL),
     "large values under a large sum, full": Hostile(large_values),
+    "huge values": Hostile(huge_values),
 }
 NONFINITE = {
     "minus infinity in the last blocks, causal": Hostile(
@@ -222,14 +229,16 @@ def running_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def attend(
-    case: Hostile, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    case: Hostile, head_dim: int, monkeypatch: pytest.MonkeyPatch, **of_head: float
 ) -> tuple[tuple[torch.Tensor, ...], float, torch.Tensor, torch.Tensor]:
-    """The inputs, and what the kernel makes of them: out and lse."""
+    """The inputs, and what the kernel makes of them: out and lse. `of_head`: the head's `sinks` or `alibi_slopes`."""
     (interpret if is_interpreting() else take_all)(monkeypatch, FORMS[head_dim])
     tensors, scale = case.inputs(head_dim)
-    there = [x.to("cpu" if is_interpreting() else "cuda") for x in tensors]
+    device = "cpu" if is_interpreting() else "cuda"
+    features = {name: torch.tensor([value], device=device) for name, value in of_head.items()}
+    there = [x.to(device) for x in tensors]
     out, lse = diyfa.flash_attention(
-        *there, **case.mask, sm_scale=scale, return_lse=True, backend="cuda", variant="sm90"
+        *there, **case.mask, sm_scale=scale, return_lse=True, backend="cuda", variant="sm90", **features
     )
     return tensors, scale, out.cpu(), lse.cpu()
 
@@ -273,3 +282,60 @@ def test_what_is_not_finite_shows_where_it_is_seen(name: str, head_dim: int, mon
     rows = expected_lse.isfinite()
     if rows.any():
         assert (lse - expected_lse)[rows].abs().max() <= lse_tolerance(q, k, scale, case)
+
+
+def late_peak(nats: float) -> Change:
+    """In the second of four blocks of 128 keys, which comes last in the walk."""
+    return scores_by_key(lambda key: torch.where(key == 200, nats, 0.0))
+
+
+SUM_OF_2_100 = late_peak(70.0)
+
+
+@pytest.mark.parametrize("sink", [-1000.0, 0.0, 75.0, 140.0, 150.0, 155.0])
+def test_a_sink_above_a_large_sum(sink: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One over the sum times the keys' share of it may be less than float32 holds; out, of either, is not."""
+    (q, k, v), scale, out, _ = attend(Hostile(SUM_OF_2_100, seqlen=512), 64, monkeypatch, sinks=sink)
+    expected = diyfa.reference_attention(q, k, v, sm_scale=scale, sinks=torch.tensor([sink]), dtype=torch.float64)
+    assert (out.double() - expected).norm() <= 2.0**-8 * expected.norm()
+
+
+def test_no_sink_hides_a_nan_in_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, out, _ = attend(Hostile(with_nan(SUM_OF_2_100, "v", 10), seqlen=512), 64, monkeypatch, sinks=170.0)
+    assert out[..., 5].isnan().all()
+
+
+def one_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Only the third tile of four has the peak."""
+    late_peak(200.0)(q, k, v)
+    q[:256], q[384:] = 0, 0
+
+
+WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many of four tiles are gone through again
+    "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
+    "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
+    "a sink among the keys": (Hostile(added_to_key(0, 30), nats=1.0, seqlen=512), {}, 0),
+    "a sink far above": (Hostile(nats=1.0, seqlen=512), {"sinks": 1000.0}, 0),
+    "a slope whose scores rise by 512 nats": (Hostile(nats=1.0, seqlen=512), {"alibi_slopes": 2.0}, 0),
+    "one tile overflows": (Hostile(one_tile, seqlen=512), {}, 1),
+    "all overflow": (Hostile(late_peak(200.0), seqlen=512), {}, 4),
+}
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="counts what the interpreter copies")
+@pytest.mark.parametrize("name", WALKS)
+def test_only_what_overflows_is_loaded_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gluon_interpreter import tma
+
+    copies = []
+    begin = tma.Landing.__init__
+
+    def counted(landing: tma.Landing, *args: Any) -> None:
+        copies.append(landing)
+        begin(landing, *args)
+
+    monkeypatch.setattr(tma.Landing, "__init__", counted)
+    case, of_head, again = WALKS[name]
+    attend(case, 64, monkeypatch, **of_head)
+    of_a_tile = 2 + 2 * 4  # its queries, 64 at once, and four blocks of K and V
+    assert len(copies) == (4 + again) * of_a_tile
