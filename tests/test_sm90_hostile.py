@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -108,10 +108,22 @@ def large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     v *= 1e30
 
 
+def late_large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The same in the block that comes last in the walk."""
+    scores_by_key(lambda key: torch.where((key >= 128) & (key < 256), 50 * math.log(2), 0.0))(q, k, v)
+    v *= 1e30
+
+
 def huge_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Values that 2^8 times is beyond float32's range, under scores that rise by less than that."""
     scores_by_key(lambda key: torch.where(key == 100, 5.0, 0.0))(q, k, v)
     v *= 1e37
+
+
+def small_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A sum beyond float32's range, of weights within it and values that keep out within it."""
+    scores_by_key(lambda key: torch.where((key >= 128) & (key < 256), 87.5, 0.0))(q, k, v)
+    v *= 1e-3
 
 
 def minus_infinity(first: int, last: int) -> Change:
@@ -132,6 +144,13 @@ def overflowing(first: int, last: int) -> Change:
         k[first:last, 5] = 1e30
 
     return change
+
+
+def low_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Minus infinity but for the keys that come last in the walk, where exponentials of the scores are 0."""
+    minus_infinity(0, 512)(q, k, v)
+    k[128:256, 5] = 0
+    q[:, 0], k[128:256, 0] = 1, -200 * 8
 
 
 def with_nan(change: Change, name: str, key: int, value: float = NAN) -> Change:
@@ -176,7 +195,9 @@ FINITE = {
     "20 nats, left edge": Hostile(nats=20, window=(150, 0)),
     "large values under a large sum": Hostile(large_values, **CAUSAL),
     "large values under a large sum, full": Hostile(large_values),
+    "large values under a large sum, late": Hostile(late_large_values, seqlen=512),
     "huge values": Hostile(huge_values),
+    "small values under an infinite sum": Hostile(small_values, seqlen=512),
 }
 NONFINITE = {
     "minus infinity in the last blocks, causal": Hostile(
@@ -184,6 +205,7 @@ NONFINITE = {
     ),
     "minus infinity in the last blocks": Hostile(minus_infinity(256, 384), sm_scale=0.125, seqlen=384),
     "minus infinity in the first block": Hostile(minus_infinity(0, 128), sm_scale=0.125, seqlen=384),
+    "minus infinity but for low scores": Hostile(low_scores, sm_scale=0.125, seqlen=512),
     "minus infinity in all blocks but one": Hostile(minus_infinity(64, 384), sm_scale=0.125, seqlen=384),
     "minus infinity in all blocks but one, causal": Hostile(
         minus_infinity(64, 384), sm_scale=0.125, seqlen=384, **CAUSAL
@@ -306,27 +328,35 @@ def test_no_sink_hides_a_nan_in_v(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Only the third tile of four has the peak."""
+    """Only the second tile of four has the peak: where programs take two tiles, the first one of a program."""
     late_peak(200.0)(q, k, v)
-    q[:256], q[384:] = 0, 0
+    q[:128], q[256:] = 0, 0
 
 
-WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many of four tiles are gone through again
+def beside_the_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The last key has a block of its own."""
+    scores_by_key(lambda key: torch.where(key == 400, 200.0, 0.0))(q, k, v)
+
+
+WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles are gone through again
     "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
     "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
     "a sink among the keys": (Hostile(added_to_key(0, 30), nats=1.0, seqlen=512), {}, 0),
     "a sink far above": (Hostile(nats=1.0, seqlen=512), {"sinks": 1000.0}, 0),
     "a slope whose scores rise by 512 nats": (Hostile(nats=1.0, seqlen=512), {"alibi_slopes": 2.0}, 0),
+    "a peak in the block beside the last key": (Hostile(beside_the_last_key, seqlen=513), {}, 0),
     "one tile overflows": (Hostile(one_tile, seqlen=512), {}, 1),
     "all overflow": (Hostile(late_peak(200.0), seqlen=512), {}, 4),
 }
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="counts what the interpreter copies")
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("name", WALKS)
-def test_only_what_overflows_is_loaded_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from gluon_interpreter import tma
 
+    monkeypatch.setitem(FORMS, 64, replace(FORMS[64], persistent=persistent))
     copies = []
     begin = tma.Landing.__init__
 
@@ -336,6 +366,10 @@ def test_only_what_overflows_is_loaded_twice(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tma.Landing, "__init__", counted)
     case, of_head, again = WALKS[name]
-    attend(case, 64, monkeypatch, **of_head)
-    of_a_tile = 2 + 2 * 4  # its queries, 64 at once, and four blocks of K and V
-    assert len(copies) == (4 + again) * of_a_tile
+    (q, k, v), scale, out, _ = attend(case, 64, monkeypatch, **of_head)
+    n_tiles, n_blocks = (math.ceil(case.seqlen / 128),) * 2
+    of_a_tile = 2 + 2 * n_blocks  # its queries, 64 at once, and blocks of K and V
+    assert len(copies) == (n_tiles + again) * of_a_tile
+    features = {name: torch.tensor([value]) for name, value in of_head.items()}
+    expected = diyfa.reference_attention(q, k, v, sm_scale=scale, **features, dtype=torch.float64)
+    assert (out.double() - expected).norm() <= 2.0**-7 * expected.norm()
