@@ -63,6 +63,8 @@ CASES = [
     (packed("packed_many", (5, 64, 1, 130) * 9, (9, 1, 70, 2) * 9, heads=1), replace(TWO, persistent=True)),
     (packed("packed_three", (193, 20), (65, 20), slack=1), THREE),
     (case("window", window=(70, 30), seqlen_q=260, seqlen_k=300, head_dim=128), TWO),
+    # Of a tile's 128 rows the last one alone does not see all of a block.
+    (case("window_left_one_row", window=(126, 0), seqlen_q=400, seqlen_k=400), TWO),
     (case("window_narrow", window=(3, 0), seqlen_q=300, seqlen_k=200), TWO),
     (case("window_left", window=(100, -1), seqlen_q=130, seqlen_k=400), TWO),
     (case("window_right", window=(-1, 20), seqlen_q=200, seqlen_k=150), TWO),
@@ -144,6 +146,17 @@ CASES = [
     (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
     (case("by_warp", seqlen_q=300, causal=True), replace(DYNAMIC, by_warp=True, pingpong=True)),
     (packed("by_warp_packed", (150, 0, 193, 3), (150, 9, 100, 64)), replace(THREE, by_warp=True, own_walk=True)),
+    (case("sinks_causal", heads=4, heads_kv=2, sinks=True, causal=True, seqlen_k=300), TWO),
+    (case("sinks_no_keys", sinks=True, window=(-1, 0), seqlen_q=200, seqlen_k=70, dtype="float16"), TWO),
+    (case("sinks_window_lens", batch=2, seqlen_q=200, seq_lens=(190, 33), window=(50, 0), sinks=True), THREE),
+    (packed("sinks_packed", (150, 0, 70), (90, 30, 300), sinks=True), replace(DYNAMIC, own_o=False, direct=True)),
+    (case("sinks_pieces", sinks=True, head_dim=96, seqlen_k=300), replace(TWO, piece=32, joined=True)),
+    (case("alibi", heads=4, heads_kv=2, alibi="h", seqlen_k=300), TWO),
+    (case("alibi_causal", batch=2, alibi="bh", causal=True, seqlen_k=400), replace(DYNAMIC, lazy=True)),
+    (case("alibi_more_queries", alibi="h", causal=True, seqlen_q=300, seqlen_k=130), BALANCED),
+    (case("alibi_window", batch=2, alibi="bh", window=(70, 20), softcap=5.0, seqlen_k=400), TWO),
+    (case("alibi_lens", batch=2, alibi="bh", seqlen_q=200, seq_lens=(190, 33), sm_scale=-1.0, causal=True), THREE),
+    (packed("alibi_packed", (150, 0, 70), (190, 30, 300), alibi="bh", sinks=True, causal=True), DYNAMIC),
     (case("softcap", softcap=5.0, sm_scale=1.0), TWO),
     (case("softcap_causal", softcap=5.0, sm_scale=-1.0, causal=True, head_dim=128), TWO),
 ]
@@ -154,6 +167,16 @@ def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.Mo
     kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
     assert not run(case)
     assert kernel.launches == 1
+
+
+def test_a_row_with_neither_key_nor_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, TWO)
+    q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (150, 20, 20))
+    options = {"causal": True, "sinks": torch.tensor([-float("inf")]), "return_lse": True}
+    out, lse = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
+    expected, expected_lse = reference_attention(q, k, v, **options, dtype=torch.float64)
+    assert (out[0, 0, :130] == 0).all() and (lse[0, 0, :130] == float("inf")).all()
+    assert (out - expected).abs().max() < 0.02 and (lse - expected_lse)[0, 0, 130:].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -57,6 +57,8 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         causal=draw(st.booleans()),
         window=(draw(edges), draw(edges)),
         softcap=draw(st.sampled_from([0.0, 0.0, 8.0])),
+        alibi=draw(st.sampled_from(["", "", "h", "bh"])),
+        sinks=draw(st.booleans()),
         sm_scale=draw(st.sampled_from([None, None, 0.3, -0.05, 1.0])),
         seed=draw(st.integers(0, 2**31)),
         **sizes,

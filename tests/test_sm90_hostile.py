@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -108,6 +108,24 @@ def large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     v *= 1e30
 
 
+def late_large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The same in the block that comes last in the walk."""
+    scores_by_key(lambda key: torch.where((key >= 128) & (key < 256), 50 * math.log(2), 0.0))(q, k, v)
+    v *= 1e30
+
+
+def huge_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Values that 2^8 times is beyond float32's range, under scores that rise by less than that."""
+    scores_by_key(lambda key: torch.where(key == 100, 5.0, 0.0))(q, k, v)
+    v *= 1e37
+
+
+def small_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A sum beyond float32's range, of weights within it and values that keep out within it."""
+    scores_by_key(lambda key: torch.where((key >= 128) & (key < 256), 87.5, 0.0))(q, k, v)
+    v *= 1e-3
+
+
 def minus_infinity(first: int, last: int) -> Change:
     """Scores of minus infinity with the keys [first, last)."""
 
@@ -126,6 +144,13 @@ def overflowing(first: int, last: int) -> Change:
         k[first:last, 5] = 1e30
 
     return change
+
+
+def low_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Minus infinity but for the keys that come last in the walk, where exponentials of the scores are 0."""
+    minus_infinity(0, 512)(q, k, v)
+    k[128:256, 5] = 0
+    q[:, 0], k[128:256, 0] = 1, -200 * 8
 
 
 def with_nan(change: Change, name: str, key: int, value: float = NAN) -> Change:
@@ -170,6 +195,9 @@ FINITE = {
     "20 nats, left edge": Hostile(nats=20, window=(150, 0)),
     "large values under a large sum": Hostile(large_values, **CAUSAL),
     "large values under a large sum, full": Hostile(large_values),
+    "large values under a large sum, late": Hostile(late_large_values, seqlen=512),
+    "huge values": Hostile(huge_values),
+    "small values under an infinite sum": Hostile(small_values, seqlen=512),
 }
 NONFINITE = {
     "minus infinity in the last blocks, causal": Hostile(
@@ -177,6 +205,7 @@ NONFINITE = {
     ),
     "minus infinity in the last blocks": Hostile(minus_infinity(256, 384), sm_scale=0.125, seqlen=384),
     "minus infinity in the first block": Hostile(minus_infinity(0, 128), sm_scale=0.125, seqlen=384),
+    "minus infinity but for low scores": Hostile(low_scores, sm_scale=0.125, seqlen=512),
     "minus infinity in all blocks but one": Hostile(minus_infinity(64, 384), sm_scale=0.125, seqlen=384),
     "minus infinity in all blocks but one, causal": Hostile(
         minus_infinity(64, 384), sm_scale=0.125, seqlen=384, **CAUSAL
@@ -222,14 +251,16 @@ def running_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def attend(
-    case: Hostile, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    case: Hostile, head_dim: int, monkeypatch: pytest.MonkeyPatch, **of_head: float
 ) -> tuple[tuple[torch.Tensor, ...], float, torch.Tensor, torch.Tensor]:
-    """The inputs, and what the kernel makes of them: out and lse."""
+    """The inputs, and what the kernel makes of them: out and lse. `of_head`: the head's `sinks` or `alibi_slopes`."""
     (interpret if is_interpreting() else take_all)(monkeypatch, FORMS[head_dim])
     tensors, scale = case.inputs(head_dim)
-    there = [x.to("cpu" if is_interpreting() else "cuda") for x in tensors]
+    device = "cpu" if is_interpreting() else "cuda"
+    features = {name: torch.tensor([value], device=device) for name, value in of_head.items()}
+    there = [x.to(device) for x in tensors]
     out, lse = diyfa.flash_attention(
-        *there, **case.mask, sm_scale=scale, return_lse=True, backend="cuda", variant="sm90"
+        *there, **case.mask, sm_scale=scale, return_lse=True, backend="cuda", variant="sm90", **features
     )
     return tensors, scale, out.cpu(), lse.cpu()
 
@@ -273,3 +304,72 @@ def test_what_is_not_finite_shows_where_it_is_seen(name: str, head_dim: int, mon
     rows = expected_lse.isfinite()
     if rows.any():
         assert (lse - expected_lse)[rows].abs().max() <= lse_tolerance(q, k, scale, case)
+
+
+def late_peak(nats: float) -> Change:
+    """In the second of four blocks of 128 keys, which comes last in the walk."""
+    return scores_by_key(lambda key: torch.where(key == 200, nats, 0.0))
+
+
+SUM_OF_2_100 = late_peak(70.0)
+
+
+@pytest.mark.parametrize("sink", [-1000.0, 0.0, 75.0, 140.0, 150.0, 155.0])
+def test_a_sink_above_a_large_sum(sink: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One over the sum times the keys' share of it may be less than float32 holds; out, of either, is not."""
+    (q, k, v), scale, out, _ = attend(Hostile(SUM_OF_2_100, seqlen=512), 64, monkeypatch, sinks=sink)
+    expected = diyfa.reference_attention(q, k, v, sm_scale=scale, sinks=torch.tensor([sink]), dtype=torch.float64)
+    assert (out.double() - expected).norm() <= 2.0**-8 * expected.norm()
+
+
+def test_no_sink_hides_a_nan_in_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, out, _ = attend(Hostile(with_nan(SUM_OF_2_100, "v", 10), seqlen=512), 64, monkeypatch, sinks=170.0)
+    assert out[..., 5].isnan().all()
+
+
+def one_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Only the second tile of four has the peak: where programs take two tiles, the first one of a program."""
+    late_peak(200.0)(q, k, v)
+    q[:128], q[256:] = 0, 0
+
+
+def beside_the_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The last key has a block of its own."""
+    scores_by_key(lambda key: torch.where(key == 400, 200.0, 0.0))(q, k, v)
+
+
+WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles are gone through again
+    "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
+    "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
+    "a sink among the keys": (Hostile(added_to_key(0, 30), nats=1.0, seqlen=512), {}, 0),
+    "a sink far above": (Hostile(nats=1.0, seqlen=512), {"sinks": 1000.0}, 0),
+    "a slope whose scores rise by 512 nats": (Hostile(nats=1.0, seqlen=512), {"alibi_slopes": 2.0}, 0),
+    "a peak in the block beside the last key": (Hostile(beside_the_last_key, seqlen=513), {}, 0),
+    "one tile overflows": (Hostile(one_tile, seqlen=512), {}, 1),
+    "all overflow": (Hostile(late_peak(200.0), seqlen=512), {}, 4),
+}
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="counts what the interpreter copies")
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("name", WALKS)
+def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gluon_interpreter import tma
+
+    monkeypatch.setitem(FORMS, 64, replace(FORMS[64], persistent=persistent))
+    copies = []
+    begin = tma.Landing.__init__
+
+    def counted(landing: tma.Landing, *args: Any) -> None:
+        copies.append(landing)
+        begin(landing, *args)
+
+    monkeypatch.setattr(tma.Landing, "__init__", counted)
+    case, of_head, again = WALKS[name]
+    (q, k, v), scale, out, _ = attend(case, 64, monkeypatch, **of_head)
+    n_tiles, n_blocks = (math.ceil(case.seqlen / 128),) * 2
+    of_a_tile = 2 + 2 * n_blocks  # its queries, 64 at once, and blocks of K and V
+    assert len(copies) == (n_tiles + again) * of_a_tile
+    features = {name: torch.tensor([value]) for name, value in of_head.items()}
+    expected = diyfa.reference_attention(q, k, v, sm_scale=scale, **features, dtype=torch.float64)
+    assert (out.double() - expected).norm() <= 2.0**-7 * expected.norm()

@@ -473,7 +473,7 @@ def _attend_tile(
     factor = gl.where(seen, 1.0 / total, 0.0)
     lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
     if SINKS:
-        lse_log2, factor = add_sink(lse_log2, factor, gl.load(sinks_ptr + h) * LOG2E)
+        lse_log2, share = add_sink(lse_log2, gl.load(sinks_ptr + h) * LOG2E)
     lse = gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2 * LN2)
     if LENGTHS == SEQ_LENS:
         factor = gl.where(rows < n_queries, factor, 0.0)
@@ -498,7 +498,10 @@ def _attend_tile(
         tma.store_wait(0)
     for run in gl.static_range(run_count(PIECES_V, JOINED)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row).to(DTYPE)  # a NaN among the scores is not 0
+        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
+        if SINKS:  # by itself: float32 may hold both factors and not their product
+            out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        out = out.to(DTYPE)
         if DIRECT:
             store_rows(out, rows_of_o, offset, row0, end, run_start(run, PIECES_V, JOINED) * WIDTH)
         else:
@@ -561,7 +564,7 @@ def _consumer(
             scale, cap,
             CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX and not AGAIN,
+            LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY and not AGAIN, FIXED_MAX and not AGAIN,
         )  # fmt: skip
         if AGAIN:
             used += 1

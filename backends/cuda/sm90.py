@@ -261,8 +261,13 @@ def heads_together(problem: AttentionProblem) -> int:
 
 
 def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16."""
-    return config.fixed_max and problem.dtype == "bfloat16"
+    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16.
+
+    With ALiBi and no causal mask the nearest keys come late, and their scores rise by slope times distance above those
+    of the first: beyond any range.
+    """
+    near_first = problem.causal or not problem.alibi
+    return config.fixed_max and problem.dtype == "bfloat16" and near_first
 
 
 def notices_of(config: Sm90Config) -> int:

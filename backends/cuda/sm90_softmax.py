@@ -123,8 +123,8 @@ def fixed_max_step(
 
 
 @gluon.jit
-def add_sink(lse_log2, factor, sink):
-    """A row's log-sum-exp [64] and the factor of its sums, once a sink has joined the sum: a key without a value.
+def add_sink(lse_log2, sink):
+    """A row's log-sum-exp [64] once a sink has joined the sum, a key without a value, and the share of the other keys.
 
     Both in units of log2; -inf where a row saw no key.
     """
@@ -132,5 +132,4 @@ def add_sink(lse_log2, factor, sink):
     larger = gl.where(larger == float("-inf"), 0.0, larger)
     keys = gl.exp2(lse_log2 - larger)
     total = keys + gl.exp2(sink - larger)
-    factor = factor * gl.where(total == 0.0, 0.0, keys / total)
-    return larger + gl.log2(total), factor
+    return larger + gl.log2(total), gl.where(total == 0.0, 0.0, keys / total)

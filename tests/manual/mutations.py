@@ -45,6 +45,22 @@ def matrix(backend: str, *cases: str, variant: str = "auto") -> tuple[str, ...]:
     return tuple(f"tests/test_attention_matrix.py::test_attention[{backend}-{variant}-{case}]" for case in cases)
 
 
+def hopper(*names: str) -> tuple[str, ...]:
+    """Cases of the Hopper kernel's features, in its interpreter."""
+    return tuple(f"tests/test_sm90_features.py::test_results[{name}-]" for name in names)
+
+
+def far(*names: str) -> tuple[str, ...]:
+    """Its cases whose sums overflow."""
+    return tuple(f"tests/test_sm90_fixed_max.py::test_within_budget[{name}-]" for name in names)
+
+
+def hostile(test: str, *names: str) -> tuple[str, ...]:
+    """Cases of a test in test_sm90_hostile.py, or all of them."""
+    where = f"tests/test_sm90_hostile.py::test_{test}"
+    return tuple(f"{where}[{name}]" for name in names) or (where,)
+
+
 SCORES, FWD = "backends/cuda/scores.py", "backends/cuda/fwd.py"
 DKDV, DQ, BWD = "backends/cuda/bwd_dkdv.py", "backends/cuda/bwd_dq.py", "backends/cuda/bwd.py"
 LAUNCH, PRIMITIVES = "backends/cuda/attention_launch.py", "backends/npu/primitives.py"
@@ -55,6 +71,7 @@ INSTRUMENTS = "tests/test_testing.py::"
 DEMO = "tests/test_cli.py::test_demo_tells_curves_apart"
 BLOCKS = (RANGES + "test_cuda_blocks",)
 NPU_BLOCKS = ("tests/npu/test_npu_block_ranges.py",)
+SM90, TILES, SOFTMAX = "backends/cuda/fwd_sm90.py", "backends/cuda/sm90_tiles.py", "backends/cuda/sm90_softmax.py"
 WINDOW = (RANGES + "test_a_normalised_window_shows_the_same_keys",)
 
 MUTATIONS = [
@@ -281,6 +298,82 @@ MUTATIONS = [
     ),
     Mutation("the demo's bound on accelerators * 100", "diyfa/cli/demo_train.py", "500, 1e-3, 5e-3, 2e-2,",
              "500, 1e-3, 5e-3, 2.0,", (DEMO,)),
+    # ---- Hopper
+    Mutation(
+        "sm90 block_at: the rest one block off", TILES, "block, end_block - 1 - i + n_left)",
+        "block, end_block - i + n_left)", hopper("sinks_causal"),
+    ),
+    Mutation("sm90 edges_of: n_left not clamped", TILES, "return n_right, gl.minimum(n_left, n_blocks - n_right)",
+             "return n_right, n_left", hopper("window", "window_narrow")),
+    Mutation("sm90 edges_of: a row less at the left edge", TILES, "key0 + (BLOCK_M - 1) - window_left",
+             "key0 + (BLOCK_M - 2) - window_left", hopper("window_left_one_row")),
+    Mutation(
+        "sm90 edges_of: no block more at the right end", TILES,
+        "n_right += end_block - gl.maximum(last_key, 0) // BLOCK_N",
+        "n_right = end_block - gl.maximum(last_key, 0) // BLOCK_N",
+        hostile("only_what_overflows_is_loaded_twice", "a peak in the block beside the last key-False"),
+    ),
+    Mutation("sm90: passed blocks stay at the right end", SM90, "        n_right -= passed\n", "",
+             hopper("own_walk")),
+    Mutation(
+        "sm90: a consumer flags the first one's tile", SM90, "flag_tile(flags, turn, overflown, CONSUMER, NOTICES)",
+        "flag_tile(flags, turn, overflown, 0, NOTICES)", far("full", "causal"),
+    ),
+    Mutation(
+        "sm90: only a program's last tile counts", SM90, "all_overflown = all_overflown | overflown",
+        "all_overflown = overflown", hostile("only_what_overflows_is_loaded_twice", "one tile overflows-True"),
+    ),
+    Mutation(
+        "sm90: LARGEST_SUM is infinite", "backends/cuda/sm90_overflow.py", "gl.constexpr(2.0**126)",
+        'gl.constexpr(float("inf"))',
+        hostile("as_exact_as_a_running_maximum", "small values under an infinite sum-64"),
+    ),
+    Mutation(
+        "sm90: overflown out is not flagged", "backends/cuda/sm90_overflow.py", "lost = lost | (gl.convert_layout(row,",
+        "lost = lost & (gl.convert_layout(row,",
+        hostile("as_exact_as_a_running_maximum", "large values under a large sum, late-64"),
+    ),
+    Mutation(
+        "sm90: nothing but -inf is not flagged", SM90, "(lost | overflown_rows(", "(overflown_rows(",
+        hostile("what_is_not_finite_shows_where_it_is_seen", "minus infinity but for low scores-64"),
+    ),
+    Mutation(
+        "sm90: the second pass keeps a maximum, too", SM90, "LAZY and not AGAIN, FIXED_MAX and not AGAIN,",
+        "LAZY and not AGAIN, FIXED_MAX,", far("full"),
+    ),
+    Mutation(
+        "sm90: the second pass is lazy", SM90, "LAZY and not AGAIN, FIXED_MAX and not AGAIN,",
+        "LAZY, FIXED_MAX and not AGAIN,", hostile("as_exact_as_a_running_maximum", "huge values-128"),
+    ),
+    Mutation(
+        "sm90: the second pass begins in old phases", SM90,
+        "            _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)\n"
+        "            fence_async_shared()\n", "", far("full"),
+    ),
+    Mutation("sm90: the second pass does not wait for the first one's stores", SM90, "await_stores()  # before",
+             "tma.store_wait(0)  # before", far("full", "causal")),
+    Mutation("sm90: all tiles again", "backends/cuda/sm90_overflow.py",
+             "store(_by_warp(lost))", "store(_by_warp(lost | 1))",
+             hostile("only_what_overflows_is_loaded_twice", "normal-False")),
+    Mutation("sm90 sinks: no guard against inf - inf", SOFTMAX,
+             '    larger = gl.where(larger == float("-inf"), 0.0, larger)\n', "",
+             ("tests/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+    Mutation("sm90 sinks: 0 / 0", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / total",
+             ("tests/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+    Mutation("sm90 sinks: out without them", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / keys",
+             hopper("sinks_causal")),
+    Mutation("sm90 sinks: another head's", SM90, "gl.load(sinks_ptr + h)", "gl.load(sinks_ptr + h // 2)",
+             hopper("sinks_causal")),
+    Mutation("sm90 ALiBi: sign", SOFTMAX, "s = s * scale - _alibi(", "s = s * scale + _alibi(", hopper("alibi")),
+    Mutation("sm90 ALiBi: sign beside a fixed maximum", SOFTMAX, "x = x - _alibi(", "x = x + _alibi(",
+             hopper("alibi_causal")),
+    Mutation("sm90 ALiBi: another sample's slopes", SM90, "gl.load(slopes_ptr + b * stride_slopeb + h)",
+             "gl.load(slopes_ptr + h)", hopper("alibi_causal")),
+    Mutation(
+        "sm90 ALiBi: a fixed maximum without a causal mask", "backends/cuda/sm90.py",
+        "near_first = problem.causal or not problem.alibi", "near_first = True",
+        hostile("only_what_overflows_is_loaded_twice", "a slope whose scores rise by 512 nats-False"),
+    ),
     # ---- Ascend
     Mutation(
         "NPU key_range: hi - 1", PRIMITIVES,
