@@ -31,7 +31,7 @@ from diyfa.backends.npu.primitives import (
     effective_lengths,
     load_row,
     load_tile,
-    mask_whole,
+    mask_tile,
     narrow,
     running_max,
     store_row,
@@ -95,9 +95,12 @@ def _fwd_v1_kernel(
                 if tile_needs_mask(
                     row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
                 ):
-                    s = mask_whole(
-                        s, float("-inf"), row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT, False,
+                    # Not `mask_whole`, with which the 950's compiler does not end at D = 256.
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
+                    s = mask_tile(
+                        s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT,
                     )  # fmt: skip
                 l_old = load_row(l_ptr + row_base, row0, sq, BLOCK_M)
                 m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, BLOCK_M))
