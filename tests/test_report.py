@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from diyfa.bench.documents import Document, read_document
 from diyfa.bench.sections import build_sections
 from diyfa.bench.table import shown
+from diyfa.cli import output
 from diyfa.cli.app import app
 
 RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
@@ -48,6 +49,7 @@ def npu_file(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: object):
+    output.out.width = output.err.width = 160  # kept from when they were made, whatever COLUMNS is now
     return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
