@@ -64,7 +64,7 @@ CASES = [
     (packed("packed_three", (193, 20), (65, 20), slack=1), THREE),
     (case("window", window=(70, 30), seqlen_q=260, seqlen_k=300, head_dim=128), TWO),
     # Of a tile's 128 rows the last one alone does not see all of a block.
-    (case("window_left_one_row", window=(126, 0), seqlen_q=400, seqlen_k=400), TWO),
+    (case("window_left_one_row", heads=1, window=(314, 0), seqlen_q=128, seqlen_k=636), TWO),
     (case("window_narrow", window=(3, 0), seqlen_q=300, seqlen_k=200), TWO),
     (case("window_left", window=(100, -1), seqlen_q=130, seqlen_k=400), TWO),
     (case("window_right", window=(-1, 20), seqlen_q=200, seqlen_k=150), TWO),

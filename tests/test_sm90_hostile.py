@@ -322,6 +322,15 @@ def test_a_sink_above_a_large_sum(sink: float, monkeypatch: pytest.MonkeyPatch) 
     assert (out.double() - expected).norm() <= 2.0**-8 * expected.norm()
 
 
+def test_a_slope_that_leaves_far_keys_their_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a fixed maximum, too: slopes that a wrong one makes overflow are put right by the second pass."""
+    case = Hostile(nats=1.0, seqlen=512, **CAUSAL)
+    (q, k, v), scale, out, _ = attend(case, 64, monkeypatch, alibi_slopes=0.01)
+    slopes = torch.tensor([0.01])
+    expected = diyfa.reference_attention(q, k, v, **case.mask, sm_scale=scale, alibi_slopes=slopes, dtype=torch.float64)
+    assert (out.double() - expected).norm() <= 2.0**-8 * expected.norm()
+
+
 def test_no_sink_hides_a_nan_in_v(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, out, _ = attend(Hostile(with_nan(SUM_OF_2_100, "v", 10), seqlen=512), 64, monkeypatch, sinks=170.0)
     assert out[..., 5].isnan().all()

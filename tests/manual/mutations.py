@@ -366,7 +366,7 @@ MUTATIONS = [
              hopper("sinks_causal")),
     Mutation("sm90 ALiBi: sign", SOFTMAX, "s = s * scale - _alibi(", "s = s * scale + _alibi(", hopper("alibi")),
     Mutation("sm90 ALiBi: sign beside a fixed maximum", SOFTMAX, "x = x - _alibi(", "x = x + _alibi(",
-             hopper("alibi_causal")),
+             hostile("a_slope_that_leaves_far_keys_their_weight")),
     Mutation("sm90 ALiBi: another sample's slopes", SM90, "gl.load(slopes_ptr + b * stride_slopeb + h)",
              "gl.load(slopes_ptr + h)", hopper("alibi_causal")),
     Mutation(
