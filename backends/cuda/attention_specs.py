@@ -19,7 +19,7 @@ from diyfa.backends.cuda.configs import (
     candidates,
     default_config,
     gpu_class,
-    has_edge_form,
+    reads_rows,
 )
 from diyfa.backends.cuda.tiles import EQUAL, PACKED, SEQ_LENS, padded_head_dim
 from diyfa.problem import VARLEN, AttentionProblem
@@ -135,7 +135,7 @@ def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, c
         name = parameter.name
         if name in constants:
             constexprs[name] = constants[name]
-        elif (name.endswith("_rows_ptr") and not has_edge_form(problem, config)) or (
+        elif (name.endswith("_rows_ptr") and not reads_rows(problem, config)) or (
             name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
         ):
             constexprs[name] = None

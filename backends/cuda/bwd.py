@@ -35,7 +35,7 @@ from diyfa.backends.cuda.attention_launch import (
 from diyfa.backends.cuda.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.repeat import Allocate, allocator_of, current_device_of, holds_as_now, like
 from diyfa.backends.cuda.scores import first_row, sequence_of
@@ -115,6 +115,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
+        "EXACT": exact_block(problem),
     }
 
 
@@ -224,7 +225,7 @@ class _Backward:
     def gradient(self, kind: str, config: AttentionConfig, results: tuple[torch.Tensor, ...]) -> None:
         problem, tensors = self.problem, self.tensors
         inputs = (tensors.q, tensors.k, tensors.v, self.dout)
-        rows = inputs if has_edge_form(problem, config) else (None,) * len(inputs)
+        rows = inputs if reads_rows(problem, config) else (None,) * len(inputs)
         launch = self.gradient_launch(kind, config, results)
         launch(*inputs, *rows, self.lse, self.delta, *feature_pointers(tensors), *results)
 
@@ -319,7 +320,7 @@ def repeat(
     launch_dq = backward.gradient_launch("dq", dq_config, (dq,)).again
     if launch_preprocess is None or launch_dkdv is None or launch_dq is None:
         return None
-    rows_dkdv, rows_dq = has_edge_form(problem, dkdv_config), has_edge_form(problem, dq_config)
+    rows_dkdv, rows_dq = reads_rows(problem, dkdv_config), reads_rows(problem, dq_config)
     allocate, index, current = allocator_of(out.device.type), out.get_device(), current_device_of(out)
     like_delta, new_gradients = like(backward.delta), _allocates(gradients, owners, allocate)
     strides = tuple(x.stride() for x in (tensors.q, tensors.k, tensors.v, out, lse, dout))

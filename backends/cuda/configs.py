@@ -50,6 +50,31 @@ def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
 
 
+# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
+# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
+# One at a time, without matrix instructions, where blocks of 16 would: for wide heads, and for products that are
+# multiply-adds on registers, those of float32 and on Turing all.
+EXACT_BLOCK = 16
+EXACT_BLOCK_MAX_HEAD_DIM = 128
+MULTIPLY_ADD = frozenset({"float32", "turing"})  # classes of `gpu_class`
+
+
+def exact_block(problem: AttentionProblem) -> int:
+    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
+
+    Without a mask and without dropout every pair depends on each other.
+    """
+    if not (problem.masked or problem.dropout):
+        return 0
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK
+
+
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
+    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
+
+
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
 # its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
 # memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there

@@ -28,14 +28,17 @@ from diyfa.backends.cuda.attention_launch import (
     softmax_scale,
     tuned_config,
 )
-from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, form_of, has_edge_form, schedule
-from diyfa.backends.cuda.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.configs import AttentionConfig, edge_form_of, exact_block, form_of, reads_rows, schedule
+from diyfa.backends.cuda.dots import dot_add, round_to
 from diyfa.backends.cuda.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, is_finite, row_products
 from diyfa.backends.cuda.launch import Launch, Launches, on_device
 from diyfa.backends.cuda.repeat import Pair, repeat_forward
 from diyfa.backends.cuda.scores import bias_corner, first_row, key_blocks, scores_log2, sequence_of, visible_pairs
 from diyfa.backends.cuda.tensor_maps import Box
 from diyfa.backends.cuda.tiles import (
+    DESCRIPTOR,
+    EQUAL,
     LN2,
     LOG2E,
     PACKED,
@@ -77,17 +80,19 @@ def _attend_blocks(
     NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
 
-    MASKED compares positions, otherwise every query sees every key of the blocks.
+    MASKED compares positions, otherwise every query sees every key of the blocks. EXACT (and MASKED): m_i is the final
+    log-sum-exp, in units of log2, so that weights come out normalised, and only pairs that count bring anything.
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
+    STAGES: tl.constexpr = 1 if EXACT else None
     corner = bias_base
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
-    for start_n in tl.range(start, end, BLOCK_N):
+    for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         corner_here = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
@@ -99,7 +104,7 @@ def _attend_blocks(
         k = load_tile(
             k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
         )
-        s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = row_products(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         if NEGATE:
             s = -s
         if ADJUSTED:
@@ -114,7 +119,10 @@ def _attend_blocks(
             s = tl.where(visible, s, float("-inf"))
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2)
+        if EXACT:
+            p = tl.where(visible, tl.math.exp2(s * scale_log2 - m_i[:, None]), 0.0)
+        else:
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2)
         if DROPOUT:  # after the sum: the weights are normalised by all of them
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
@@ -122,16 +130,61 @@ def _attend_blocks(
         v = load_tile(
             v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
         )
-        acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
+        if EXACT:
+            if DROPOUT:
+                visible = visible & keep
+            acc = exact_dot_add(p, visible, v, acc, PRECISION)
+        else:
+            acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
         if BIAS:
             corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
     return acc, l_i, m_i
 
 
+@triton.jit
+def rewrite_outputs(
+    q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left, window_right,
+    stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADJUSTED: tl.constexpr, NEGATE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of rows [row0, row0 + BLOCK_M) again, exactly (exact.py), from their log-sum-exp.
+
+    The bases are addresses of the head; lse_row holds what this program has just written.
+    """
+    tl.debug_barrier()  # other threads wrote what is read and written over here
+    for row in tl.range(row0, tl.minimum(row0 + BLOCK_M, n_queries), EXACT_ROWS):
+        offs_m = row + tl.arange(0, EXACT_ROWS)
+        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
+        q = load_tile(q_base, 0, 0, 0, row, n_queries, stride_qm, HEAD_DIM, EXACT_ROWS, BLOCK_D, True, EQUAL, POINTER)
+        begin, _, _, end = key_blocks(
+            row, n_queries, n_keys, offset, window_left, window_right, EXACT_ROWS, EXACT, HAS_LEFT, HAS_RIGHT, EQUAL
+        )
+        row_word0, row_word1 = 0, 0
+        if DROPOUT:
+            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+        acc = tl.zeros([EXACT_ROWS, BLOCK_DV], tl.float32)
+        acc, _, _ = _attend_blocks(
+            acc, 0.0, lse_log2, q, k_base, v_base, bias_base, 0, 0, 0, begin, end, 0, 0, row, offs_m, offset,
+            n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+            scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+            HAS_LEFT, HAS_RIGHT, EQUAL, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+            HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True,
+        )  # fmt: skip
+        if DROPOUT:
+            acc *= keep_scale
+        acc = tl.where((lse_log2 == float("inf"))[:, None], 0.0, acc)
+        store_tile(o_base, acc, row, n_queries, stride_om, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, POINTER)
+
+
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    q_rows_ptr, k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
+    q_rows_ptr, k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM and EXACT
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -147,7 +200,7 @@ def _fwd_kernel(
     DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -195,7 +248,7 @@ def _fwd_kernel(
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, False,
     )  # fmt: skip
     if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
         k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
@@ -212,7 +265,7 @@ def _fwd_kernel(
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
     )  # fmt: skip
     if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
         sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
@@ -220,6 +273,12 @@ def _fwd_kernel(
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
+    leaked = False
+    if EXACT:  # where the log-sum-exp is not finite either, a score is to blame, which reaches its own row only
+        spoiled = live & False
+        if end > begin:  # without this the compiler for sm_100 fails: exact.py
+            spoiled = live & holds_nonfinite(acc) & is_finite(l_i)
+        leaked = any_of(spoiled)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if DROPOUT:
         out *= keep_scale
@@ -230,6 +289,22 @@ def _fwd_kernel(
     # Results go through addresses in every form.
     o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, POINTER)
     store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+
+    if EXACT:  # noqa: SIM102 (decided when it is compiled)
+        if leaked:
+            q_rows, k_rows, v_rows = q_ptr, k_ptr, v_ptr
+            if FORM == DESCRIPTOR:
+                q_rows, k_rows, v_rows = q_rows_ptr, k_rows_ptr, v_rows_ptr
+            q_base = head_base(q_rows, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
+            k_base = head_base(k_rows, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
+            v_base = head_base(v_rows, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
+            rewrite_outputs(
+                q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left,
+                window_right, stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap,
+                slope, row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
+                HAS_LEFT, HAS_RIGHT, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
+            )  # fmt: skip
 
 
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
@@ -242,6 +317,7 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
+        "EXACT": exact_block(problem),
     }
 
 
@@ -290,7 +366,7 @@ def attention_forward(
         return
 
     def run(config: AttentionConfig) -> None:
-        rows = (q, k, v) if has_edge_form(problem, config) else (None, None, None)
+        rows = (q, k, v) if reads_rows(problem, config) else (None, None, None)
         _launch(problem, tensors, out, config)(q, k, v, *rows, *features)
 
     with on_device(q):
@@ -299,7 +375,7 @@ def attention_forward(
     if is_settled("fwd", problem):
         if len(_settled) >= Launches.LIMIT:
             _settled.clear()
-        _settled[key] = choice(), _launch(problem, tensors, out, config), has_edge_form(problem, config)
+        _settled[key] = choice(), _launch(problem, tensors, out, config), reads_rows(problem, config)
 
 
 def repeat(
