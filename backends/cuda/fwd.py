@@ -51,15 +51,23 @@ from diyfa.backends.cuda.tiles import (
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
+# Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf yet,
+# and no score is lower.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, scale_log2):
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
     """Bring running maximum, sum and output to the new block of scores s [BLOCK_M, BLOCK_N].
 
-    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2.
+    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2. GUARD:
+    the maximum may still be -inf.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # [BLOCK_M]
-    m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
+    if GUARD:  # measure from 0 to avoid inf - inf
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        m_ref = m_new
     p = tl.math.exp2(s * scale_log2 - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
     alpha = tl.math.exp2(m_i - m_ref)  # [BLOCK_M]
     return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
@@ -122,7 +130,7 @@ def _attend_blocks(
         if EXACT:
             p = tl.where(visible, tl.math.exp2(s * scale_log2 - m_i[:, None]), 0.0)
         else:
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2)
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
         if DROPOUT:  # after the sum: the weights are normalised by all of them
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
@@ -240,7 +248,7 @@ def _fwd_kernel(
     if DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
@@ -269,7 +277,7 @@ def _fwd_kernel(
     )  # fmt: skip
     if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
         sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
-        _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E)
+        _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E, True)
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
