@@ -51,8 +51,8 @@ from diyfa.backends.cuda.tiles import (
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
-# Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf yet,
-# and no score is lower.
+# Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
+# yet, and no score is lower.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
