@@ -1,10 +1,11 @@
 """The Hopper forward kernel beside the portable one and PyTorch's cuDNN where each case can be asked of it.
 
-    python benchmarks/hopper_features.py [--only packed] [--graph]
+    python benchmarks/hopper_features.py [--only packed scores] [--graph]
 
-GQA, samples and packed sequences of different lengths, windows, softcap, odd head dims, V of another width, grids of
-few tiles, 128k keys. Times are medians of `triton.testing.do_bench`, with --graph of calls in a CUDA graph, which the
-host does not delay; TFLOP/s count the products of visible pairs.
+GQA, samples and packed sequences of different lengths, windows, softcap, sinks, ALiBi, odd head dims, V of another
+width, grids of few tiles, 128k keys, scores that are so far apart that sums of weights overflow. Times are medians of
+`triton.testing.do_bench`, with --graph of calls in a CUDA graph, which the host does not delay; TFLOP/s count the
+products of visible pairs.
 `difference` is the largest between the Hopper kernel's outputs, in the table's form and in others that the case may
 gain from, and the portable one's. One line for each case; JSON lines with --output. bf16.
 """
@@ -38,6 +39,9 @@ class Case:
     softcap: float = 0.0
     shares: tuple[int, ...] = ()  # lengths of samples, in 16ths of seqlen, repeated over the batch
     packed: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    nats: float = 0.0  # the standard deviation of the scores; 0: 1, as of normal q and k and sm_scale 1/√D
 
 
 MIXED = (16, 3, 7, 1, 12, 5, 9, 2)
@@ -75,6 +79,21 @@ CASES = {
     "B·H=1, S=1k": Case(1, 1, 1024),
     "B·H=4, S=2k, D=256": Case(1, 4, 2048, 256),
     "S=128k": Case(1, 2, 131072),
+    "sinks": Case(4, 16, 4096, sinks=True),
+    "sinks, gpt-oss": Case(2, 64, 4096, 64, heads_kv=8, sinks=True),
+    "sinks, gpt-oss, window 128": Case(2, 64, 4096, 64, heads_kv=8, window=(127, 0), sinks=True),
+    "alibi": Case(4, 16, 4096, alibi=True),
+    "alibi, D=64": Case(4, 32, 4096, 64, alibi=True),
+    "alibi, full": Case(4, 16, 4096, causal=False, alibi=True),
+    **{
+        f"scores of {nats} nats, D={d} {'causal' if causal else 'full'}": Case(
+            1, 2048 // d, 16384, d, causal=causal, nats=nats
+        )
+        for d in (64, 128)
+        for causal in (True, False)
+        for nats in (1, 3, 8, 11.3, 16, 20)
+    },
+    **{f"S={s} full": Case(16384 // s, 16, s, causal=False) for s in (257, 1024, 1025, 4097)},
 }
 
 
@@ -94,8 +113,10 @@ def visible_pairs(case: Case, lengths: list[int]) -> int:
 def forms(case: Case) -> dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]]:
     """Changes to the table's form that a case may gain from: tiles dealt as programs come, wider products."""
     found: dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]] = {}
-    if (case.causal or case.shares) and case.batch * case.heads * case.seqlen >= 1 << 17:
+    if (case.causal or case.shares) and not case.nats and case.batch * case.heads * case.seqlen >= 1 << 17:
         found["dynamic"] = lambda config: replace(config, persistent=True, deal="dynamic")
+    if case.nats:
+        found["running maximum"] = lambda config: replace(config, fixed_max=False)
     if 128 < case.head_dim <= 192:
         found["joined"] = lambda config: replace(config, joined=True)
     return found
@@ -147,6 +168,12 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
         return _with_forms(case, packed), flops
     q, k, v = (random(case.batch, heads, case.seqlen, width) for heads, width in shapes)
     options = {"causal": case.causal, "softcap": case.softcap, "window": case.window}
+    if case.nats:
+        options["sm_scale"] = case.nats * case.head_dim**-0.5
+    if case.sinks:
+        options["sinks"] = torch.randn(case.heads, device="cuda")
+    if case.alibi:
+        options["alibi_slopes"] = 2.0 ** -torch.linspace(0.5, 8, case.heads, device="cuda")
     if case.shares:
         options["seq_lens"] = torch.tensor(lengths, device="cuda", dtype=torch.int32)
 
@@ -154,13 +181,13 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
         return lambda: flash_attention(q, k, v, variant=variant, **options)
 
     found = _with_forms(case, dense)
-    if not case.shares and not case.softcap and case.window == (-1, -1):
+    if not (case.shares or case.softcap or case.sinks or case.alibi) and case.window == (-1, -1):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         def cudnn() -> torch.Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=case.causal, enable_gqa=heads_kv != case.heads
+                    q, k, v, is_causal=case.causal, scale=options.get("sm_scale"), enable_gqa=heads_kv != case.heads
                 )
 
         found["cudnn"] = cudnn
@@ -191,19 +218,19 @@ def measure(name: str, rep: int, graph: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--rep", type=int, default=30, help="milliseconds of each measurement")
     parser.add_argument("--graph", action="store_true", help="time calls in a CUDA graph")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
     options = parser.parse_args()
     for name in CASES:
-        if options.only not in name:
+        if not any(part in name for part in options.only):
             continue
         row = measure(name, options.rep, options.graph)
         who = [key.removesuffix("_us") for key in row if key.endswith("_us")]
         figures = ", ".join(f"{name} {row[name]}" for name in who)
         times = "/".join(f"{row[f'{name}_us']:.0f}" for name in who)
-        print(f"{name:24} {figures}   {times} us   difference {row.get('difference', '-')}", flush=True)
+        print(f"{name:36} {figures}   {times} us   difference {row.get('difference', '-')}", flush=True)
         if options.output is not None:
             with options.output.open("a") as file:
                 file.write(json.dumps(row) + "\n")
