@@ -36,7 +36,7 @@ def same_nonfinite(got: torch.Tensor, want: torch.Tensor) -> bool:
     return all(same)
 
 
-def _others(x: torch.Tensor, field: str, case: AttentionCase) -> list[torch.Tensor]:
+def others(x: torch.Tensor, field: str, case: AttentionCase) -> list[torch.Tensor]:
     """What of a result belongs to other samples or packed sequences than the first."""
     if case.lens_q is None:
         return [x[1:]]
@@ -67,7 +67,7 @@ def assert_shows_in_what_depends(target: Target, case: AttentionCase, variant: s
         depends = ~y.isfinite() & z.isfinite()
         assert not bool((depends & x.isfinite()).any()), f"{field}: hides what it depends on"
         if field in ("out", "lse", "dq", "dk", "dv"):
-            for other, before in zip(_others(x, field, case), _others(z, field, case), strict=True):
+            for other, before in zip(others(x, field, case), others(z, field, case), strict=True):
                 assert torch.equal(other, before), f"{field}: another sample or sequence has changed"
         rest.append(torch.where(x.isfinite(), x, z))
     assert_within_budget(Results(*rest), case, target.oracle_device)

@@ -160,7 +160,7 @@ def test_no_command_needs_more_than_the_terminal_has(encoding, tmp_path):
     lines = [
         "--help", *(f"{name} --help" for name in commands()), "info", "validate --backend cpu", "compile --list",
         f"{bench} {tmp_path / 'bench.json'}", f"report {tmp_path / 'bench.json'}",
-        f"report {Path(__file__).parents[1] / 'benchmarks/results/npu-2026-11-21-tiles.json'}",
+        f"report {Path(__file__).parents[1] / 'benchmarks/results/npu-2026-11-23-tiles.json'}",
         "demo --backend cpu --steps 2 --length 20", "report Größe→.json", "bench --op 矩阵",
     ]  # fmt: skip
     code = f"""

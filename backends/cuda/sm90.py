@@ -98,6 +98,10 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
     (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "649/706/729")),),
     (128, True): (
+        (
+            2048,  # most blocks are at an end, which follows the maximum anyway
+            C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, fixed_max=False, measured=_LATER + "475"),
+        ),
         (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
     ),
     (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD, **_DIRECT, measured=_LATER + "650/715/727")),),
