@@ -35,7 +35,7 @@ import torch
 from ascend_cases import FULL, OPERATOR_CASES, SMOKE, OperatorCase, Sizes, numerics_cases
 
 import diyfa
-from diyfa.backends.npu import configs
+from diyfa.backends.npu.tables import configs
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops

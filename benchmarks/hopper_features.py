@@ -23,7 +23,8 @@ import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
 from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.backends.cuda import fwd_sm90, sm90
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of a case compile, then they are measured in turns, several rounds: the first to
 bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 2·B·H·S²·(D + Dv), half with a causal mask, medians over the
 rounds of medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range
 of the rounds over their median. Prints rows, then a table for each case, then for each length the best form with its
-share of the best peer, and the rows that `backends/cuda/sm90.py` would have; writes JSON lines to --output.
+share of the best peer, and the rows that `backends/cuda/hopper/configs.py` would have; writes JSON lines to --output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cuda.sm90 import Sm90Config
+from diyfa.backends.cuda.hopper.configs import Sm90Config
 
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("cudnn", "fa3", "fa4")
@@ -175,8 +175,9 @@ def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
     """A call of the Hopper kernel's launcher with `config`; compiled, not run."""
-    from diyfa.backends.cuda import fwd_sm90, sm90
-    from diyfa.backends.cuda.launch import Launches
+    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.runtime.launch import Launches
     from diyfa.problem import AttentionProblem, AttentionTensors
 
     b, h, s, d = q.shape
@@ -417,7 +418,7 @@ def _table_rows(figures: dict[int, dict[str, float]]) -> list[tuple[list[int], s
 
 
 def _as_source(config: Sm90Config, measured: str) -> str:
-    """The config as a row of `sm90.py` has it."""
+    """The config as a row of `hopper/configs.py` has it."""
     always = fields(config)[:6]
     changed = [f for f in fields(config)[6:] if f.name != "measured" and getattr(config, f.name) != f.default]
     arguments = [repr(getattr(config, f.name)) for f in always]
@@ -460,7 +461,7 @@ def print_summary(rows: list[dict]) -> None:
         ahead = sum(share >= 1 for share in shares)
         print(f"  {ahead} of {len(shares)} points at or ahead of the best peer, the worst at {min(shares):.3f}")
     if source:
-        print("\nrows for backends/cuda/sm90.py:", *source, sep="\n")
+        print("\nrows for backends/cuda/hopper/configs.py:", *source, sep="\n")
 
 
 def names_of(case: tuple[int, bool], peers: list[str], only: list[str]) -> list[str]:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from features import HEADS, RESULTS, ragged_lengths
 
-from diyfa.backends.cuda import backend, bwd, fwd
-from diyfa.backends.cuda.attention_launch import use_config
-from diyfa.backends.cuda.configs import AttentionConfig, candidates, fits
+from diyfa.backends.cuda import backend
+from diyfa.backends.cuda.attention import bwd, fwd
+from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, fits
+from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops

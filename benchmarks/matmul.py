@@ -3,7 +3,7 @@
     python benchmarks/matmul.py [--json matmul.json] [--dtype float16] [--size 4096x4096x4096] [--best-only]
 
 Times are medians of `triton.testing.do_bench`; TFLOP/s count 2·M·N·K. `--json` writes one row for each measurement,
-with the device, versions and date that a row of `backends/cuda/matmul_configs.py` cites.
+with the device, versions and date that a row of `backends/cuda/matmul/configs.py` cites.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 import triton
 
 from diyfa.arch import gpu_arch_name
-from diyfa.backends.cuda import matmul, tune
-from diyfa.backends.cuda.matmul_configs import MatmulConfig, candidates
+from diyfa.backends.cuda.matmul import kernel as matmul
+from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates
+from diyfa.backends.cuda.runtime import tune
 from diyfa.problem import MatmulProblem
 
 SIZES = (

@@ -5,9 +5,9 @@
     python benchmarks/npu_tiles.py --rows
 
 No device is needed, only the two compilers (docs/npu.md), and nothing is timed: shares of the cube cores' peak are
-what backends/npu/cost.py predicts for 2 x 16 heads, 8192 rows and keys, float16. Writes one JSON file with versions
-and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of docs/npu.md from such a
-file, --rows its table of tiles, which needs no compiler.
+what backends/npu/compiler/cost.py predicts for 2 x 16 heads, 8192 rows and keys, float16. Writes one JSON file with
+versions and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of docs/npu.md from
+such a file, --rows its table of tiles, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _kib(size: int) -> float:
 
 def _row(compiled: Any, prediction: Any, **what: Any) -> dict[str, Any]:
     """One kernel: what it is, what it uses, what is predicted of it."""
-    from diyfa.backends.npu import l0
+    from diyfa.backends.npu.compiler import l0
 
     row = {"table": "compiled", "dtype": "float16", **what}
     if compiled.module is None:
@@ -62,8 +62,9 @@ def _row(compiled: Any, prediction: Any, **what: Any) -> dict[str, Any]:
 
 def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of the tile table, compiled for the first of `chips` and predicted for each."""
-    from diyfa.backends.npu import aot, configs, cost
-    from diyfa.backends.npu.metrics import reference_problem
+    from diyfa.backends.npu.compiler import aot, cost
+    from diyfa.backends.npu.compiler.metrics import reference_problem
+    from diyfa.backends.npu.tables import configs
 
     for head_dim, (mask, right), kernel in product(HEAD_DIMS, MASKS.items(), KERNELS):
         problem = aot.example(chips[0], head_dim=head_dim, window_right=right)
@@ -83,8 +84,9 @@ def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The kernel of npu_two_loops.py with the same compile options, dealt as ours; full attention in our tile too."""
     import npu_two_loops
 
-    from diyfa.backends.npu import aot, configs, cost
-    from diyfa.backends.npu.metrics import reference_problem
+    from diyfa.backends.npu.compiler import aot, cost
+    from diyfa.backends.npu.compiler.metrics import reference_problem
+    from diyfa.backends.npu.tables import configs
 
     options = configs.AttentionTile(16, 16).compile_options(chips[0])
     for head_dim, (mask, right) in product(HEAD_DIMS, MASKS.items()):
@@ -136,7 +138,7 @@ def rows_of_the_table() -> str:
 
 def _rows_of(family: Any, chips: str) -> str:
     from diyfa.arch import NPUArch
-    from diyfa.backends.npu import configs
+    from diyfa.backends.npu.tables import configs
 
     names = {"fwd": "fwd", "dq": "dq", "dkdv": "dk/dv", "dbias": "dbias"}
     out = [f"| {chips} | head_dim ≤ | {' | '.join(configs.MODES)} |", "|---|---|" + "---|" * len(configs.MODES)]
@@ -172,8 +174,8 @@ def main() -> None:
     if asked.markdown:
         print(markdown(json.loads(asked.markdown.read_text())))
         return
-    from diyfa.backends.npu import aot
-    from diyfa.backends.npu.metrics import REFERENCE, limits
+    from diyfa.backends.npu.compiler import aot
+    from diyfa.backends.npu.compiler.metrics import REFERENCE, limits
     from diyfa.bench.record import versions
 
     aot.check_front_half()

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu import aot
+from diyfa.backends.npu.compiler import aot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Query rows x keys for each mask and head dim. Full attention: the largest of the tutorial, whose keys never outnumber

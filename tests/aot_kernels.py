@@ -7,7 +7,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.aot import CompileSpec
+from diyfa.backends.cuda.compile.aot import CompileSpec
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The functions of `backends/cuda/scores.py` that choose blocks, on many configurations at once."""
+"""The functions of `backends/cuda/attention/scores.py` that choose blocks, on many configurations at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.scores import key_blocks, query_blocks
-from diyfa.backends.cuda.tiles import EQUAL
+from diyfa.backends.cuda.attention.scores import key_blocks, query_blocks
+from diyfa.backends.cuda.attention.tile_io import EQUAL
 
 
 @triton.jit

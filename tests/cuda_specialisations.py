@@ -19,7 +19,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda import bwd, fwd, tune
+from diyfa.backends.cuda.attention import bwd, fwd
+from diyfa.backends.cuda.runtime import tune
 from diyfa.ops import Scalars, describe_attention
 from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, AttentionProblem, AttentionTensors
 
@@ -115,7 +116,8 @@ def dense(
 
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
-    from diyfa.backends.cuda import fwd_sm90, sm90
+    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
     sm90._multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
@@ -152,7 +154,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def main() -> None:
-    from diyfa.backends.cuda import sm90
+    from diyfa.backends.cuda.hopper import configs as sm90
 
     JITFunction.run = record
     tune.set_enabled(False)

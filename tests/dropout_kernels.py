@@ -62,9 +62,9 @@ def signature(threshold):
 
 
 def cuda_specs(arch):
-    """For `diyfa.backends.cuda.aot`."""
-    from diyfa.backends.cuda import dropout
-    from diyfa.backends.cuda.aot import CompileSpec
+    """For `diyfa.backends.cuda.compile.aot`."""
+    from diyfa.backends.cuda.attention import dropout
+    from diyfa.backends.cuda.compile.aot import CompileSpec
 
     for transposed in (False, True):
         for num_warps, block_m, block_n in ((4, 64, 32), (8, 64, 64)):
@@ -75,9 +75,9 @@ def cuda_specs(arch):
 
 
 def npu_jobs():
-    """For `diyfa.backends.npu.aot`."""
-    from diyfa.backends.npu import dropout
-    from diyfa.backends.npu.aot import Job
+    """For `diyfa.backends.npu.compiler.aot`."""
+    from diyfa.backends.npu.attention import dropout
+    from diyfa.backends.npu.compiler.aot import Job
 
     for transposed in (False, True):
         case = "64x128 transposed" if transposed else "64x128"

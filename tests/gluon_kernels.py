@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.sm90_ptx import RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.gluon.inline_ptx import RELEASE_MARK, WAIT_MARK
 
 _RELEASE_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
 _WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")

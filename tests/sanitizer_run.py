@@ -21,8 +21,8 @@ import torch
 
 from diyfa import flash_attention, flash_attention_v2, flash_attention_varlen, triton_matmul
 from diyfa.backends.cuda import backend
-from diyfa.backends.cuda.attention_launch import use_config
-from diyfa.backends.cuda.configs import candidates
+from diyfa.backends.cuda.attention.configs import candidates
+from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.problem import AttentionProblem
 
 # (B, H, Hk, Sq, Sk, D, layout, causal, seq_lens, variant)

@@ -13,8 +13,11 @@ import torch
 from gluon_interpreter import InterpretedKernel
 
 from diyfa import ops, plain, registry
-from diyfa.backends.cuda import configs, fwd_sm90, sm90, sm90_tickets
-from diyfa.backends.cuda.launch import Launches
+from diyfa.backends.cuda.attention import configs
+from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.runtime.launch import Launches
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -60,8 +63,8 @@ def interpret(
 
 
 def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = None) -> None:
-    """From now on `variant="sm90"` takes what `sm90.py` would refuse for being small, with `config` or as if the grid
-    were large."""
+    """From now on `variant="sm90"` takes what `refuses` would not for being small, with `config` or as if the grid were
+    large."""
     # What is decided here must not outlive the patches.
     monkeypatch.setattr(plain, "plans", {})
     monkeypatch.setattr(ops, "_decided", {})

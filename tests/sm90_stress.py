@@ -27,7 +27,10 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cuda import configs, fwd, fwd_sm90, sm90, tune
+from diyfa.backends.cuda.attention import configs, fwd
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.runtime import tune
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
 
 DEVICE = "cuda"

@@ -611,7 +611,7 @@ def tuner(monkeypatch, tmp_path):
     """The real autotuner with a fake timer, asked by an attention that computes nothing."""
     if not hasattr(pytest.importorskip("triton"), "knobs"):
         pytest.skip("the tuner knows ahead-of-time compilation, which takes a newer Triton than triton-ascend's 3.2")
-    from diyfa.backends.cuda import tune
+    from diyfa.backends.cuda.runtime import tune
 
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
     times = itertools.cycle([2.0, 1.0])  # of the two tiles, in turns
@@ -881,7 +881,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "ascendnpuir" else real_spec(n, *a))
     if package == "ascendnpu-ir":  # with the front half in place
-        monkeypatch.setattr("diyfa.backends.npu.aot.check_front_half", lambda: None)
+        monkeypatch.setattr("diyfa.backends.npu.compiler.aot.check_front_half", lambda: None)
     result = invoke("compile", "910B3", "--kernel", "fwd")
     assert result.exit_code == 2
     assert f"pip install {package}==" in result.output
@@ -889,7 +889,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
 
 
 def test_a_selection_says_what_it_does_not_know(monkeypatch):
-    from diyfa.backends.npu.selection import Selection
+    from diyfa.backends.npu.runtime.selection import Selection
 
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
         Selection(kernel=("sort",))

@@ -23,7 +23,7 @@ COMPILE = """
 import json, sys
 from dataclasses import asdict
 import aot_kernels
-from diyfa.backends.cuda import aot
+from diyfa.backends.cuda.compile import aot
 if __name__ == "__main__":
     arch, source, only, jobs = sys.argv[1:]
     reports = aot.compile_all(arch, [getattr(aot_kernels, source)], only or None, int(jobs))
@@ -112,7 +112,7 @@ def test_spec_that_misses_an_argument_is_refused(tmp_path):
 )
 def test_gate_on_serialised_wgmma_and_shared_memory(reason):
     from diyfa.arch import gpu_spec
-    from diyfa.backends.cuda import aot
+    from diyfa.backends.cuda.compile import aot
 
     spec = aot.CompileSpec("k", "c", None, {}, {}, 4, 2)
     clean = (
@@ -136,7 +136,7 @@ def test_gate_on_serialised_wgmma_and_shared_memory(reason):
 
 
 def test_unknown_architecture():
-    from diyfa.backends.cuda import aot
+    from diyfa.backends.cuda.compile import aot
 
     with pytest.raises(ValueError, match="unknown CUDA architecture 'sm_10'"):
         list(aot.compile_all("sm_10", []))
@@ -152,22 +152,22 @@ def test_unknown_architecture():
 )
 def test_shipped_matmul_passes_the_gate(tmp_path, arch, only):
     """A covering few; the whole set is what the module's command line compiles."""
-    done = run_python("-m", "diyfa.backends.cuda.aot", arch, "--only", only, cache=tmp_path)
+    done = run_python("-m", "diyfa.backends.cuda.compile.aot", arch, "--only", only, cache=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAIL" not in done.stdout
     assert f"matmul/{only.split()[0]}" in done.stdout
 
 
 def test_command_line_fails_when_nothing_matches(tmp_path):
-    done = run_python("-m", "diyfa.backends.cuda.aot", "sm_80", "--only", "no such kernel", cache=tmp_path)
+    done = run_python("-m", "diyfa.backends.cuda.compile.aot", "sm_80", "--only", "no such kernel", cache=tmp_path)
     assert done.returncode == 1
     assert "0 kernels compiled" in done.stdout
 
 
 HOPPER_KERNELS = """
 import json, sys
-from diyfa.backends.cuda import sm90
-from diyfa.backends.cuda.attention_specs import compile_specs
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.compile.specs import compile_specs
 kernels = {arch: {spec.kernel for spec in compile_specs(arch)} for arch in sys.argv[1:]}
 assert all("attention_fwd/v2" in found for found in kernels.values())
 print(json.dumps([sm90.environment_refusal(), [a for a in kernels if "attention_fwd/sm90" in kernels[a]]]))
@@ -184,7 +184,7 @@ def test_the_hopper_kernel_is_compiled_for_hopper_only(tmp_path):
 
 SPECIALISED = """
 import json
-from diyfa.backends.cuda.attention_specs import compile_specs
+from diyfa.backends.cuda.compile.specs import compile_specs
 kernels = {spec.kernel: spec.fn for spec in compile_specs("sm_90")}
 groups = {name: p for name, fn in kernels.items() for p in fn.params if p.name in ("group", "group_size")}
 assert {"attention_fwd/v2", "attention_bwd/dkdv", "attention_bwd/dq"} <= groups.keys()
@@ -201,9 +201,10 @@ def test_the_gate_compiles_what_calls_without_gqa_launch(tmp_path):
 
 SHARED_WITH_A_BIAS = """
 import json, sys
-from diyfa.backends.cuda import aot, bwd, bwd_dkdv, fwd
-from diyfa.backends.cuda.attention_specs import _problem, _spec
-from diyfa.backends.cuda.configs import AttentionConfig, fits, shared_bytes
+from diyfa.backends.cuda.compile import aot
+from diyfa.backends.cuda.attention import bwd, bwd_dkdv, fwd
+from diyfa.backends.cuda.compile.specs import _problem, _spec
+from diyfa.backends.cuda.attention.configs import AttentionConfig, fits, shared_bytes
 arch, dtype, head_dim, kind, bias, form, *tile = json.loads(sys.argv[1])
 problem = _problem(arch, dtype, head_dim).replace(bias=bias)
 tile = AttentionConfig(*tile, form)
@@ -250,7 +251,7 @@ SASS = """
 """
 LOOPS = """
 import json, sys
-from diyfa.backends.cuda.sass import spills_in_loops
+from diyfa.backends.cuda.compile.sass import spills_in_loops
 print(json.dumps(spills_in_loops(sys.argv[1])))
 """
 
@@ -277,8 +278,8 @@ CLEAN = """
 import json
 from dataclasses import replace
 import aot_kernels
-from diyfa.backends.cuda import aot
-from diyfa.backends.cuda.attention_specs import _hopper_specs
+from diyfa.backends.cuda.compile import aot
+from diyfa.backends.cuda.compile.specs import _hopper_specs
 spec = next(s for s in _hopper_specs("sm_90") if "D=128 causal 2x64x128" in s.case)
 print(json.dumps([aot.compile_spec("sm_90", s).notes for s in (spec, replace(spec, constexprs={**spec.constexprs,
     "CONSUMER_REGISTERS": 160, "BLOCK_N": 128}))]))

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from diyfa.arch import gpu_arch_name
-from diyfa.backends.cuda import matmul, matmul_configs
-from diyfa.backends.cuda.launch import is_interpreting
-from diyfa.backends.cuda.matmul_configs import MatmulConfig
+from diyfa.backends.cuda.matmul import configs as matmul_configs
+from diyfa.backends.cuda.matmul import kernel as matmul
+from diyfa.backends.cuda.matmul.configs import MatmulConfig
+from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import MatmulProblem
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")

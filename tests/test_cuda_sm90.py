@@ -13,7 +13,8 @@ from nonfinite import others, poison
 import diyfa
 from diyfa import registry
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda import configs, sm90
+from diyfa.backends.cuda.attention import configs
+from diyfa.backends.cuda.hopper import configs as sm90
 from diyfa.problem import VARLEN, AttentionProblem
 from diyfa.testing import (
     AttentionCase,
@@ -133,7 +134,7 @@ def test_every_head_dim_has_a_row_for_every_length() -> None:
 @pytest.mark.parametrize("columns", [64, 192])
 def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) -> None:
     """The address of each row, computed as TMA does: coordinates times strides, modulo 2^64 bytes."""
-    boxes = pytest.importorskip("diyfa.backends.cuda.sm90_boxes", reason="needs a Triton with Gluon")
+    boxes = pytest.importorskip("diyfa.backends.cuda.gluon.tma", reason="needs a Triton with Gluon")
     batch, heads, rows = 3, 2, 50
     sizes = {"b": batch, "h": heads, "s": rows, "d": columns}
     x = torch.empty([sizes[c] for c in layout]).permute([layout.index(c) for c in "bhsd"])
@@ -150,7 +151,7 @@ def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) ->
 
 
 def test_steps_that_32_bits_do_not_count_are_refused() -> None:
-    boxes = pytest.importorskip("diyfa.backends.cuda.sm90_boxes", reason="needs a Triton with Gluon")
+    boxes = pytest.importorskip("diyfa.backends.cuda.gluon.tma", reason="needs a Triton with Gluon")
     x = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 8, 1), device="meta")
     with pytest.raises(ValueError, match="counts 2147418112 steps"):
         boxes.steps_of(x, "bhsd")
@@ -177,7 +178,7 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
 
 
 def dealt(tiles: int, group: int, programs: int) -> list[list[int]]:
-    """The tiles of each program in a balanced deal: `tile_number` of `sm90_deal.py`, in Python."""
+    """The tiles of each program in a balanced deal: `tile_number` of `gluon/scheduler.py`, in Python."""
     rounds = -(-group // programs)
     found: list[list[int]] = [[] for _ in range(programs)]
     for place in range(tiles // group * rounds + -(-(tiles % group) // programs)):
@@ -400,7 +401,8 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
 @needs_kernel
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
-    from diyfa.backends.cuda import fwd_sm90, sm90_tickets
+    from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
+    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
     def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
         return replace(sm90.config_of(problem), persistent=True, deal="dynamic")

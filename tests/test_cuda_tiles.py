@@ -20,8 +20,8 @@ if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention_launch import use_config
-from diyfa.backends.cuda.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.problem import AttentionProblem
 
 TARGET = TARGETS["cuda"]

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from diyfa.backends.cuda.sm90 import Sm90Config
+from diyfa.backends.cuda.hopper.configs import Sm90Config
 
 
 @pytest.fixture(scope="module")

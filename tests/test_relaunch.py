@@ -9,9 +9,10 @@ import torch
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda import launch, relaunch, tensor_maps
-from diyfa.backends.cuda.relaunch import relaunch_of
-from diyfa.backends.cuda.tensor_maps import Box
+from diyfa.backends.cuda.runtime import launch, tensor_maps
+from diyfa.backends.cuda.runtime import replay as relaunch
+from diyfa.backends.cuda.runtime.replay import relaunch_of
+from diyfa.backends.cuda.runtime.tensor_maps import Box
 
 if not relaunch.IS_KNOWN:
     pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)

@@ -15,16 +15,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
 from diyfa import flash_attn_interface, ops, plain
-from diyfa.backends.cuda import attention_launch, bwd, configs, fwd, launch, relaunch, repeat, sm90, tune
-from diyfa.backends.cuda.launch import Launches
-from diyfa.backends.cuda.sm90_tickets import ticket_counter
+from diyfa.backends.cuda.attention import bwd, configs, fwd
+from diyfa.backends.cuda.attention import launch as attention_launch
+from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.runtime import launch, repeat, tune
+from diyfa.backends.cuda.runtime import replay as relaunch
+from diyfa.backends.cuda.runtime.launch import Launches
 
 if not relaunch.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
 import triton.backends.nvidia.driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-from diyfa.backends.cuda import fwd_sm90
+from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 

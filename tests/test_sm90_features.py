@@ -13,8 +13,8 @@ need_hopper_gluon()
 from sm90_interpreted import interpret, run  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.reference import reference_attention  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 

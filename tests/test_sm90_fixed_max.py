@@ -13,8 +13,8 @@ need_hopper_gluon()
 from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
 from test_sm90_features import BALANCED, DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
-from diyfa.backends.cuda import sm90  # noqa: E402
-from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as sm90  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from test_fuzz import DRAWS  # noqa: E402
 
-from diyfa.backends.cuda import sm90  # noqa: E402
-from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as sm90  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -21,8 +21,8 @@ from nonfinite import same_nonfinite  # noqa: E402
 from sm90_interpreted import interpret, take_all  # noqa: E402
 
 import diyfa  # noqa: E402
-from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.reference import visible_keys  # noqa: E402
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -9,8 +9,9 @@ import pytest
 import triton
 from subprocesses import run_python
 
-from diyfa.backends.cuda import sm90, sm90_ptx
-from diyfa.backends.cuda.sm90_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, complete, completing
+from diyfa.backends.cuda.gluon import inline_ptx as sm90_ptx
+from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, complete, completing
+from diyfa.backends.cuda.hopper import configs as sm90
 
 needs_triton = pytest.mark.skipif(not sm90.has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
 
@@ -149,9 +150,9 @@ def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) ->
 COMPILE = """
 import json, re
 import aot_kernels, triton
-from diyfa.backends.cuda import aot, attention_specs
-from diyfa.backends.cuda.sm90 import Sm90Config
-from diyfa.backends.cuda.sm90_ptx import completing
+from diyfa.backends.cuda.compile import aot, specs as attention_specs
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.gluon.inline_ptx import completing
 
 def compiled(spec):
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}

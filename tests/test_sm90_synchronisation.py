@@ -15,8 +15,8 @@ need_hopper_gluon()
 from gluon_interpreter import KernelBug  # noqa: E402
 from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 
-from diyfa.backends.cuda.launch import is_interpreting  # noqa: E402
-from diyfa.backends.cuda.sm90 import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")

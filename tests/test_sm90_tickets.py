@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diyfa.backends.cuda import sm90_tickets
-from diyfa.backends.cuda.sm90_tickets import ticket_counter
+from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
+from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from diyfa.backends.cuda import tune
+from diyfa.backends.cuda.runtime import tune
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     """Reason when a kernel's tables have no tile that fits the GPU."""
-    from diyfa.backends.cuda.configs import default_config
+    from diyfa.backends.cuda.attention.configs import default_config
 
     if all(default_config(kind, problem) for kind in kinds):
         return None
@@ -28,19 +28,24 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 
 
 def _sm90_forward(*arguments: object) -> None:
-    from diyfa.backends.cuda import fwd_sm90  # imports a Gluon that not every Triton has; `sm90.unsupported` asked
+    from diyfa.backends.cuda.hopper import (
+        fwd as fwd_sm90,  # imports a Gluon that not every Triton has; `sm90.unsupported` asked
+    )
 
     fwd_sm90.attention_forward(*arguments)
 
 
 def _sm90_repeat(*arguments: object) -> object:
-    from diyfa.backends.cuda import fwd_sm90
+    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
     return fwd_sm90.repeat(*arguments)
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda import bwd, configs, fwd, fwd_v1, matmul, relaunch, sm90
+    from diyfa.backends.cuda.attention import bwd, configs, fwd, fwd_v1
+    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.matmul import kernel as matmul
+    from diyfa.backends.cuda.runtime import replay as relaunch
 
     known = relaunch.IS_KNOWN
     return (
@@ -94,7 +99,7 @@ class CudaBackend:
         self._arch: dict[torch.device, str] = {}
 
     def accepts(self, device: torch.device) -> str | None:
-        from diyfa.backends.cuda.launch import is_interpreting
+        from diyfa.backends.cuda.runtime.launch import is_interpreting
 
         if device.type == "cuda" or (device.type == "cpu" and is_interpreting()):
             return None
@@ -127,13 +132,13 @@ class CudaBackend:
     @property
     def tuning(self) -> Tuning:
         """The autotuner."""
-        from diyfa.backends.cuda import tune
+        from diyfa.backends.cuda.runtime import tune
 
         return tune.tuning
 
     def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
-        """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.aot`."""
-        from diyfa.backends.cuda import aot
+        """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
+        from diyfa.backends.cuda.compile import aot
 
         return aot.compile_all(target, aot.kernel_sources(), only)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import npu_spec
-from diyfa.backends.npu import configs, configs_v1
+from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -166,7 +166,7 @@ class NPUBackend:
     ) -> Iterator[CompileReport]:
         """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
         names; see aot.py and selection.py."""
-        from diyfa.backends.npu.aot import compile_all
+        from diyfa.backends.npu.compiler.aot import compile_all
 
         return compile_all(target, only, select=select)
 

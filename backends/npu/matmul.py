@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.compat import INTERPRETED, kernel
-from diyfa.backends.npu.configs import MatmulTile, matmul_tile
-from diyfa.backends.npu.launch import cube_programs, device_guard, launch_options
-from diyfa.backends.npu.primitives import dot_add, narrow
+from diyfa.backends.npu.attention.primitives import dot_add, narrow
+from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
+from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
 from diyfa.problem import MatmulProblem
 
 

@@ -1,4 +1,4 @@
-"""Marks of `sm90_ptx.py`, which say how the next instruction of some kind is meant.
+"""Marks of `gluon/inline_ptx.py`, which say how the next instruction of some kind is meant.
 
 Gluon has no words for that. That module completes the PTX accordingly; here the partition remembers the mark until the
 instruction comes.
@@ -6,7 +6,7 @@ instruction comes.
 
 from __future__ import annotations
 
-from diyfa.backends.cuda.sm90_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK
 
 from .errors import InvalidOperand, location
 from .scheduler import current

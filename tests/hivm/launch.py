@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from diyfa.backends.npu import NPUBackend, aot, launch
+from diyfa.backends.npu import NPUBackend
+from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.runtime import launch
 from hivm.cores import Cluster, Core, Deadlock, FlagError
 from hivm.ir import Operation, parse
 from hivm.memory import GLOBAL_GRANULE, Memory, Ref

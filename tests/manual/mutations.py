@@ -61,9 +61,13 @@ def hostile(test: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{where}[{name}]" for name in names) or (where,)
 
 
-SCORES, FWD = "backends/cuda/scores.py", "backends/cuda/fwd.py"
-DKDV, DQ, BWD = "backends/cuda/bwd_dkdv.py", "backends/cuda/bwd_dq.py", "backends/cuda/bwd.py"
-LAUNCH, PRIMITIVES = "backends/cuda/attention_launch.py", "backends/npu/primitives.py"
+SCORES, FWD = "backends/cuda/attention/scores.py", "backends/cuda/attention/fwd.py"
+DKDV, DQ, BWD = (
+    "backends/cuda/attention/bwd_dkdv.py",
+    "backends/cuda/attention/bwd_dq.py",
+    "backends/cuda/attention/bwd.py",
+)
+LAUNCH, PRIMITIVES = "backends/cuda/attention/launch.py", "backends/npu/attention/primitives.py"
 RANGES = "tests/test_block_ranges.py::"
 LENGTHS = "tests/test_wrong_lengths.py::"
 STRIDES = "tests/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call"
@@ -71,7 +75,7 @@ INSTRUMENTS = "tests/test_testing.py::"
 DEMO = "tests/test_cli.py::test_demo_tells_curves_apart"
 BLOCKS = (RANGES + "test_cuda_blocks",)
 NPU_BLOCKS = ("tests/npu/test_npu_block_ranges.py",)
-SM90, TILES, SOFTMAX = "backends/cuda/fwd_sm90.py", "backends/cuda/sm90_tiles.py", "backends/cuda/sm90_softmax.py"
+SM90, TILES, SOFTMAX = "backends/cuda/hopper/fwd.py", "backends/cuda/hopper/tiles.py", "backends/cuda/hopper/softmax.py"
 WINDOW = (RANGES + "test_a_normalised_window_shows_the_same_keys",)
 
 MUTATIONS = [
@@ -243,7 +247,7 @@ MUTATIONS = [
         matrix("cuda", "dropout"),
     ),
     Mutation(
-        "dropout: sample and head exchanged", "backends/cuda/dropout.py",
+        "dropout: sample and head exchanged", "backends/cuda/attention/dropout.py",
         "c0 = h.to(tl.uint32)\n    c1 = b.to(tl.uint32)", "c0 = b.to(tl.uint32)\n    c1 = h.to(tl.uint32)",
         matrix("cuda", "dropout"),
     ),
@@ -324,12 +328,13 @@ MUTATIONS = [
         "all_overflown = overflown", hostile("only_what_overflows_is_loaded_twice", "one tile overflows-True"),
     ),
     Mutation(
-        "sm90: LARGEST_SUM is infinite", "backends/cuda/sm90_overflow.py", "gl.constexpr(2.0**126)",
+        "sm90: LARGEST_SUM is infinite", "backends/cuda/hopper/overflow.py", "gl.constexpr(2.0**126)",
         'gl.constexpr(float("inf"))',
         hostile("as_exact_as_a_running_maximum", "small values under an infinite sum-64"),
     ),
     Mutation(
-        "sm90: overflown out is not flagged", "backends/cuda/sm90_overflow.py", "lost = lost | (gl.convert_layout(row,",
+        "sm90: overflown out is not flagged", "backends/cuda/hopper/overflow.py",
+        "lost = lost | (gl.convert_layout(row,",
         "lost = lost & (gl.convert_layout(row,",
         hostile("as_exact_as_a_running_maximum", "large values under a large sum, late-64"),
     ),
@@ -352,7 +357,7 @@ MUTATIONS = [
     ),
     Mutation("sm90: the second pass does not wait for the first one's stores", SM90, "await_stores()  # before",
              "tma.store_wait(0)  # before", far("full", "causal")),
-    Mutation("sm90: all tiles again", "backends/cuda/sm90_overflow.py",
+    Mutation("sm90: all tiles again", "backends/cuda/hopper/overflow.py",
              "store(_by_warp(lost))", "store(_by_warp(lost | 1))",
              hostile("only_what_overflows_is_loaded_twice", "normal-False")),
     Mutation("sm90 sinks: no guard against inf - inf", SOFTMAX,
@@ -370,7 +375,7 @@ MUTATIONS = [
     Mutation("sm90 ALiBi: another sample's slopes", SM90, "gl.load(slopes_ptr + b * stride_slopeb + h)",
              "gl.load(slopes_ptr + h)", hopper("alibi_causal")),
     Mutation(
-        "sm90 ALiBi: a fixed maximum without a causal mask", "backends/cuda/sm90.py",
+        "sm90 ALiBi: a fixed maximum without a causal mask", "backends/cuda/hopper/configs.py",
         "near_first = problem.causal or not problem.alibi", "near_first = True",
         hostile("only_what_overflows_is_loaded_twice", "a slope whose scores rise by 512 nats-False"),
     ),

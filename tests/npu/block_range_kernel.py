@@ -1,4 +1,4 @@
-"""The functions of `backends/npu/primitives.py` that choose blocks, on many configurations at once."""
+"""The functions of `backends/npu/attention/primitives.py` that choose blocks, on many configurations at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.primitives import key_range, row_range, tile_needs_mask
+from diyfa.backends.npu.attention.primitives import key_range, row_range, tile_needs_mask
 
 
 @triton.jit

@@ -17,7 +17,9 @@ from triton.backends.ascend.compiler import AscendBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from diyfa.backends.npu import aot, bwd, fwd, launch
+from diyfa.backends.npu.attention import bwd, fwd
+from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.runtime import launch
 from diyfa.problem import LAYOUTS, AttentionGradients, AttentionTensors
 
 TARGET = "Ascend910B3"

@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs, gate
+from diyfa.backends.npu.compiler import gate
+from diyfa.backends.npu.tables import configs
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
@@ -47,7 +48,7 @@ needs_compilers = pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is 
 
 
 def _compile(target: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "diyfa.backends.npu.aot", target, *(["--full"] if FULL else [])]
+    command = [sys.executable, "-m", "diyfa.backends.npu.compiler.aot", target, *(["--full"] if FULL else [])]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     if len(releases(target)) == 1:
         environment.pop("DIYFA_ASCENDNPU_IR", None)
@@ -79,7 +80,7 @@ def _describe(report: dict[str, Any]) -> str:
 def releases(target: str) -> list[str]:
     """Versions of the compiler that the gate runs. An A3's modules are a 910B's (the test below), and its memories too:
     the older releases need not see them twice."""
-    from diyfa.backends.npu import aot
+    from diyfa.backends.npu.compiler import aot
 
     found = [compiler.version for compiler in aot.back_halves(target)]
     return found[:1] if target == A3 and not FULL else found

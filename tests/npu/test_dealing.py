@@ -17,10 +17,18 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl
 
-from diyfa.backends.npu.compat import kernel
-from diyfa.backends.npu.configs import attention_tile
-from diyfa.backends.npu.launch import heads_together
-from diyfa.backends.npu.primitives import key_range, row_range, sequence, task_in, task_of, tasks_of, turns_before
+from diyfa.backends.npu.attention.primitives import (
+    key_range,
+    row_range,
+    sequence,
+    task_in,
+    task_of,
+    tasks_of,
+    turns_before,
+)
+from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.launch import heads_together
+from diyfa.backends.npu.tables.configs import attention_tile
 from diyfa.problem import AttentionProblem
 
 

@@ -83,7 +83,7 @@ def check_attention_is_timed_beside_the_operator(document: dict) -> None:
 
 
 def check_the_table_of_tiles_is_as_before(document: dict) -> None:
-    from diyfa.backends.npu import configs
+    from diyfa.backends.npu.tables import configs
 
     assert dict(configs._rows()) == configs.ATTENTION_TILES
 
@@ -103,7 +103,8 @@ def test_a_tile_that_does_not_compile_is_reported(
     npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table's forward tile: the other tiles are timed, and with the best of them both passes."""
-    from diyfa.backends.npu import configs, fwd
+    from diyfa.backends.npu.attention import fwd
+    from diyfa.backends.npu.tables import configs
 
     shipped = dict(configs.ATTENTION_TILES)
 

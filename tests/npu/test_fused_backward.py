@@ -12,7 +12,9 @@ import torch
 
 import diyfa
 from diyfa import registry
-from diyfa.backends.npu import aot, bwd, configs
+from diyfa.backends.npu.attention import bwd
+from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.tables import configs
 
 DENSE = (
     "bf16-causal-gqa", "several-tiles", "more-queries-than-keys", "one-query", "one-key", "head-dim-17", "packed",
@@ -45,7 +47,7 @@ def test_features(npu: torch.device, case: training.Dense) -> None:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Notes for every launch of the backward pass whether it is the fused one."""
-    from diyfa.backends.npu import bwd
+    from diyfa.backends.npu.attention import bwd
 
     seen: list[bool] = []
     launch = bwd.attention_bwd

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from diyfa.backends.npu import compat, configs, cost, hivm, l0
-from diyfa.backends.npu.metrics import limits, metrics
+from diyfa.backends.npu.compiler import cost, hivm, l0
+from diyfa.backends.npu.compiler.metrics import limits, metrics
+from diyfa.backends.npu.runtime import compat
+from diyfa.backends.npu.tables import configs
 from diyfa.problem import AttentionProblem, MatmulProblem
 
 DATA = Path(__file__).parent / "data"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diyfa.arch import NPUArch, npu_spec
-from diyfa.backends.npu import configs
+from diyfa.backends.npu.tables import configs
 from diyfa.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]

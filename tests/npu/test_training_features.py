@@ -12,7 +12,7 @@ import torch
 
 import diyfa
 from diyfa import reference_attention
-from diyfa.backends.npu.bias import as_read
+from diyfa.backends.npu.attention.bias import as_read
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NAN = float("nan")

@@ -1,0 +1,1 @@
+"""Attention kernels in portable Triton, and what they share."""

@@ -1,0 +1,242 @@
+"""The gradient of attn_bias: dS itself, summed over whatever the bias was broadcast over.
+
+Each program owns one tile of dS positions and adds up what shares its bias entries, so sums have one order and nothing
+is atomic. What it walks over depends on the bias (REDUCE):
+
+* NOTHING: the bias has both its dimensions; a tile of it walks over the samples and heads that share it;
+* QUERIES: one number for each key; a block of keys walks over the queries of one head;
+* KEYS: one number for each query, or one for all; a block of queries walks over the keys of one head.
+
+The last two leave partial sums for each head, (B, H, Sk) or (B, H, Sq), which PyTorch adds up. Scores are formed once
+more, which only calls whose bias wants a gradient pay for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.bwd_dq import score_gradient
+from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
+from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.launch import (
+    RUNTIME_SIZES,
+    UNALIGNED_POINTERS,
+    feature_constants,
+    feature_pointers,
+    feature_scalars,
+)
+from diyfa.backends.cuda.attention.scores import (
+    bias_corner,
+    first_row,
+    key_blocks,
+    query_blocks,
+    sequence_of,
+    visible_pairs,
+)
+from diyfa.backends.cuda.attention.tile_io import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+
+NOTHING = tl.constexpr(0)
+QUERIES = tl.constexpr(1)
+KEYS = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "walk", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+def _bwd_dbias_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr,
+    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    dbias_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    scale, softcap, threshold, keep_scale,
+    stride_outb, stride_outh, stride_outm, stride_outn,
+    heads_out,  # heads that the result has: 1 where the bias is broadcast over them
+    walk,  # tiles that a program adds up
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
+    blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
+    pid = tl.program_id(0)
+    block_m = 0
+    block_n = 0
+    if REDUCE == NOTHING:
+        block_m = pid % blocks_m
+        block_n = (pid // blocks_m) % blocks_n
+        pid = pid // (blocks_m * blocks_n)
+    elif REDUCE == QUERIES:
+        block_n = pid % blocks_n
+        pid = pid // blocks_n
+    else:
+        block_m = pid % blocks_m
+        pid = pid // blocks_m
+    b_out = pid // heads_out
+    h_out = pid % heads_out
+    # Tiles that no query of any head sees are left out of the walk.
+    first_step = pid * 0
+    last_step = first_step + walk
+    if REDUCE == NOTHING:
+        if LENGTHS == EQUAL:
+            begin, _, _, end = key_blocks(
+                block_m * BLOCK_M, seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+            )  # fmt: skip
+            seen = (block_n * BLOCK_N < end) & (block_n * BLOCK_N + BLOCK_N > begin)
+            last_step = tl.where(seen, walk, 0)
+    else:
+        _, _, n_queries, n_keys = sequence_of(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+        )
+        if REDUCE == QUERIES:
+            begin, _, _, end = query_blocks(
+                block_n * BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS, False,
+            )  # fmt: skip
+            first_step = begin // BLOCK_M
+            last_step = tl.cdiv(end, BLOCK_M)
+        else:
+            begin, _, _, end = key_blocks(
+                block_m * BLOCK_M, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
+                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+            )  # fmt: skip
+            first_step = begin // BLOCK_N
+            last_step = tl.cdiv(end, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(first_step, last_step):
+        b = b_out
+        h = h_out
+        tile_m = block_m
+        tile_n = block_n
+        if REDUCE == NOTHING:  # the walk runs over the heads that share the entry, and the samples
+            shared_heads = heads_q // heads_out
+            h = h_out + step % shared_heads
+            b = b_out + step // shared_heads
+        elif REDUCE == QUERIES:
+            tile_m = step
+        else:
+            tile_n = step
+        hk = h // group
+        row0 = tile_m * BLOCK_M
+        col0 = tile_n * BLOCK_N
+        first_q, first_k, n_queries, n_keys = sequence_of(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+            LENGTHS,
+        )  # fmt: skip
+        offset = n_keys - n_queries
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        offs_n = col0 + tl.arange(0, BLOCK_N)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, POINTER)
+        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
+        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
+        q = load_tile(
+            q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, POINTER
+        )
+        do = load_tile(
+            do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, POINTER
+        )
+        k = load_tile(
+            k_ref, b, hk, first_k, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, POINTER
+        )
+        v = load_tile(
+            v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, POINTER
+        )
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+        lse_row = lse_ptr + row
+        delta_row = delta_ptr + row
+        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
+        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
+        visible = visible_pairs(
+            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
+        )
+        keep = True
+        if DROPOUT:
+            row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
+        ds, _tanh = score_gradient(
+            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
+            n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, SOFTCAP,
+            ALIBI, BIAS, DROPOUT, PRECISION,
+        )  # fmt: skip
+        # A pair that is not seen, or a query beyond the sequence, weighs 0, which times NaN is NaN.
+        total += tl.where(visible & (offs_m < n_queries)[:, None], ds, 0.0)
+
+    out_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    out_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = dbias_ptr + b_out.to(tl.int64) * stride_outb + h_out.to(tl.int64) * stride_outh
+    if REDUCE == NOTHING:
+        addresses = base + out_m.to(tl.int64)[:, None] * stride_outm + out_n.to(tl.int64)[None, :] * stride_outn
+        tl.store(addresses, total, mask=(out_m < seqlen_q)[:, None] & (out_n < seqlen_k)[None, :])
+    elif REDUCE == QUERIES:
+        tl.store(base + out_n, tl.sum(total, 0), mask=out_n < seqlen_k)
+    else:
+        tl.store(base + out_m, tl.sum(total, 1), mask=out_m < seqlen_q)
+
+
+def config(problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile."""
+    return portable_config("dbias", problem)
+
+
+def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> dict[str, object]:
+    """Constexprs of the kernel."""
+    return {
+        **feature_constants(problem),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "REDUCE": reduce,
+    }
+
+
+def fill_bias_gradient(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    dbias: torch.Tensor,
+) -> None:
+    """Launch the kernel and add up its partial sums; `dbias` has the shape of attn_bias."""
+    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
+    tile = config(problem)
+    assert tile is not None and bias is not None, "unsupported() accepted a problem that no tile fits"
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    batch, heads, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
+    if shape[2] == seqlen_q and shape[3] == seqlen_k:
+        reduce, out = NOTHING, dbias.view(shape)
+        grid, walk = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
+        strides, heads_out = out.stride(), shape[1]
+    elif shape[3] == seqlen_k:
+        reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
+        grid, walk, strides, heads_out = blocks_n * batch * heads, blocks_m, out.stride(), heads
+    else:
+        reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
+        grid, walk, strides, heads_out = blocks_m * batch * heads, blocks_n, out.stride(), heads
+    _bwd_dbias_kernel[(grid,)](
+        q, k, v, dout,
+        lse, delta, *feature_pointers(tensors),
+        out,
+        *(s for x in (q, k, v, dout) for s in bhsd_strides(x, problem.layout)[:3]),
+        *feature_scalars(problem, tensors, scale),
+        *strides, heads_out, walk,
+        **constants(problem, tile, reduce.value), **schedule(tile),
+    )  # fmt: skip
+    if reduce is not NOTHING:
+        broadcast = [i for i in range(4) if shape[i] == 1 and out.shape[i] != 1]
+        dbias.copy_((out.sum(broadcast, keepdim=True) if broadcast else out).view(dbias.shape))

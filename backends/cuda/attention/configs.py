@@ -1,0 +1,433 @@
+"""Tiles of the attention kernels: the table, what fits a GPU, and what the autotuner tries.
+
+`default_config(kind, problem)` is a pure function of the problem; the same `fits` prunes the table and the candidates.
+Form "tma" reads through host descriptors (sm_90 and later, aligned tensors), "portable" through block pointers or plain
+addresses, "widened" as "portable" and makes the tiles float32 at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
+from diyfa.problem import AttentionProblem
+
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile of one attention kernel: queries x keys of a block, and how the compiler schedules it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    form: str = "portable"
+    measured: str = ""  # device, date, figure; empty: never timed
+    spill_budget: int = 0  # bytes of register spills that the compile gate lets this tile have
+
+
+def schedule(config: AttentionConfig) -> dict[str, int]:
+    """The compiler options of a config."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def form_of(config: AttentionConfig) -> int:
+    """The kernels' FORM constant of a config."""
+    return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
+
+
+def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether masked blocks are read in another form: a descriptor knows the end of the tensor, not of a sequence."""
+    return config.form == "tma" and (problem.seq_lens or problem.varlen)
+
+
+def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
+    return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
+
+
+# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
+# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
+# One at a time, without matrix instructions, where blocks of 16 would: for wide heads, and for products that are
+# multiply-adds on registers, those of float32 and on Turing all.
+EXACT_BLOCK = 16
+EXACT_BLOCK_MAX_HEAD_DIM = 128
+MULTIPLY_ADD = frozenset({"float32", "turing"})  # classes of `gpu_class`
+
+
+def exact_block(problem: AttentionProblem) -> int:
+    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
+
+    Without a mask and without dropout every pair depends on each other.
+    """
+    if not (problem.masked or problem.dropout):
+        return 0
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK
+
+
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
+    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
+
+
+# Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
+# its head_dim are what the autotuner tries beside it. Classes are told apart by what limits a tile: wgmma, shared
+# memory for one block, fp32 operands, and Turing, for which Triton emits no tensor-core instructions (products there
+# are multiply-adds: correct and slow; of the backward pass at 256 features widened tiles do not fit, and others spill).
+# "unaligned" is for rows that are not 16-byte aligned, whose tiles pass through registers, and for a V narrower than K
+# where there is wgmma: Triton 3.6 then emits wgmma that read V beyond its shared memory (wrong results or an illegal
+# address; H200, 2026-11-21, compute-sanitizer names the instruction). Tiles of 32 rows make it use mma.sync, which is
+# right.
+#
+# Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
+# S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
+# (benchmarks/results/h200-2026-11-21-tiles.json), also where ptxas spills a little: its budget is then what it spills.
+# Rows without figures were chosen for compiling without spills. Figures of 2026-11-23 are of 16 heads and 64 x 1024 or
+# 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
+Row = tuple[int, AttentionConfig]
+C = AttentionConfig
+_H200 = "H200, 2026-11-21: "
+_LATER = "H200, 2026-11-23: "
+
+_FORWARD: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(64, 128, 4, 2, "tma", _H200 + "374/479/460")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "385/449/430, causal 1k 303")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "bias 297/283, causal 230/274; 2 stages 253/257, 215/247")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
+        (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
+        (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
+        (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
+        (128, C(64, 64, 4, 3, "portable", _H200 + "packed, causal 1k: 8 % over 128x128")),
+        (128, C(128, 128, 8, 3, "portable", _H200 + "359/439/449")),
+        (128, C(64, 32, 4, 3, "portable", _H200 + "causal 1k 275")),
+        (256, C(64, 64, 4, 3, "tma", _H200 + "424/528/560")),
+        (256, C(128, 64, 8, 2, "tma", _H200 + "434/534/546")),
+        (256, C(128, 64, 8, 2, "portable", _H200 + "341/394/381")),
+    ),
+    "large": (
+        (64, C(128, 64, 4, 3)),
+        (64, C(64, 64, 4, 3)),
+        (128, C(128, 64, 8, 3)),
+        (128, C(128, 32, 8, 3)),
+        (128, C(64, 32, 4, 3, spill_budget=32)),
+        (256, C(64, 32, 8, 2)),
+    ),
+    "small": (
+        (64, C(128, 64, 4, 2, spill_budget=128)),
+        (64, C(64, 64, 4, 2)),
+        (128, C(64, 64, 8, 2)),
+        (128, C(64, 32, 4, 2, spill_budget=64)),
+        (256, C(64, 32, 8, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=96)),
+        (256, C(32, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(64, 32, 8, 1)),
+        (64, C(32, 32, 4, 1, spill_budget=64)),
+        (128, C(16, 32, 4, 1)),
+        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(64, 32, 8, 1, "widened")),
+        (64, C(32, 32, 4, 1, "widened")),
+        (128, C(32, 32, 8, 1, "widened")),
+        (256, C(16, 16, 4, 1, "widened")),
+    ),
+    "unaligned": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
+    ),
+}
+_BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 96)),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "447/484, causal 335/445; features: first")),
+        (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
+        (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "525/571, causal 453/559", 64)),
+        (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579", 2048)),
+        (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494", 1536)),
+        (256, C(64, 64, 8, 2, "tma", _LATER + "303/319, causal 259/306", 96)),
+        (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
+    ),
+    "large": (
+        (64, C(32, 64, 4, 3, spill_budget=256)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 2, spill_budget=608)),
+        (128, C(32, 32, 4, 2, spill_budget=192)),
+        (256, C(32, 32, 8, 1)),
+    ),
+    "small": (
+        (64, C(32, 64, 8, 2)),
+        (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 1)),
+        (128, C(32, 32, 4, 1)),
+        (256, C(16, 32, 4, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(32, 32, 8, 1, spill_budget=64)),
+        (128, C(16, 32, 8, 1, spill_budget=32)),
+        (128, C(16, 16, 4, 1, spill_budget=64)),
+        (256, C(16, 32, 8, 1)),
+    ),
+    "turing": (
+        (64, C(32, 16, 8, 1, "widened", spill_budget=64)),
+        (128, C(16, 32, 8, 1, "widened")),
+        (256, C(16, 16, 8, 1, spill_budget=2176)),
+    ),
+    "unaligned": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
+    ),
+}
+_BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
+    "wgmma": (
+        (64, C(128, 64, 8, 3, "tma", _H200 + "583/668/687")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "565/645/691, causal 1k 444")),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "bias 375/400; 2 stages 284/311; 128x64 304/348")),
+        (64, C(128, 64, 8, 3, "portable", _H200 + "461/529/550")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "538/673/660")),
+        (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
+        (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
+        (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541", 64)),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 416)),
+        (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
+    ),
+    "large": (
+        (64, C(128, 64, 8, 3)),
+        (64, C(64, 32, 4, 3)),
+        (128, C(128, 32, 8, 2)),
+        (128, C(64, 32, 4, 2)),
+        (256, C(64, 32, 8, 1)),
+        (256, C(32, 32, 4, 1)),
+    ),
+    "small": (
+        (64, C(64, 32, 4, 2)),
+        (128, C(64, 32, 4, 1)),
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=64)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "float32": (
+        (64, C(32, 64, 8, 1)),
+        (64, C(32, 32, 4, 1)),
+        (128, C(16, 16, 4, 1, spill_budget=32)),
+        (256, C(16, 32, 8, 1)),
+        (256, C(16, 16, 4, 1)),
+    ),
+    "turing": (
+        (64, C(32, 32, 8, 1, "widened")),
+        (128, C(32, 16, 8, 1, "widened")),
+        (256, C(16, 16, 8, 1, spill_budget=2048)),
+    ),
+    "unaligned": (
+        (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1)),
+    ),
+}
+# Beyond 256 features one row of a tile is half a kilobyte or more: what is left to choose is how few rows fit. One
+# ladder for every GPU; 1024 stands for MLA's 576 features of q and k.
+_WIDE: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (512, C(64, 32, 8, 2, "tma")),
+        (512, C(32, 32, 8, 1, spill_budget=256)),
+        (512, C(16, 16, 8, 1)),
+        (1024, C(32, 16, 8, 1)),
+        (1024, C(16, 16, 8, 1)),
+    ),
+    "dkdv": (
+        (512, C(32, 32, 8, 1, spill_budget=256)),
+        (512, C(16, 16, 8, 1)),
+        (1024, C(16, 16, 8, 1, spill_budget=928)),
+    ),
+    "dq": (
+        (512, C(32, 32, 8, 1, spill_budget=128)),
+        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (1024, C(16, 16, 8, 1, spill_budget=384)),
+    ),
+}
+# The bias gradient reads through addresses on every GPU, and its tile is what it accumulates.
+_BIAS_WGMMA: tuple[Row, ...] = (
+    (128, C(64, 64, 8, 2)),
+    (128, C(64, 64, 8, 1)),
+    (256, C(64, 32, 8, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# Without wgmma larger tiles spill kilobytes.
+_BIAS_MMA: tuple[Row, ...] = (
+    (128, C(64, 32, 4, 1, spill_budget=256)),
+    (256, C(16, 16, 4, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+# wgmma on tiles that pass through registers, on float32 or on a narrow V is what "unaligned" avoids, here too.
+_BIAS_SMALL: tuple[Row, ...] = (
+    (64, C(32, 16, 4, 1)),
+    (256, C(16, 16, 4, 1)),
+    (1024, C(16, 16, 8, 1)),
+)
+_WIDE_FLOAT32: tuple[Row, ...] = (
+    (512, C(16, 16, 8, 1, spill_budget=64)),
+    (1024, C(16, 16, 8, 1, spill_budget=64)),
+)
+# Where sequences differ in length, masked blocks are read by address and rows are not aligned: other tiles win. 64
+# sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward" is of the whole pass.
+_RAGGED: dict[str, tuple[Row, ...]] = {
+    "fwd": (
+        (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 384)),
+    ),
+    "dkdv": (
+        (64, C(64, 64, 4, 3, "tma", _LATER + "411, 328; 128x64: 384, 293", 192)),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "472, 425", 192)),
+    ),
+    "dq": (
+        (64, C(128, 64, 8, 3, "tma", _H200 + "backward 296 to 302, 211")),
+        (64, C(64, 64, 4, 2, "tma", _H200 + "backward 287 to 300, 214 to 216")),
+        (128, C(128, 64, 8, 3, "tma", _H200 + "backward 322, 252")),
+    ),
+}
+for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
+    _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
+    _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
+    _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
+_TABLES = {
+    kind: {name: (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind])) for name, rows in table.items()}
+    for kind, table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ))
+}
+_TABLES["dbias"] = {
+    "wgmma": _BIAS_WGMMA,
+    "wgmma ragged": _BIAS_WGMMA,
+    "large": _BIAS_MMA,
+    "small": _BIAS_MMA,
+    **dict.fromkeys(("float32", "turing", "unaligned"), _BIAS_SMALL),
+}
+
+
+def _is_ragged(problem: AttentionProblem) -> bool:
+    return problem.varlen or problem.seq_lens
+
+
+def gpu_class(problem: AttentionProblem) -> str:
+    """Which rows of the tables are for this GPU and dtype."""
+    spec = gpu_spec(problem.arch)
+    if problem.dtype == "float32":
+        return "float32"
+    if spec is None or not spec.has_bf16:  # before Ampere
+        return "turing"
+    narrow_v = padded_head_dim(problem.head_dim_v) < padded_head_dim(problem.head_dim)
+    if not problem.aligned or (spec.has_wgmma and narrow_v):
+        return "unaligned"
+    if spec.has_wgmma:
+        return "wgmma ragged" if _is_ragged(problem) else "wgmma"
+    return "large" if spec.shared_per_block >= 160 * 1024 else "small"
+
+
+# Below this many multiply-adds in the scores a kernel takes about as long as the host needs to encode three descriptors
+# (10 us: a forward call on (1, 8, 128, 64) costs the host 42 us with them, 32 us without; H200, 2026-11-21).
+TMA_MIN_WORK = 1 << 28
+
+
+def has_tma(problem: AttentionProblem) -> bool:
+    """Whether the tensors of this call can be read through TMA descriptors, and the call is large enough for it."""
+    spec = gpu_spec(problem.arch)
+    work = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    return bool(spec and spec.has_tma and problem.aligned and work >= TMA_MIN_WORK)
+
+
+# Tiles that TMA writes begin at multiples of 1 KB, and each buffer has a barrier: 1040 bytes at most in what is here.
+DESCRIPTOR_SPACE = 2048
+
+
+def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem) -> int:
+    """Shared memory that the tiles of a kernel need, counted from what it keeps and what it buffers."""
+    d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    size = ELEMENT_BYTES["float32" if config.form == "widened" else problem.dtype]
+    m, n, stages = config.block_m, config.block_n, max(1, config.num_stages)
+    bias = ELEMENT_BYTES.get(problem.bias, 8) * m * n if problem.bias else 0  # a tile of it: no dtype has over 8 bytes
+    if kind == "dbias":  # nothing stays: all four tiles and the bias change from step to step
+        return stages * (size * (m + n) * (d + dv) + bias)
+    descriptors = DESCRIPTOR_SPACE if config.form == "tma" else 0
+    if kind == "fwd":  # a bias is loaded as far ahead as K and V
+        return size * (m * d + stages * n * (d + dv)) + (stages - 1) * bias + descriptors
+    # Beyond 256 features the compiler stages one operand twice, once for each way it is multiplied.
+    twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
+    crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
+    if kind == "dkdv":  # K and V stay, Q and dO are buffered
+        return size * (n + stages * m) * (d + dv) + max(twice, crossing + bias) + descriptors
+    return size * (m + stages * n) * (d + dv) + max(twice, crossing, bias) + descriptors
+
+
+def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
+    """Whether a config can run the problem on its GPU: form and shared memory."""
+    spec = gpu_spec(problem.arch)
+    if spec is None or (config.form == "tma" and not has_tma(problem)):
+        return False
+    return shared_bytes(kind, config, problem) <= spec.shared_per_block
+
+
+# These keep more of every score in registers, so lighter tiles come first (H200, 2026-11-21, D=64 and 128, S=4096: the
+# plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
+PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
+LIGHT_SCORES_PER_WARP = 1024
+
+
+def _prefers_light_tiles(kind: str, problem: AttentionProblem) -> bool:
+    """Whether tiles of at most LIGHT_SCORES_PER_WARP come first: for what they were measured to be faster at."""
+    if problem.features & PER_SCORE_FEATURES:
+        return True
+    # A short causal grid is mostly diagonal, which light tiles cut closer (H200, S = 1024: 299 against 292 TFLOP/s at
+    # D = 64, 343 against 321 at 128).
+    return kind == "fwd" and problem.causal and problem.seqlen_k <= 1024 and not _is_ragged(problem)
+
+
+def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
+    """Whether tiles of few queries come first."""
+    if kind != "dq" or not gpu_class(problem).startswith("wgmma"):
+        return False
+    # Few rows waste less on the diagonal and on a sequence's end. And with work for each score 64x64 on 4 warps beats
+    # 128x64 on 8 (H200, 2026-11-23, D = 64, 16 x 4096, full and causal: dropout 391/349 against 291/270 TFLOP/s,
+    # softcap 359/324 against 348/272).
+    return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
+
+
+def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
+    """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
+
+    They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
+    """
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = [row for row in _TABLES[kind][gpu_class(problem)] if width <= row[0] and fits(kind, row[1], problem)]
+    if not rows:
+        return
+    narrowest, first = rows[0]
+    tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
+    if problem.bias and kind != "dkdv":  # more to wait for in each block
+        tiles.sort(key=lambda config: -config.num_stages)
+    if _prefers_few_rows(kind, problem):
+        tiles.sort(key=lambda config: max(64, config.block_m))
+    if _prefers_light_tiles(kind, problem):
+        tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
+    yield from tiles
+
+
+def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for a kernel that has no use for TMA, or None when no row fits."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    rows = _TABLES[kind][gpu_class(problem)]
+    fitting = (c for d, c in rows if width <= d and c.form != "tma" and fits(kind, c, problem))
+    return next(fitting, None)
+
+
+def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """The table's tile for `kind`, or None when no row fits."""
+    return next(candidates(kind, problem), None)

@@ -1,0 +1,42 @@
+"""Products of tiles and the casts around them, made right for the interpreter; compiled, they are what they say."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+
+_INTERPRETING = tl.constexpr(is_interpreting())
+
+
+@triton.jit
+def dot_operand(x):
+    """`x` as `tl.dot` may take it: itself, except that the interpreter multiplies bfloat16 by its bit patterns
+    (it keeps bfloat16 as uint16), so there, and only there, x is widened to float32 first."""
+    if _INTERPRETING and x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a @ b in fp32; PRECISION is how fp32 operands are multiplied ("ieee", "tf32")."""
+    return tl.dot(dot_operand(a), dot_operand(b), input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in fp32."""
+    return tl.dot(dot_operand(a), dot_operand(b), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
+    so there, and only there, the rounding is done on the bits first."""
+    if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
+    return x.to(DTYPE)

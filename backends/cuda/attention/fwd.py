@@ -1,0 +1,425 @@
+"""FlashAttention-2 forward (Dao 2023, arXiv:2307.08691, algorithm 1) with block pointers or TMA descriptors.
+
+Each program owns BLOCK_M queries of one head and walks over the keys in blocks of BLOCK_N: scores stay on chip, the
+softmax is kept up to date by rescaling (online softmax), the normalisation comes once at the end. What differs from
+the paper: the walk is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
+diagonal or the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads
+that share keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
+Optional features are compile-time flags: a call without them runs none of their instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.configs import (
+    AttentionConfig,
+    edge_form_of,
+    exact_block,
+    form_of,
+    reads_rows,
+    schedule,
+)
+from diyfa.backends.cuda.attention.dots import dot_add, round_to
+from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.exact import (
+    EXACT_ROWS,
+    any_of,
+    exact_dot_add,
+    holds_nonfinite,
+    is_finite,
+    row_products,
+)
+from diyfa.backends.cuda.attention.launch import (
+    RUNTIME_SIZES,
+    UNALIGNED_POINTERS,
+    choice,
+    feature_constants,
+    feature_pointers,
+    feature_scalars,
+    is_settled,
+    launch_key,
+    softmax_scale,
+    tuned_config,
+)
+from diyfa.backends.cuda.attention.scores import (
+    bias_corner,
+    first_row,
+    key_blocks,
+    scores_log2,
+    sequence_of,
+    visible_pairs,
+)
+from diyfa.backends.cuda.attention.tile_io import (
+    DESCRIPTOR,
+    EQUAL,
+    LN2,
+    LOG2E,
+    PACKED,
+    POINTER,
+    box,
+    cdiv,
+    head_base,
+    load_tile,
+    store_tile,
+)
+from diyfa.backends.cuda.runtime.launch import Launch, Launches, on_device
+from diyfa.backends.cuda.runtime.repeat import Pair, repeat_forward
+from diyfa.backends.cuda.runtime.tensor_maps import Box
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+
+# Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
+# yet, and no score is lower.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
+    """Bring running maximum, sum and output to the new block of scores s [BLOCK_M, BLOCK_N].
+
+    Returns (p, m_i, l_i, acc): p are the block's weights relative to the new maximum; m_i is in units of log2. GUARD:
+    the maximum may still be -inf.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # [BLOCK_M]
+    if GUARD:  # measure from 0 to avoid inf - inf
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        m_ref = m_new
+    p = tl.math.exp2(s * scale_log2 - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+    alpha = tl.math.exp2(m_i - m_ref)  # [BLOCK_M]
+    return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def _attend_blocks(
+    acc,  # [BLOCK_M, BLOCK_DV] fp32
+    l_i,  # [BLOCK_M]
+    m_i,  # [BLOCK_M]
+    q,  # [BLOCK_M, BLOCK_D]
+    k_ref, v_ref, bias_base,
+    b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
+    stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_word0, row_word1, column_key0, column_key1, threshold,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
+    NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
+
+    MASKED compares positions, otherwise every query sees every key of the blocks. EXACT (and MASKED): m_i is the final
+    log-sum-exp, in units of log2, so that weights come out normalised, and only pairs that count bring anything.
+    """
+    PRECISE: tl.constexpr = q.dtype == tl.float32
+    STAGES: tl.constexpr = 1 if EXACT else None
+    corner = bias_base
+    if BIAS:
+        corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
+    for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        corner_here = corner
+        if MASKED and HAS_LEFT:
+            skipped = tl.where(start_n >= gap_at, gap, 0)
+            start_n += skipped
+            if BIAS:
+                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = load_tile(
+            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
+        )
+        s = row_products(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if NEGATE:
+            s = -s
+        if ADJUSTED:
+            s, _ = scores_log2(
+                s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
+                corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+            )  # fmt: skip
+        if MASKED:
+            visible = visible_pairs(
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
+            )
+            s = tl.where(visible, s, float("-inf"))
+        # Adjusted scores are in units of log2 already.
+        scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
+        if EXACT:
+            p = tl.where(visible, tl.math.exp2(s * scale_log2 - m_i[:, None]), 0.0)
+        else:
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
+        if DROPOUT:  # after the sum: the weights are normalised by all of them
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
+            p = tl.where(keep, p, 0.0)
+        v = load_tile(
+            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
+        )
+        if EXACT:
+            if DROPOUT:
+                visible = visible & keep
+            acc = exact_dot_add(p, visible, v, acc, PRECISION)
+        else:
+            acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
+        if BIAS:
+            corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
+    return acc, l_i, m_i
+
+
+@triton.jit
+def rewrite_outputs(
+    q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left, window_right,
+    stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap, slope,
+    row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADJUSTED: tl.constexpr, NEGATE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of rows [row0, row0 + BLOCK_M) again, exactly (exact.py), from their log-sum-exp.
+
+    The bases are addresses of the head; lse_row holds what this program has just written.
+    """
+    tl.debug_barrier()  # other threads wrote what is read and written over here
+    for row in tl.range(row0, tl.minimum(row0 + BLOCK_M, n_queries), EXACT_ROWS):
+        offs_m = row + tl.arange(0, EXACT_ROWS)
+        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
+        q = load_tile(q_base, 0, 0, 0, row, n_queries, stride_qm, HEAD_DIM, EXACT_ROWS, BLOCK_D, True, EQUAL, POINTER)
+        begin, _, _, end = key_blocks(
+            row, n_queries, n_keys, offset, window_left, window_right, EXACT_ROWS, EXACT, HAS_LEFT, HAS_RIGHT, EQUAL
+        )
+        row_word0, row_word1 = 0, 0
+        if DROPOUT:
+            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+        acc = tl.zeros([EXACT_ROWS, BLOCK_DV], tl.float32)
+        acc, _, _ = _attend_blocks(
+            acc, 0.0, lse_log2, q, k_base, v_base, bias_base, 0, 0, 0, begin, end, 0, 0, row, offs_m, offset,
+            n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+            scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+            HAS_LEFT, HAS_RIGHT, EQUAL, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+            HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True,
+        )  # fmt: skip
+        if DROPOUT:
+            acc *= keep_scale
+        acc = tl.where((lse_log2 == float("inf"))[:, None], 0.0, acc)
+        store_tile(o_base, acc, row, n_queries, stride_om, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, POINTER)
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr,
+    q_rows_ptr, k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM and EXACT
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    heads_q,
+    group,  # query heads that share one key head
+    seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    scale, softcap, threshold,
+    keep_scale,  # 1 / (1 - p) of the dropout
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
+    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    block_m = pid % blocks_m
+    if HAS_RIGHT:  # longest first: the last programs to start are short ones
+        block_m = blocks_m - 1 - block_m
+    b = (pid // blocks_m) // heads_q
+    h = (pid // blocks_m) % heads_q
+    hk = h // group
+    first_q, first_k, n_queries, n_keys = sequence_of(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+    )
+    row0 = block_m * BLOCK_M
+    # The grid covers the longest sequence; a shorter one has nothing here, not even rows to fill with zeros.
+    if LENGTHS == PACKED and row0 >= n_queries:
+        return
+    offset = n_keys - n_queries  # query i is aligned with key i + offset
+    offs_m = row0 + tl.arange(0, BLOCK_M)
+    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
+    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
+    begin, full_begin, full_end, end = key_blocks(
+        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
+    )
+
+    ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+    bias_base = bias_ptr
+    if BIAS:
+        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    row_key0, row_key1 = 0, 0
+    if DROPOUT:
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc, l_i, m_i = _attend_blocks(
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
+        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, False,
+    )  # fmt: skip
+    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
+    gap = full_end - full_begin
+    if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
+        masked_begin = begin
+        masked_end = end - gap
+    else:
+        masked_begin = full_end
+        masked_end = end
+    acc, l_i, m_i = _attend_blocks(
+        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
+        offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
+        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
+        HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
+    )  # fmt: skip
+    if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
+        sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
+        _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E, True)
+
+    # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
+    live = (l_i != 0.0) & (offs_m < n_queries)
+    leaked = False
+    if EXACT:  # where the log-sum-exp is not finite either, a score is to blame, which reaches its own row only
+        spoiled = live & False
+        if end > begin:  # without this the compiler for sm_100 fails: exact.py
+            spoiled = live & holds_nonfinite(acc) & is_finite(l_i)
+        leaked = any_of(spoiled)
+    out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    if DROPOUT:
+        out *= keep_scale
+    lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
+    n_rows = n_queries if LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
+    lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+    tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
+    # Results go through addresses in every form.
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, POINTER)
+    store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+
+    if EXACT:  # noqa: SIM102 (decided when it is compiled)
+        if leaked:
+            q_rows, k_rows, v_rows = q_ptr, k_ptr, v_ptr
+            if FORM == DESCRIPTOR:
+                q_rows, k_rows, v_rows = q_rows_ptr, k_rows_ptr, v_rows_ptr
+            q_base = head_base(q_rows, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
+            k_base = head_base(k_rows, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
+            v_base = head_base(v_rows, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
+            rewrite_outputs(
+                q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left,
+                window_right, stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap,
+                slope, row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
+                HAS_LEFT, HAS_RIGHT, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
+            )  # fmt: skip
+
+
+def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
+    """The kernel's constexprs."""
+    return {
+        **feature_constants(problem),
+        "SINKS": problem.sinks,
+        "NEGATE": negate,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "FORM": form_of(config),
+        "EDGE_FORM": edge_form_of(problem, config),
+        "EXACT": exact_block(problem),
+    }
+
+
+_launches = Launches()
+# Launches whose tile is settled, by all that they depend on -> (choice, launch, also takes addresses): a repeated
+# call asks nothing else, which saves it 3 us. `out` lies as `empty_output` makes it from q, so q's strides say it all.
+_settled: dict[tuple[object, ...], tuple[object, Launch, bool]] = {}
+
+
+def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: AttentionConfig) -> Launch:
+    q, k, v = tensors.q, tensors.k, tensors.v
+
+    def make() -> Launch:
+        scale, negate = softmax_scale(problem, tensors.sm_scale)
+        values = constants(problem, config, negate)
+        boxes: tuple[Box | None, ...] = (None,) * 15
+        if config.form == "tma":
+            rows = (config.block_m, config.block_n, config.block_n)
+            widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
+            boxes = (
+                *(box(x, problem.layout, *tile) for x, *tile in zip((q, k, v), rows, widths, strict=True)),
+                *boxes[3:],
+            )
+        scalars = (
+            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
+            *feature_scalars(problem, tensors, scale),
+        )
+        grid = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
+        return Launch(_fwd_kernel, grid, boxes, scalars, values, schedule(config), problem.aligned and not problem.bias)
+
+    return _launches.get((config, *launch_key(problem, tensors), out.stride()), make)
+
+
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the forward kernel, which fills out and lse."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    features = (*feature_pointers(tensors), tensors.sinks, out, lse)
+    key = launch_key(problem, tensors)
+    settled = _settled.get(key)
+    if settled is not None and settled[0] == choice():
+        rows = (q, k, v) if settled[2] else (None, None, None)
+        with on_device(q):
+            settled[1](q, k, v, *rows, *features)
+        return
+
+    def run(config: AttentionConfig) -> None:
+        rows = (q, k, v) if reads_rows(problem, config) else (None, None, None)
+        _launch(problem, tensors, out, config)(q, k, v, *rows, *features)
+
+    with on_device(q):
+        config = tuned_config("fwd", problem, run)
+        run(config)
+    if is_settled("fwd", problem):
+        if len(_settled) >= Launches.LIMIT:
+            _settled.clear()
+        _settled[key] = choice(), _launch(problem, tensors, out, config), reads_rows(problem, config)
+
+
+def repeat(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., Pair | None] | None:
+    """`Kernel.repeat`: for calls without optional tensors whose launch is settled and compiled."""
+    settled = _settled.get(launch_key(problem, tensors))
+    if settled is None or settled[0] != choice():
+        return None
+    _, launch, takes_rows = settled
+
+    def through_rows(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, q, k, v, None, None, None, None, None, None, None, out, lse
+
+    def through_maps(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
+        return q, k, v, None, None, None, None, None, None, None, None, None, None, out, lse
+
+    return repeat_forward(launch, out, lse, through_rows if takes_rows else through_maps)

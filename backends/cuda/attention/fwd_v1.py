@@ -1,0 +1,217 @@
+"""FlashAttention forward (Dao et al. 2022, arXiv:2205.14135, algorithm 1): key/value blocks in the outer loop.
+
+One program owns a whole head, as in the paper's CUDA kernel: it loads a block of keys and values once and visits every
+block of queries with it, so the running output, sum and maximum of all rows live in global memory and are read,
+rescaled, normalised and written back on every visit. What differs: they are kept in fp32 (rounding a running output to
+half precision at every visit would break the accuracy contract), and query blocks that a causal mask hides are not
+visited. It is here to be read and compared with fwd.py, which turns the loops around and keeps all three in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.configs import AttentionConfig, exact_block, form_of, portable_config
+from diyfa.backends.cuda.attention.dots import dot, round_to
+from diyfa.backends.cuda.attention.exact import any_of, holds_nonfinite, is_finite
+from diyfa.backends.cuda.attention.fwd import rewrite_outputs
+from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale
+from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
+from diyfa.backends.cuda.attention.tile_io import (
+    LN2,
+    LOG2E,
+    head_base,
+    lengths_of,
+    load_tile,
+    padded_head_dim,
+    store_tile,
+)
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+
+V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+def _fwd_v1_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_lens_ptr,
+    running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far
+    o_ptr,
+    m_ptr,  # (B, H, Sq) fp32: maximum so far, in units of log2
+    lse_ptr,  # (B, H, Sq) fp32: holds the sum so far until the end
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    heads_q,
+    group,
+    seqlen_q,
+    seqlen_k,
+    window_left,
+    window_right,
+    scale,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    NEGATE: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    b = tl.program_id(0) // heads_q
+    h = tl.program_id(0) % heads_q
+    hk = h // group
+    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, LENGTHS)
+    offset = n_keys - n_queries
+    q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, False, FORM)
+    k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, False, FORM)
+    v_base = head_base(v_ptr, b, hk, 0, stride_vb, stride_vh, stride_vn, False, FORM)
+    o_base = head_base(o_ptr, b, h, 0, stride_ob, stride_oh, stride_om, False, FORM)
+    row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    running = running_ptr + row * HEAD_DIM_V
+    m_row = m_ptr + row
+    l_row = lse_ptr + row
+    scale_log2 = scale * LOG2E
+
+    for row0 in tl.range(0, seqlen_q, BLOCK_M):
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        store_tile(running, zeros, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+        tl.store(m_row + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
+        tl.store(l_row + offs_m, tl.zeros([BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
+    tl.debug_barrier()  # what one thread wrote here, another may read in the next loop
+
+    for col0 in tl.range(0, n_keys, BLOCK_N):
+        offs_n = col0 + tl.arange(0, BLOCK_N)
+        k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
+        v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
+        first, _, _, last = query_blocks(
+            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
+            False,
+        )  # fmt: skip
+        for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
+            offs_m = row0 + tl.arange(0, BLOCK_M)
+            q = load_tile(q_base, b, h, 0, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
+            s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
+            if NEGATE:
+                s = -s
+            visible = visible_pairs(
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
+            )
+            s = tl.where(visible, s * scale_log2, float("-inf"))
+
+            m_old = tl.load(m_row + offs_m, mask=offs_m < n_queries, other=float("-inf"))
+            l_old = tl.load(l_row + offs_m, mask=offs_m < n_queries, other=0.0)
+            m_new = tl.maximum(m_old, tl.max(s, 1))
+            m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.math.exp2(s - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
+            kept = l_old * tl.math.exp2(m_old - m_ref)
+            l_new = kept + tl.sum(p, 1)
+            o = load_tile(
+                running, b, h, 0, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+            )
+            norm = tl.where(l_new != 0.0, l_new, 1.0)
+            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, PRECISION)) / norm[:, None]
+            store_tile(running, o, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+            tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
+            tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)
+        tl.debug_barrier()
+
+    for row0 in tl.range(0, seqlen_q, BLOCK_M):
+        offs_m = row0 + tl.arange(0, BLOCK_M)
+        o = load_tile(running, b, h, 0, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM)
+        store_tile(o_base, o, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+        m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
+        live = total != 0.0  # False for rows that saw no key and rows beyond the sequence
+        lse = tl.where(live, (m + tl.math.log2(tl.where(live, total, 1.0))) * LN2, float("inf"))
+        tl.store(l_row + offs_m, lse, mask=offs_m < seqlen_q)
+        if EXACT:  # noqa: SIM102 (decided when it is compiled)
+            if any_of(live & holds_nonfinite(o) & is_finite(total)):
+                rewrite_outputs(
+                    q_base, k_base, v_base, o_base, l_row, None, row0, n_queries, n_keys, offset, window_left,
+                    window_right, stride_qm, stride_kn, stride_vn, stride_om, 0, 0, scale, 0.0, 0.0, 0, 0, 0, 0, 0, 1.0,
+                    HAS_LEFT, HAS_RIGHT, False, NEGATE, False, False, False, False,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
+                )  # fmt: skip
+
+
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Launch the kernel, which fills out and lse."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+    running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
+    m = q.new_empty(rows, dtype=torch.float32)
+    scale, negate = softmax_scale(problem, tensors.sm_scale)
+    tile = config(problem)
+    with on_device(q):
+        _fwd_v1_kernel[(problem.batch * problem.heads_q,)](
+            q,
+            k,
+            v,
+            tensors.seq_lens,
+            running,
+            out,
+            m,
+            lse,
+            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
+            problem.heads_q,
+            problem.heads_q // problem.heads_kv,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.window_left,
+            problem.window_right,
+            scale,
+            **constants(problem, tile, negate),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def config(problem: AttentionProblem) -> AttentionConfig:
+    """The forward table's portable tile: this kernel keeps nothing in flight, so it fits wherever that one does."""
+    tile = portable_config("fwd", problem)
+    assert tile is not None, "unsupported() accepted a problem that no tile fits"
+    return replace(tile, spill_budget=V1_SPILL_BUDGET)
+
+
+def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
+    """The kernel's constexprs."""
+    return {
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,
+        "NEGATE": negate,
+        "LENGTHS": lengths_of(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "PRECISION": "ieee",
+        "FORM": form_of(config),
+        "EXACT": exact_block(problem),
+    }

@@ -1,0 +1,189 @@
+"""From the products q·k to the scores of a tile: which blocks to visit, who sees whom, softcap, ALiBi, bias, dropout.
+
+The forward and the backward kernels share these steps. A tile lies as [BLOCK_M, BLOCK_N] or, in the dK/dV kernel,
+transposed: positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
+[BLOCK_N, 1]). Query i stands at key i + offset; it sees the keys from `window_left` before to `window_right` after that
+(causal: 0 after).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
+
+
+@triton.jit
+def sequence_of(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
+    LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Sample b -> (its first row in q, in k, its queries, its keys).
+
+    Lengths on the device cannot be checked before the launch; they are clamped to the memory there is.
+    """
+    first_q = 0
+    first_k = 0
+    n_queries = seqlen_q
+    n_keys = seqlen_k
+    if LENGTHS == PACKED:
+        first_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), 0), total_q)
+        first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)
+        n_queries = tl.maximum(tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1), total_q) - first_q, 0)
+        n_keys = tl.maximum(tl.minimum(tl.load(cu_seqlens_k_ptr + b + 1), total_k) - first_k, 0)
+    if LENGTHS == SEQ_LENS:
+        n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
+        n_queries = tl.minimum(n_keys, seqlen_q)
+    return first_q, first_k, n_queries, n_keys
+
+
+@triton.jit
+def first_row(b, h, first, heads_q, seqlen_q, total_q, LENGTHS: tl.constexpr):
+    """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
+    if LENGTHS == PACKED:
+        row = h.to(tl.int64) * total_q + first
+    else:
+        row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    return row
+
+
+@triton.jit
+def key_blocks(
+    row0, n_queries, n_keys, offset, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
+
+    [full_begin, full_end) is seen by all of them and needs no mask; [begin, full_begin) and [full_end, end) by some.
+    All but `end` are multiples of BLOCK_N. Nothing outside [begin, end) is visited: a window costs its width.
+    """
+    begin = 0
+    full_begin = 0
+    end = n_keys
+    full_end = n_keys
+    if HAS_RIGHT:
+        end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))
+        full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
+    if LENGTHS == SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
+        end = tl.where(row0 < n_queries, end, 0)
+        full_end = tl.where(row0 < n_queries, full_end, 0)
+    full_end = full_end // BLOCK_N * BLOCK_N
+    if HAS_LEFT:
+        begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N) * BLOCK_N
+        full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N), begin)
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_blocks(
+    col0, n_queries, n_keys, offset, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
+
+    The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
+    do not, and a full block is whole.
+    """
+    begin = 0
+    full_begin = 0
+    end = n_queries
+    if LENGTHS == SEQ_LENS:
+        end = tl.where(col0 < n_keys, n_queries, 0)
+    full_end = end
+    if HAS_RIGHT:
+        begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M) * BLOCK_M
+    if HAS_LEFT:
+        full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))
+        if not EDGES:
+            full_end = tl.where(full_end < end, full_end // BLOCK_M * BLOCK_M, end)
+        end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))
+    if EDGES:
+        full_end = full_end // BLOCK_M * BLOCK_M
+    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible_pairs(
+    rows, cols, n_keys, offset, window_left, window_right,
+    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
+    if CHECK_END:
+        visible = cols < n_keys
+        if HAS_RIGHT:
+            visible = visible & (cols <= rows + (offset + window_right))
+    elif HAS_RIGHT:
+        visible = cols <= rows + (offset + window_right)
+    else:
+        visible = cols >= 0
+    if HAS_LEFT:
+        visible = visible & (cols >= rows + (offset - window_left))
+    return visible
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """Hyperbolic tangent of fp32 through one exponential; its error of 1e-7 is absolute.
+
+    PRECISE also makes it relative near 0, by the odd polynomial of the Cephes library (tanhf), for fp32 inputs.
+    """
+    t = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
+    if PRECISE:
+        z = x * x
+        poly = -5.70498872745e-3
+        poly = poly * z + 2.06390887954e-2
+        poly = poly * z - 5.37397155531e-2
+        poly = poly * z + 1.33314422036e-1
+        poly = poly * z - 3.33332819422e-1
+        t = tl.where(tl.abs(x) < 0.625, poly * z * x + x, t)
+    return t
+
+
+@triton.jit
+def bias_corner(bias_ptr, row, col, stride_bm, stride_bn):
+    """Where attn_bias is `row` rows and `col` columns on, in 64 bits.
+
+    Loops over keys carry this pointer from block to block. Formed from the loop's counter it makes LLVM widen the
+    counter to 64 bits, and then set the accumulators to 0 once more on the way past the loop, for which ptxas
+    serialises the loop's wgmma (C7515).
+    """
+    return bias_ptr + tl.cast(row, tl.int64) * stride_bm + tl.cast(col, tl.int64) * stride_bn
+
+
+@triton.jit
+def scores_log2(
+    s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_bm, stride_bn,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
+
+    softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
+    The tile begins at (row0, col0), where `corner` points into the bias; without MASKED all its keys exist.
+    """
+    t = s
+    if SOFTCAP:
+        t = tanh(s * scale, PRECISE)
+        s = t * (softcap * LOG2E)
+    else:
+        s = s * (scale * LOG2E)
+    if ALIBI:
+        distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
+        s = s - (slope * LOG2E) * tl.abs(distance)
+    if BIAS:
+        # 32 bits do inside of a tile. Columns are checked only where they can overrun, so that a row of a full tile is
+        # read in wide pieces.
+        addresses = corner + (rows - row0) * stride_bm + (cols - col0) * stride_bn
+        if MASKED:
+            bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
+        else:
+            bias = tl.load(addresses, mask=(rows < n_queries) & (cols >= 0), other=0.0)
+        s = s + bias.to(tl.float32) * LOG2E
+    return s, t

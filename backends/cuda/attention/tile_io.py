@@ -1,0 +1,154 @@
+"""How a kernel reads and writes a tile of one head: the step all attention kernels share.
+
+A tile is [BLOCK_ROWS, BLOCK_D]: consecutive rows (tokens) of one head, the feature dimension padded to a power of two.
+There are three ways to reach it, and this file is the one place that knows them apart:
+
+* BLOCK_POINTER: `tl.make_block_ptr`, readable and checked at the edges by the compiler; Triton up to 3.8;
+* POINTER: plain addresses and masks, for Triton from 3.9 on, which has no block pointers;
+* DESCRIPTOR: a host-made TMA descriptor of the whole tensor (sm_90 and later); the hardware computes addresses and
+  fills what lies outside with zeros, so neither registers nor instructions are spent on them.
+
+The first two also exist WIDENED: the tile becomes float32 as it is read, for GPUs whose products are multiply-adds on
+float32. Left to itself Triton 3.6 widens an operand before each product: docs/cuda.md has what that costs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.dots import round_to
+from diyfa.backends.cuda.runtime.tensor_maps import Box
+from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
+
+POINTER = tl.constexpr(0)
+BLOCK_POINTER = tl.constexpr(1)
+DESCRIPTOR = tl.constexpr(2)
+WIDENED_POINTER = tl.constexpr(3)
+WIDENED_BLOCK_POINTER = tl.constexpr(4)
+
+# How long the sequences are: all as long as the tensors, as `seq_lens` says, or packed as cu_seqlens says.
+EQUAL = tl.constexpr(0)
+SEQ_LENS = tl.constexpr(1)
+PACKED = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def _has_block_pointers() -> bool:
+    """Triton 3.9 still has the name but raises when it is used."""
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return version < (3, 9) and hasattr(tl, "make_block_ptr")
+
+
+# The form for every GPU without TMA, and for tensors that TMA cannot describe.
+PORTABLE_FORM: int = BLOCK_POINTER.value if _has_block_pointers() else POINTER.value
+WIDENED_FORM: int = WIDENED_BLOCK_POINTER.value if _has_block_pointers() else WIDENED_POINTER.value
+
+
+def lengths_of(problem: AttentionProblem) -> int:
+    """The kernels' LENGTHS constant."""
+    return (PACKED if problem.varlen else SEQ_LENS if problem.seq_lens else EQUAL).value
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Width of a tile: the next power of two, at least 16 (the smallest that a matrix instruction takes)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def cdiv(n: int, block: int) -> int:
+    """How many blocks cover n."""
+    return -(-n // block)
+
+
+def box(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Box:
+    """How TMA reads tiles of [block_rows, block_d] from the heads of `x`."""
+    if layout == VARLEN:  # one sample that holds all sequences
+        rows, heads, features = x.shape
+        shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
+    else:
+        shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
+    return Box(shape, strides, [1, 1, block_rows, block_d])
+
+
+@triton.jit
+def head_base(ref, b, h, first, stride_b, stride_h, stride_row, LENGTHS: tl.constexpr, FORM: tl.constexpr):
+    """Address of head h of sample b, first row `first` (PACKED); a descriptor covers all and passes through."""
+    if FORM != DESCRIPTOR:
+        ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        if LENGTHS == PACKED:
+            ref = ref + first.to(tl.int64) * stride_row
+    return ref
+
+
+@triton.jit
+def load_tile(
+    ref, b, h, first, row0, n_rows, stride_row,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, LENGTHS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
+
+    What lies beyond n_rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
+    sequences are shorter (LENGTHS), rows beyond n_rows hold whatever is there. `first`: the row that the sequence
+    begins at, which other forms have in `ref`.
+    """
+    if FORM == DESCRIPTOR:
+        if LENGTHS == PACKED:
+            tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+        else:
+            tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
+    elif FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
+        block = tl.make_block_ptr(ref, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
+        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+            tile = tl.load(block, boundary_check=(0, 1), padding_option="zero")
+        elif CHECK_ROWS:
+            tile = tl.load(block, boundary_check=(0,), padding_option="zero")
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(block, boundary_check=(1,), padding_option="zero")
+        else:
+            tile = tl.load(block)
+    else:
+        rows = row0 + tl.arange(0, BLOCK_ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        addresses = ref + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        if CHECK_ROWS and HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=(rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(addresses, mask=rows[:, None] < n_rows, other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(addresses, mask=cols[None, :] < HEAD_DIM, other=0.0)
+        else:
+            tile = tl.load(addresses)
+    if FORM == WIDENED_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    base,
+    tile,
+    row0,
+    n_rows,
+    stride_row,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Write [BLOCK_ROWS, BLOCK_D] to the rows of a head, as far as n_rows and HEAD_DIM, in the destination's dtype.
+
+    Results are always written through addresses: one write at the end of a program gains nothing from TMA.
+    """
+    if FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
+        target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
+        tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))
+    else:
+        rows = row0 + tl.arange(0, BLOCK_ROWS)
+        cols = tl.arange(0, BLOCK_D)
+        addresses = base + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        mask = (rows[:, None] < n_rows) & (cols[None, :] < HEAD_DIM)
+        tl.store(addresses, round_to(tile, base.dtype.element_ty), mask=mask)

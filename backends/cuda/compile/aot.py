@@ -1,0 +1,249 @@
+"""Ahead-of-time compilation of every CUDA kernel, for any architecture, on a machine without a GPU.
+
+Each kernel file lists what it wants compiled as `compile_specs(arch) -> Iterator[CompileSpec]`; `compile_all` turns
+the lists into reports with registers, spills and shared memory, taken from the log of the very ptxas run that made the
+binary. A kernel passes the gate (`ok`) when it compiles, spills no more than its spec's budget (0 unless the spec says
+why) and, where the spec asks for clean loops, nothing in those with products, fits the architecture's shared memory,
+and, where the architecture has wgmma, ptxas did not serialise it.
+
+    python -m diyfa.backends.cuda.compile.aot sm_90 [--only matmul] [--jobs 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from diyfa.arch import GPUSpec, gpu_spec
+from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
+from diyfa.backends.cuda.gluon.inline_ptx import completing
+from diyfa.problem import CompileReport
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# Kernel files of this package that list what to compile.
+KERNEL_MODULES = ("attention_specs", "matmul")
+
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+# ptxas: wgmma instructions were serialised. The number (C7510 to C7517 have been seen) says why: a call, too few
+# registers, other instructions that define their accumulators.
+_SERIALISED = re.compile(r"[^\n]*(?:\bC75\d\d\b|wgmma[^\n]*serializ)[^\n]*")
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """One kernel with the types and constants of one case, as the launcher would launch it.
+
+    `signature` gives the type of each argument that is not a constexpr, in Triton's notation: "*fp16", "i32", "fp32",
+    "tensordesc<fp16[128,64]>" for a host-side tensor descriptor with that block. `aligned` names the pointers and
+    integers divisible by 16. `spill_budget` is in bytes; whoever sets it says why beside it.
+    """
+
+    kernel: str  # "matmul/tma"
+    case: str  # "float16 128x256x64"
+    fn: JITFunction
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int
+    num_stages: int
+    options: dict[str, Any] = field(default_factory=dict)
+    aligned: frozenset[str] = frozenset()
+    spill_budget: int = 0
+    clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
+
+
+SpecSource = Callable[[str], Iterator[CompileSpec]]
+
+
+def target(arch: str) -> GPUTarget:
+    """Triton's name of `arch` ("sm_90"). Raises ValueError for one that diyfa does not know."""
+    if gpu_spec(arch) is None:
+        raise ValueError(f"unknown CUDA architecture {arch!r}; known are: {', '.join(ARCHS)}")
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+
+def _source(spec: CompileSpec) -> ASTSource:
+    if not isinstance(spec.fn, JITFunction):
+        raise RuntimeError(
+            f"{spec.kernel} is a {type(spec.fn).__name__}, not a JITFunction, and cannot be compiled: "
+            "Triton was imported with TRITON_INTERPRET=1; unset it"
+        )
+    names = spec.fn.arg_names
+    given = spec.signature.keys() | spec.constexprs.keys()
+    if wrong := given ^ set(names):
+        raise ValueError(f"{spec.kernel}: arguments missing from the spec or unknown to the kernel: {sorted(wrong)}")
+    if unknown := spec.aligned - spec.signature.keys():
+        raise ValueError(f"{spec.kernel}: aligned names what is not in the signature: {sorted(unknown)}")
+    if spec.fn.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
+    return Source(
+        spec.fn,
+        signature={name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
+    )
+
+
+def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
+    """Compile one spec and judge the result. A kernel that does not compile is a report that is not ok.
+
+    Not for use beside other threads that print: ptxas's log reaches us through `sys.stdout`.
+    """
+    limits = gpu_spec(arch)
+    where, source = target(arch), _source(spec)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    log = io.StringIO()
+    start = time.perf_counter()
+    # Always compile: a binary from Triton's cache comes without ptxas's log.
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log), completing():
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        try:
+            compiled = triton.compile(source, target=where, options=options)
+        except Exception as error:  # compilers raise whatever they like; it is this kernel's verdict and fails the gate
+            reason = f"{type(error).__name__}: {error}"[:2000]
+            seconds = time.perf_counter() - start
+            return CompileReport("cuda", arch, spec.kernel, spec.case, False, seconds, notes=(reason,))
+    seconds = time.perf_counter() - start
+    loops = spills_in_loops(disassembled(compiled.asm["cubin"])) if spec.clean_loops else None
+    return judge(arch, limits, spec, log.getvalue(), compiled.metadata.shared, seconds, loops)
+
+
+def judge(
+    arch: str,
+    limits: GPUSpec,
+    spec: CompileSpec,
+    ptxas_log: str,
+    shared: int,
+    seconds: float,
+    loops: list[int] | None = None,
+) -> CompileReport:
+    """The gate: a report from ptxas's log, the kernel's shared memory in bytes, and where loops must be clean what
+    `spills_in_loops` says."""
+    registers = [int(n) for n in _REGISTERS.findall(ptxas_log)]
+    spills = sum(int(stores) + int(loads) for stores, loads in _SPILL.findall(ptxas_log))
+    notes = []
+    if not registers:
+        notes.append("ptxas reported nothing, so the gate cannot judge this kernel")
+    if spills > spec.spill_budget:
+        notes.append(f"spills {spills} bytes, {spec.spill_budget} allowed")
+    if loops is not None and (not loops or any(loops)):
+        notes.append(f"spilling instructions in each loop with products: {loops}")
+    if shared > limits.shared_per_block:
+        notes.append(f"needs {shared} bytes of shared memory, {arch} has {limits.shared_per_block}")
+    if limits.has_wgmma:
+        notes += _SERIALISED.findall(ptxas_log)
+    return CompileReport(
+        "cuda",
+        arch,
+        spec.kernel,
+        spec.case,
+        not notes,
+        seconds,
+        max(registers, default=None),
+        spills,
+        {"shared": shared},
+        tuple(notes),
+        spill_budget=spec.spill_budget,
+    )
+
+
+def matches(spec: CompileSpec, only: str | None) -> bool:
+    """Whether `only` is part of the spec's "kernel case"."""
+    return only is None or only in f"{spec.kernel} {spec.case}"
+
+
+@lru_cache(maxsize=1)
+def _specs(arch: str, sources: tuple[SpecSource, ...]) -> list[CompileSpec]:
+    return list(chain.from_iterable(source(arch) for source in sources))
+
+
+def _compile_nth(arch: str, sources: tuple[SpecSource, ...], index: int) -> CompileReport:
+    """In a worker: specs hold kernels and do not travel between processes, so the worker lists them itself."""
+    return compile_spec(arch, _specs(arch, sources)[index])
+
+
+def compile_all(
+    arch: str, spec_sources: Sequence[SpecSource], only: str | None = None, jobs: int = 1
+) -> Iterator[CompileReport]:
+    """Compile what `spec_sources` list for `arch`, in their order.
+
+    Args:
+        arch: such as "sm_90".
+        spec_sources: functions `compile_specs(arch)`, defined at the top of a module when `jobs` > 1.
+        only: compile the specs whose "kernel case" contains this.
+        jobs: processes.
+
+    Raises:
+        ValueError: unknown architecture, or a spec that does not fit its kernel.
+        RuntimeError: the kernels are not compilable because Triton's interpreter is on.
+    """
+    target(arch)
+    sources = tuple(spec_sources)
+    chosen = [i for i, spec in enumerate(_specs(arch, sources)) if matches(spec, only)]
+    if jobs <= 1:
+        for i in chosen:
+            yield _compile_nth(arch, sources, i)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        n = len(chosen)
+        yield from pool.map(_compile_nth, [arch] * n, [sources] * n, chosen)
+
+
+def kernel_sources(modules: Sequence[str] = KERNEL_MODULES) -> list[SpecSource]:
+    """`compile_specs` of every kernel file of this package."""
+    return [importlib.import_module(f"diyfa.backends.cuda.{name}").compile_specs for name in modules]
+
+
+def format_report(report: CompileReport) -> str:
+    """One line, and one more for each note."""
+    shared = report.memory.get("shared", 0)
+    verdict = "ok  " if report.ok else "FAIL"
+    line = (
+        f"{verdict} {report.target:<7} {report.kernel:<22} {report.case:<44} regs {report.registers or '-':>3} "
+        f"spills {report.spill_bytes or 0:>4} shared {shared:>6} {report.seconds:5.1f}s"
+    )
+    return "\n".join([line, *(f"     {note}" for note in report.notes)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0 when every kernel passes the gate, 1 otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diyfa.backends.cuda.compile.aot", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("arch", nargs="+", help=f"architectures, or 'all': {', '.join(ARCHS)}")
+    parser.add_argument("--only", help='compile only what has this in its "kernel case"')
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    options = parser.parse_args(arguments)
+    archs = ARCHS if options.arch == ["all"] else options.arch
+    count = failed = 0
+    for arch in archs:
+        for report in compile_all(arch, kernel_sources(), options.only, options.jobs):
+            count, failed = count + 1, failed + (not report.ok)
+            print(format_report(report), flush=True)
+    print(f"{count} kernels compiled, {failed} failed the gate")
+    return 1 if failed or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

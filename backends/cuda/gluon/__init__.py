@@ -1,0 +1,1 @@
+"""Parts of Gluon kernels that belong to no one architecture."""

@@ -1,0 +1,353 @@
+"""Which problems the Hopper kernel (`hopper/fwd.py`) runs, and its tile for each: plain data, importable everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.problem import AttentionProblem, refuse_features
+
+FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
+ARCH = "sm_90"
+DTYPES = ("float16", "bfloat16")
+TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
+MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
+CONSUMER_ROWS = 64  # queries of one consumer warpgroup
+# With these the producer has more to count than 24 registers hold; ptxas would spill.
+BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
+ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
+# Keys times head_dim from which on it pays in dense calls of any size: it costs the host 2 us more than the portable
+# kernel. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
+LONG_WALK = 1 << 14
+SHORT_WALK = 128  # keys for a query, with heads of 64 columns: the portable kernel takes 0.7 of the time
+# One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
+FULL_GPU = 132
+KEPT_NOTICES = 128  # that fit beside the buffers of every form: 8 KB
+L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """Tile and schedule of the Hopper kernel: 64 * consumers queries, keys in blocks of block_n."""
+
+    consumers: int
+    block_n: int
+    slots: int  # buffers of [block_n, head_dim] that K and V share
+    own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
+    consumer_registers: int
+    producer_registers: int
+    persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
+    pingpong: bool = False  # the consumers issue their products in turns
+    together: int = 0  # query heads that take turns; 0: see `heads_together`
+    own_walk: bool = False  # a consumer passes over blocks of which a mask on the right leaves its own rows nothing
+    piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
+    joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
+    pairs: bool = False  # weights wait for their product in pairs, see `held` in `hopper/mma.py`
+    lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `hopper/softmax.py`
+    q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `hopper/mma.py`
+    direct: bool = False  # out leaves from registers, through no buffer (`hopper/epilogue.py`)
+    by_warp: bool = (
+        False  # the warps of a consumer do not meet to wait for blocks and release them (`gluon/barriers.py`)
+    )
+    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `hopper/softmax.py`)
+    deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`scheduler.py`)
+    measured: str = ""  # device, date, TFLOP/s
+
+    def __post_init__(self) -> None:
+        if self.own_o and self.direct:
+            raise ValueError(f"out leaves through its own buffers or through none, not {self}")
+
+
+# Rows by (columns, mask on the right): (at most this many keys) -> config. Figures: bf16,
+# 16384 tokens, heads * head_dim = 2048, S = 1k/4k/16k or those that a row is for, measured in turns with
+# FlashAttention-3, -4 and cuDNN; a row without one was never timed.
+C = Sm90Config
+_ANY = 1 << 62
+_H200 = "H200, 2026-11-21: "
+_LATER = "H200, 2026-11-22: "
+_STATIC: dict[str, Any] = {"persistent": True}
+_DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
+_BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
+_TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
+_HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
+_TWO_HELD: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
+_ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
+_WALKS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "own_walk": True, "lazy": True}
+_ONE_HELD: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
+_ONE_HELD_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
+_PASSES: dict[str, Any] = {**_BALANCED, **_TURNS, "own_walk": True}
+_THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "piece": 32, "joined": True, "by_warp": True}
+_DIRECT: dict[str, Any] = {**_ALONE, "direct": True}
+_WIDE: dict[str, Any] = {**_TURNS, **_DIRECT, "joined": True}
+CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
+    (64, False): (
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_HELD_TURNS, measured=_LATER + "465")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "551/581")),
+    ),
+    (64, True): (
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_HELD_TURNS, measured=_LATER + "364")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "493/571")),
+    ),
+    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "508/548/565")),),
+    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
+    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "649/706/729")),),
+    (128, True): (
+        (
+            2048,  # most blocks are at an end, which follows the maximum anyway
+            C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, fixed_max=False, measured=_LATER + "475"),
+        ),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
+    ),
+    (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD, **_DIRECT, measured=_LATER + "650/715/727")),),
+    (192, True): (
+        (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
+    ),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "650/731/747")),),
+    (256, True): (
+        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "500/660/719")),
+    ),
+}
+# Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
+NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
+    (192, False): ((_ANY, C(2, 128, 4, False, 240, 24, **_STATIC, **_WIDE, measured=_LATER + "643/724/759")),),
+    (192, True): ((_ANY, C(2, 128, 4, False, 240, 24, **_DYNAMIC, **_WIDE, measured=_LATER + "481/682/729")),),
+}
+# Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
+# then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers.
+SMALL: dict[int, Sm90Config] = {
+    64: C(1, 128, 4, True, 232, 24),
+    128: C(1, 64, 4, False, 232, 24, **_DIRECT),
+    192: C(1, 64, 3, False, 232, 24, joined=True, **_DIRECT),
+    256: C(1, 64, 4, False, 248, 88),
+}
+
+
+@lru_cache(maxsize=4096)
+def config_of(problem: AttentionProblem) -> Sm90Config:
+    """The tile of a problem that `refuses` accepts."""
+    rows = rows_of(problem)
+    config = next(c for most, c in rows if keys_seen(problem) <= most)
+    if tiles_of(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        config = SMALL[min(columns for columns in SMALL if widest(problem) <= columns)]
+    return fitted(problem, config)
+
+
+def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
+    """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
+    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER
+    if busy and tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
+        config = replace(
+            config,
+            persistent=False,
+            pingpong=False,
+            own_walk=False,
+            pairs=False,
+            direct=False,
+            by_warp=False,
+            deal="static",
+            q_held=0,
+            fixed_max=not problem.features & {"softcap", "varlen"},  # their second pass spills up to 192 bytes
+        )
+    if not has_one_ring(problem, config.piece):
+        config = replace(config, slots=cdiv(config.slots, 2) * 2)
+        if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
+            config = replace(
+                config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.slots < 6 else 128)
+            )
+    if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
+        config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
+    if config.deal == "balanced" and not fills_rounds(problem, config):
+        config = replace(config, deal="dynamic")
+    if busy and not finds_ahead(problem, config):
+        config = replace(config, consumer_registers=232, producer_registers=40)
+    return config
+
+
+def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether the producer looks for its next tile before it copies the last keys of one, see `_producer`."""
+    return "varlen" in problem.features and config.persistent and config.slots <= 4
+
+
+def keys_seen(problem: AttentionProblem) -> int:
+    """How many keys a query sees at most: the length of its walk."""
+    if problem.window_left < 0:
+        return problem.seqlen_k
+    right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
+    return min(problem.window_left + 1 + right, problem.seqlen_k)
+
+
+def walks_far(problem: AttentionProblem) -> bool:
+    """Whether a tile's walk takes so long that the kernel pays however few tiles there are."""
+    with_lengths = problem.seq_lens or problem.varlen
+    return not with_lengths and keys_seen(problem) * widest(problem) >= LONG_WALK
+
+
+def schedule_of(config: Sm90Config) -> dict[str, int]:
+    """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
+    options = {"num_warps": 4, "launch_pdl": True}
+    if config.consumers == 1:
+        options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
+    return options
+
+
+def pieces_of(head_dim: int, other: int, piece: int = 0) -> tuple[int, int]:
+    """(columns, how many): the buffers that make up a tile of `head_dim` columns; `other` is that of V, or of K.
+
+    `piece`: how many columns, where a config says so.
+    """
+    if piece:
+        return piece, cdiv(head_dim, piece)
+    if 128 < max(head_dim, other) <= 192:  # a power of two would waste a quarter
+        return 64, cdiv(head_dim, 64)
+    return max(64, padded_head_dim(head_dim)), 1
+
+
+def has_one_ring(problem: AttentionProblem, piece: int = 0) -> bool:
+    """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    return pieces_of(d, dv, piece) == pieces_of(dv, d, piece)
+
+
+def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
+    """The rows of the table that a problem looks in."""
+    narrow = problem.head_dim_v <= 128 < problem.head_dim
+    return (narrow and NARROW_V.get(tile_class(problem))) or CONFIGS[tile_class(problem)]
+
+
+def tile_class(problem: AttentionProblem) -> tuple[int, bool]:
+    """Columns of the widest tile of a problem, and whether later tiles see more keys: what the tables are keyed by."""
+    masked = problem.window_right >= 0
+    wide = widest(problem)
+    return min(columns for columns, mask in CONFIGS if mask == masked and wide <= columns), masked
+
+
+def widest(problem: AttentionProblem) -> int:
+    """Columns of the wider one of K and V."""
+    return max(problem.head_dim, problem.head_dim_v)
+
+
+def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
+    """How many tiles the queries of all heads have; of packed sequences, at most."""
+    rows = config.consumers * CONSUMER_ROWS
+    if problem.varlen:
+        return (problem.total_q // rows + problem.batch) * problem.heads_q
+    return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
+
+
+def tiles_of_group(problem: AttentionProblem, config: Sm90Config) -> int:
+    """How many tiles the heads have that take turns."""
+    tiles = tiles_of(problem, config)
+    heads = config.together or heads_together(problem)
+    of_head = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS)
+    return tiles if problem.varlen else min(tiles, heads * of_head)
+
+
+def fills_rounds(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """Whether a balanced deal is one. Each group of heads begins a round, and what is missing from its last one must be
+    the shortest tiles: with a window they are as long as the others. Turns are as many as groups, or more."""
+    groups = cdiv(tiles_of(problem, config), tiles_of_group(problem, config))
+    return problem.window_left < 0 and groups <= KEPT_NOTICES // 2
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
+    if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
+        return 1
+    pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
+    together = max(1, L2_BYTES // pair_bytes) * (problem.heads_q // problem.heads_kv)
+    return min(together, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
+
+
+def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
+    """The kernel's FIXED_MAX. Weights that grow with the scores need the range of bfloat16.
+
+    With ALiBi and no causal mask the nearest keys come late, and their scores rise by slope times distance above those
+    of the first: beyond any range.
+    """
+    near_first = problem.causal or not problem.alibi
+    return config.fixed_max and problem.dtype == "bfloat16" and near_first
+
+
+def notices_of(config: Sm90Config) -> int:
+    """How many notices a program has room for (`gluon/tile_info.py`); one of one tile, for that and the end."""
+    return KEPT_NOTICES if config.persistent else 2
+
+
+def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) -> int:
+    """How many tiles a program of so many takes at most; of a dynamic deal, must be able to take."""
+    tiles = tiles_of(problem, config)
+    if config.deal != "balanced":
+        return cdiv(tiles, programs)
+    group = tiles_of_group(problem, config)
+    return tiles // group * cdiv(group, programs) + cdiv(tiles % group, programs)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
+    """Programs to launch."""
+    tiles = tiles_of(problem, config)
+    if not config.persistent:
+        return tiles
+    if config.deal == "balanced" and not fills_rounds(problem, config):
+        raise ValueError("a balanced deal needs whole rounds, see fills_rounds")
+    at_once = programs = min(tiles, _multiprocessors(device))
+    while _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
+        programs += at_once
+    return programs
+
+
+def refuses(problem: AttentionProblem) -> str | None:
+    """Why the kernel does not take `problem`, or None: what it cannot do, and what the portable kernel does as fast."""
+    if problem.arch != ARCH:
+        return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
+    if problem.dtype not in DTYPES:
+        return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
+    if reason := refuse_features(problem, FEATURES, "sm90"):
+        return reason
+    if not MIN_HEAD_DIM <= widest(problem) <= MAX_HEAD_DIM:
+        return f"sm90 takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {problem.head_dim} and {problem.head_dim_v}"
+    if problem.head_dim_v % 8:  # inputs may be padded, out is not
+        return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
+    if not problem.aligned:
+        return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    if not has_tma(problem) and not walks_far(problem):
+        return (
+            f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on,"
+            f" or from {LONG_WALK} elements of K for a query, without seq_lens and not packed"
+        )
+    if widest(problem) <= 64 and keys_seen(problem) <= SHORT_WALK:
+        return f"sm90 pays from {SHORT_WALK + 1} keys for a query on where heads have 64 columns"
+    config = config_of(problem)
+    if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
+        return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
+    return None
+
+
+def has_gluon() -> bool:
+    """Whether this Triton is one whose Gluon the kernel is written in."""
+    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+
+
+def environment_refusal() -> str | None:
+    """Why the kernel cannot be compiled here, whatever the problem, or None."""
+    if not has_gluon():
+        return f"sm90 is written in the Gluon of Triton {' and '.join(TRITON)}, this is Triton {triton.__version__}"
+    if is_interpreting():
+        return "sm90 is written in Gluon, which Triton's interpreter does not run"
+    return None
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the portable kernel has to run `problem`, or None."""
+    return refuses(problem) or environment_refusal()

@@ -1,0 +1,74 @@
+"""Rows of the Hopper kernel's tensors by their addresses, for what does not go through TMA: Gluon helpers.
+
+Strides are those of the tensors' descriptors, multiples of 16 bytes, which is how many a thread moves at once.
+"""
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+from diyfa.backends.cuda.hopper.mma import ROWS
+from diyfa.backends.cuda.hopper.tiles import here
+
+CHUNK = gl.constexpr(8)  # elements of 16 bytes
+
+
+@gluon.jit
+def matrix(pointer, tensor, steps):
+    """A tensor's address and what its descriptor of `gluon/tma.py` says -> (address, stride of samples or steps, of
+    heads, of rows, features, steps from one sample to the next)."""
+    RANK: gl.constexpr = len(tensor.block_shape)
+    strides = tensor.strides
+    return pointer, strides[RANK - 4], strides[RANK - 3], strides[RANK - 2], tensor.shape[RANK - 1], steps
+
+
+@gluon.jit
+def here_wide(x):
+    """`here` for int64."""
+    return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _in_chunks(elements):
+    """A number of elements as an int64 that the compiler knows to be a multiple of 16 bytes."""
+    return here_wide(elements) // CHUNK * CHUNK
+
+
+@gluon.jit
+def offset_of(matrix, b, h, first, LENGTHS: gl.constexpr):
+    """Elements from a tensor's address to the first row of a sequence in a head."""
+    _, step, stride_h, _, _, steps = matrix
+    if LENGTHS == PACKED:
+        at = first.to(gl.int64)
+    elif LENGTHS == SEQ_LENS:
+        at = b.to(gl.int64) * steps
+    else:
+        at = b.to(gl.int64)
+    return at * step.to(gl.int64) + h.to(gl.int64) * stride_h.to(gl.int64)
+
+
+@constexpr_function
+def _by_chunks(columns):
+    """[64, columns] of four warps, each thread with chunks of rows: a warp writes 64 bytes of each of 8 rows at once.
+
+    Its rows are those that it has of an accumulator, so what is exchanged stays within the warp.
+    """
+    in_thread = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(in_thread, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def store_rows(x, matrix, offset, row0, end, column0):
+    """Write x [64, columns], an accumulator's in the matrix's dtype, as rows from row0 on behind `offset`, columns from
+    column0 on; nothing from row `end` on. At least 32 columns."""
+    LAYOUT: gl.constexpr = _by_chunks(x.shape[1])
+    x = gl.convert_layout(x, LAYOUT)
+    row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    inside = (row < here(end))[:, None] & (column < here(matrix[4]) // CHUNK * CHUNK)[None, :]
+    at = _in_chunks(offset) + row[:, None].to(gl.int64) * _in_chunks(matrix[3])
+    gl.store(matrix[0] + at + column[None, :], x, mask=inside)

@@ -1,0 +1,448 @@
+"""Matrix product c = a @ b with float32 accumulation, in two forms that differ in how tiles are read.
+
+* `tma`: host-side tensor descriptors, for float16 and bfloat16 inputs with 16-byte aligned strides on Hopper and
+  later; optionally persistent programs.
+* `pointers`: plain masked pointers, for everything else: any strides, dtypes and architecture; optionally split along
+  K, with the partial sums added by a second kernel in a fixed order, so results do not vary from run to run.
+
+Programs are ordered in groups of row tiles, so that those running together share operand tiles in the L2 cache
+(Triton's matrix-multiplication tutorial). All addresses are 64-bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.attention.dots import dot_operand, round_to
+from diyfa.backends.cuda.compile.aot import CompileSpec
+from diyfa.backends.cuda.matmul.configs import (
+    ELEMENT_SIZE,
+    MatmulConfig,
+    candidates,
+    default_config,
+    shared_bytes,
+)
+from diyfa.backends.cuda.runtime import tune
+from diyfa.backends.cuda.runtime.launch import on_device
+from diyfa.problem import Kernel, MatmulProblem
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
+TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SUM_BLOCK = 1024
+
+
+@triton.jit
+def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """(row, column) of the tile-th tile: down GROUP_M rows, then to the next column."""
+    tiles_in_group = GROUP_M * num_tiles_n
+    first_m = (tile // tiles_in_group) * GROUP_M
+    group_m = tl.minimum(num_tiles_m - first_m, GROUP_M)
+    return first_m + (tile % tiles_in_group) % group_m, (tile % tiles_in_group) // group_m
+
+
+@triton.jit
+def _matmul_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # BLOCK_K * SPLIT_K divides K: no mask along K
+    COMPUTE_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """c is (M, N), or (SPLIT_K, M, N) partial sums; contiguous."""
+    pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    split = tl.program_id(1)
+    offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = split.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_m = offs_m[:, None] < M
+    mask_n = offs_n[None, :] < N
+    a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak  # [BLOCK_M, BLOCK_K]
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn  # [BLOCK_K, BLOCK_N]
+    # The splits take turns: split s reads steps s, s + SPLIT_K, ... In 64 bits: a stride may be nearly 2^31.
+    step = tl.full((), BLOCK_K * SPLIT_K, tl.int64)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(split * BLOCK_K, K, BLOCK_K * SPLIT_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=mask_m, other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n, other=0.0)
+        else:
+            left = K - k
+            a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, BLOCK_K)[None, :] < left), other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, BLOCK_K)[:, None] < left), other=0.0)
+        a = dot_operand(a.to(COMPUTE_DTYPE))
+        b = dot_operand(b.to(COMPUTE_DTYPE))
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += step * stride_ak
+        b_ptrs += step * stride_bk
+    c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * N + offs_n[None, :]
+    tl.store(c_ptrs, round_to(acc, c_ptr.dtype.element_ty), mask=mask_m & mask_n)
+
+
+@triton.jit
+def _sum_splits_kernel(partial_ptr, c_ptr, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
+    """c[i] = the sum over s of partial[s, i], in the order of s."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < size
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for s in range(SPLIT_K):
+        acc += tl.load(partial_ptr + tl.full((), s, tl.int64) * size + offs, mask=mask, other=0.0)
+    tl.store(c_ptr + offs, round_to(acc, c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _matmul_tma_kernel(
+    a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] when A_TRANSPOSED
+    b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] when B_TRANSPOSED
+    c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide when STORE_HALVES
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    STORE_HALVES: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+):
+    """What lies beyond an edge of a or b reads as 0, and is not written beyond an edge of c: the descriptors clip."""
+    num_tiles_m, num_tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    # Flattened with the loop over K, loads of the next tile are in flight while this one is stored.
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=PERSISTENT):
+        pid_m, pid_n = grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M)
+        start_m, start_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            k = step * BLOCK_K
+            if A_TRANSPOSED:
+                a = a_desc.load([k, start_m]).T
+            else:
+                a = a_desc.load([start_m, k])
+            if B_TRANSPOSED:
+                b = b_desc.load([start_n, k]).T
+            else:
+                b = b_desc.load([k, start_n])
+            acc = tl.dot(dot_operand(a), dot_operand(b), acc)
+        if STORE_HALVES:
+            halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
+            c_desc.store([start_m, start_n], round_to(left, OUT_DTYPE))
+            c_desc.store([start_m, start_n + BLOCK_N // 2], round_to(right, OUT_DTYPE))
+        else:
+            c_desc.store([start_m, start_n], round_to(acc, OUT_DTYPE))
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(index: int) -> int:
+    if index < 0:  # the interpreter: few, so that each program walks over several tiles
+        return 2
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _is_transposed(x: torch.Tensor) -> bool:
+    """Whether an aligned matrix is read along its first dimension, the one of stride 1."""
+    rows, columns = x.stride()
+    return not (columns == 1 and rows * x.element_size() % 16 == 0)
+
+
+def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> Any:
+    if transposed:
+        return TensorDescriptor.from_tensor(x.t(), [block[1], block[0]])
+    return TensorDescriptor.from_tensor(x, [block[0], block[1]])
+
+
+def _run_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
+    m, n, k = problem.m, problem.n, problem.k
+    a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    programs = min(tiles, _multiprocessors(a.get_device())) if config.persistent else tiles
+    _matmul_tma_kernel[(programs,)](
+        _descriptor(a, a_transposed, (config.block_m, config.block_k)),
+        _descriptor(b, b_transposed, (config.block_k, config.block_n)),
+        _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
+        m,
+        n,
+        k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        A_TRANSPOSED=a_transposed,
+        B_TRANSPOSED=b_transposed,
+        PERSISTENT=config.persistent,
+        STORE_HALVES=config.store_halves,
+        OUT_DTYPE=TL_DTYPE[problem.out_dtype],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _run_pointers(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
+) -> None:
+    m, n, k, split_k = problem.m, problem.n, problem.k, config.split_k
+    target = c if split_k == 1 else a.new_empty((split_k, m, n), dtype=torch.float32)
+    _matmul_kernel[(triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), split_k)](
+        a,
+        b,
+        target,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        m,
+        n,
+        k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        SPLIT_K=split_k,
+        EVEN_K=k % (config.block_k * split_k) == 0,
+        COMPUTE_DTYPE=TL_DTYPE[problem.compute_dtype],
+        PRECISION=problem.precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if split_k > 1:
+        _sum_splits_kernel[(triton.cdiv(m * n, SUM_BLOCK),)](target, c, m * n, SPLIT_K=split_k, BLOCK=SUM_BLOCK)
+
+
+_RUN = {"tma": _run_tma, "pointers": _run_pointers}
+
+
+def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
+    """Write a @ b to the contiguous c with one given tile, on the current device."""
+    _RUN[config.form](problem, a, b, c, config)
+
+
+@lru_cache(maxsize=4096)
+def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
+    sizes = tuple(tune.bucket_size(x) for x in (problem.m, problem.n, problem.k))
+    kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
+    return (*kinds, *sizes, a_transposed, b_transposed)
+
+
+def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
+    c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
+    config = default_config(problem, form)
+    with on_device(a):
+        if problem.autotune and problem.block is None:
+            config = tune.best(
+                f"matmul/{form}",
+                _bucket(problem, _is_transposed(a), _is_transposed(b)),
+                candidates(problem, form),
+                lambda candidate: run(problem, a, b, c, candidate),
+                config,
+            )
+        run(problem, a, b, c, config)
+    return c
+
+
+def _unsupported(problem: MatmulProblem, form: str) -> str | None:
+    """What both forms refuse."""
+    spec = gpu_spec(problem.arch)
+    if spec is not None and not spec.has_bf16 and "bfloat16" in (problem.dtype, problem.compute_dtype):
+        return f"bfloat16 needs compute capability 8.0 or later, this is {problem.arch}"
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        return f"each dimension must be below 2^31, got {(problem.m, problem.n, problem.k)}"
+    if problem.block is not None and default_config(problem, form) is None:
+        one_stage = MatmulConfig(form, *problem.block, num_warps=8, num_stages=1)
+        return f"tile {problem.block} needs {shared_bytes(one_stage, problem)} bytes of shared memory, too many here"
+    return None
+
+
+# Up to here the pointer form's split along K wins: 43.6 TFLOP/s against 40.5 at 16x8192x8192 (H200, 2026-11-21).
+FEW_ROWS = 16
+
+
+def unsupported_tma(problem: MatmulProblem) -> str | None:
+    """Reason why the descriptor form cannot run `problem`, or None."""
+    spec = gpu_spec(problem.arch)
+    if TensorDescriptor is None:
+        return f"Triton {triton.__version__} has no host-side tensor descriptors (3.4 has)"
+    if spec is None or not spec.has_tma:
+        return f"TMA needs Hopper or later, this is {problem.arch}"
+    if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:
+        return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
+    if not problem.aligned:
+        return "an input's strides or base address are not multiples of 16 bytes"
+    if problem.n * ELEMENT_SIZE[problem.out_dtype] % 16:
+        return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
+    if problem.m <= FEW_ROWS and problem.block is None:
+        return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"
+    if problem.block is not None and max(problem.block) > 256:
+        return f"a descriptor's block has at most 256 elements in each dimension, got {problem.block}"
+    return _unsupported(problem, "tma")
+
+
+def unsupported_pointers(problem: MatmulProblem) -> str | None:
+    """Reason why the pointer form cannot run `problem`, or None."""
+    return _unsupported(problem, "pointers")
+
+
+def launch_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(M, K), (K, N) -> (M, N); see `unsupported_tma`."""
+    return _launch(problem, a, b, "tma")
+
+
+def launch_pointers(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(M, K), (K, N) -> (M, N), any strides."""
+    return _launch(problem, a, b, "pointers")
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="tma",
+        op="matmul",
+        summary="Triton, tiles read through host-side tensor descriptors (TMA)",
+        launch=launch_tma,
+        unsupported=unsupported_tma,
+        config=lambda problem: default_config(problem, "tma"),
+    ),
+    Kernel(
+        name="pointers",
+        op="matmul",
+        summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
+        launch=launch_pointers,
+        unsupported=unsupported_pointers,
+        config=lambda problem: default_config(problem, "pointers"),
+    ),
+)
+
+# (inputs, computed in, result, precision)
+_CASES = (
+    ("float16", "float16", "float16", "ieee"),
+    ("bfloat16", "bfloat16", "bfloat16", "ieee"),
+    ("float32", "float16", "float16", "ieee"),
+    ("float32", "float32", "float32", "tf32"),
+    ("float32", "float32", "float32", "ieee"),
+)
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+def compile_specs(arch: str) -> Iterator[CompileSpec]:
+    """Every default and candidate tile of both forms, for few rows and many, both layouts of b."""
+    for (dtype, compute, out, precision), kernel, aligned in product(_CASES, KERNELS, (True, False)):
+        configs: dict[MatmulConfig, None] = {}
+        for m in (16, 64, 4096):
+            problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
+            if kernel.unsupported(problem) is None:
+                configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
+        for config in configs:
+            yield from _SPECS[kernel.name](dtype, compute, out, precision, config, aligned)
+
+
+def _case(dtype: str, compute: str, precision: str, config: MatmulConfig, suffix: str) -> str:
+    how = f"{dtype}" if dtype == compute == "float32" else f"{dtype}->{compute}" if dtype != compute else dtype
+    how += f"/{precision}" if compute == "float32" else ""
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    return f"{how} {tile}{suffix}"
+
+
+def _pointer_specs(
+    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
+) -> Iterator[CompileSpec]:
+    pointers = ("a_ptr", "b_ptr", "c_ptr")
+    result = out if config.split_k == 1 else "float32"
+    signature = {"a_ptr": f"*{_SHORT[dtype]}", "b_ptr": f"*{_SHORT[dtype]}", "c_ptr": f"*{_SHORT[result]}"}
+    signature |= dict.fromkeys(("stride_am", "stride_bk", "M", "N", "K"), "i32")
+    # Contiguous inputs; unaligned sizes are odd, so they always need the mask along K.
+    for even in (True, False) if aligned else (False,):
+        yield CompileSpec(
+            "matmul/pointers",
+            _case(
+                dtype,
+                compute,
+                precision,
+                config,
+                f" split{config.split_k}{' masked' * (not even)}{' odd' * (not aligned)}",
+            ),
+            _matmul_kernel,
+            signature,
+            {
+                "stride_ak": 1,
+                "stride_bn": 1,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "GROUP_M": config.group_m,
+                "SPLIT_K": config.split_k,
+                "EVEN_K": even,
+                "COMPUTE_DTYPE": TL_DTYPE[compute],
+                "PRECISION": precision,
+            },
+            config.num_warps,
+            config.num_stages,
+            aligned=frozenset(signature if aligned else pointers),
+        )
+
+
+def _tma_specs(
+    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
+) -> Iterator[CompileSpec]:
+    m, n, k = config.block_m, config.block_n, config.block_k
+    for b_transposed in (False, True):
+        b_block = f"{n},{k}" if b_transposed else f"{k},{n}"
+        yield CompileSpec(
+            "matmul/tma",
+            _case(
+                dtype,
+                compute,
+                precision,
+                config,
+                f"{' persistent' * config.persistent}{' halves' * config.store_halves}{' bT' * b_transposed}",
+            ),
+            _matmul_tma_kernel,
+            {
+                "a_desc": f"tensordesc<{_SHORT[dtype]}[{m},{k}]>",
+                "b_desc": f"tensordesc<{_SHORT[dtype]}[{b_block}]>",
+                "c_desc": f"tensordesc<{_SHORT[out]}[{m},{n >> config.store_halves}]>",
+                **dict.fromkeys(("M", "N", "K"), "i32"),
+            },
+            {
+                "BLOCK_M": m,
+                "BLOCK_N": n,
+                "BLOCK_K": k,
+                "GROUP_M": config.group_m,
+                "A_TRANSPOSED": False,
+                "B_TRANSPOSED": b_transposed,
+                "PERSISTENT": config.persistent,
+                "STORE_HALVES": config.store_halves,
+                "OUT_DTYPE": TL_DTYPE[out],
+            },
+            config.num_warps,
+            config.num_stages,
+            aligned=frozenset({"M", "N", "K"}),
+        )
+
+
+_SPECS = {"tma": _tma_specs, "pointers": _pointer_specs}

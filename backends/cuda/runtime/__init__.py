@@ -1,0 +1,1 @@
+"""Launching, repeating and tuning kernels."""

@@ -1,0 +1,1 @@
+"""Attention kernels for Ascend in Triton, and what they share."""

@@ -1,0 +1,76 @@
+"""The gradient of an attn_bias that is the same for all keys, for Ascend: on the vector cores, from numbers of rows.
+
+What such a bias adds to all scores of a row cancels in the softmax, but for a sink, to which it is not added, and for
+the log-sum-exp, which grows with it. With delta = rowsum(dout * out) - dlse the sum of p · (dp - delta) over keys is
+
+    rowsum(dout * out) - (1 - p_sink) · delta  =  p_sink · delta + dlse
+
+so nothing has to be multiplied again. As a sum over tiles of scores it could not have been shared between the vector
+cores: the sum of a whole tile is one value, and the compiler keeps a kernel that ends in one on one of them. A row that
+sees the sink alone has the sum 0, which a sink that is not finite would turn into NaN: it is left out.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from diyfa.backends.npu.attention.primitives import (
+    effective_lengths,
+    load_lse,
+    load_row,
+    narrow,
+    sees_nothing,
+    store_row,
+)
+from diyfa.backends.npu.runtime.compat import kernel
+
+
+@kernel
+def _bwd_dbias_rows_kernel(
+    sinks_ptr, lse_ptr, delta_ptr, dlse_ptr, seq_lens_ptr,
+    dbias_ptr,
+    stride_dbias_b, stride_dbias_h,
+    batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, own_batch, own_heads,
+    BLOCK_M: tl.constexpr, DBIAS: tl.constexpr, SINKS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """dbias = the sum of exp(sink - lse) · delta + dlse over what the bias is broadcast over besides the keys.
+
+    DBIAS is "q", a value for each row, or "1"; HAS_RIGHT: causal too; `own_batch` and `own_heads` say how many samples
+    and heads it has. Rows that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in
+    its row.
+    """
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    own_rows = row_blocks if DBIAS == "q" else 1
+    shared_batch = batch // own_batch
+    shared_heads = heads_q // own_heads
+    shared_rows = row_blocks // own_rows
+    for task in range(tl.program_id(0), own_batch * own_heads * own_rows, tl.num_programs(0)):
+        own_m = task % own_rows
+        own_h = task // own_rows % own_heads
+        own_b = task // own_rows // own_heads
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for step in range(shared_batch * shared_heads * shared_rows):
+            row0 = (own_m + step % shared_rows) * BLOCK_M
+            h = own_h + step // shared_rows % shared_heads
+            b = own_b + step // shared_rows // shared_heads
+            base = (b * heads_q + h).to(tl.int64) * seqlen_q
+            lse = load_lse(lse_ptr + base, row0, seqlen_q, BLOCK_M)  # inf beyond the rows
+            delta = load_row(delta_ptr + base, row0, seqlen_q, BLOCK_M)
+            sink = float("-inf")
+            if SINKS:
+                sink = tl.load(sinks_ptr + h)
+            row = tl.exp(sink - lse) * delta
+            if HAS_DLSE:
+                row += load_row(dlse_ptr + base, row0, seqlen_q, BLOCK_M)
+            if SINKS and (HAS_LEFT or HAS_RIGHT):
+                sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+                blind = sees_nothing(row0 + sk - sq, sk, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT)
+                row = tl.where(blind > 0.0, 0.0, row)
+            total += tl.where(lse != float("inf"), row, 0.0)
+        out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
+        dtype = dbias_ptr.dtype.element_ty
+        if DBIAS == "q":
+            store_row(out_base, narrow(total, dtype, INTERPRET), own_m * BLOCK_M, seqlen_q, BLOCK_M)
+        else:
+            tl.store(out_base, narrow(tl.sum(total, 0), dtype, INTERPRET))

@@ -1,0 +1,31 @@
+"""The gradient of the sinks for Ascend: one program for each head, on the vector cores."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from diyfa.backends.npu.attention.primitives import (
+    load_row,
+)
+from diyfa.backends.npu.runtime.compat import kernel
+
+
+@kernel
+def _bwd_dsinks_kernel(sinks_ptr, lse_ptr, delta_ptr, dsinks_ptr, batch, heads_q, seqlen_q, BLOCK_M: tl.constexpr):
+    """dsink = -sum over (b, i) of exp(sink - lse) · delta: a sink takes weight from a row and brings no value.
+
+    Packed sequences are one sample here. The delta of rows that are in no sequence, where lse is inf, may be anything.
+    """
+    for h in range(tl.program_id(0), heads_q, tl.num_programs(0)):
+        sink = tl.load(sinks_ptr + h)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+        for step in range(row_blocks * batch):
+            b = step // row_blocks
+            row0 = (step % row_blocks) * BLOCK_M
+            base = (b * heads_q + h).to(tl.int64) * seqlen_q
+            lse = load_row(lse_ptr + base, row0, seqlen_q, BLOCK_M)
+            delta = load_row(delta_ptr + base, row0, seqlen_q, BLOCK_M)  # zero beyond the rows
+            real = ((tl.arange(0, BLOCK_M) + row0).to(tl.float32) < seqlen_q.to(tl.float32)) & (lse != float("inf"))
+            total -= tl.where(real, tl.exp(sink - lse) * delta, 0.0)
+        tl.store(dsinks_ptr + h, tl.sum(total, 0))

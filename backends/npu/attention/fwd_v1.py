@@ -1,0 +1,190 @@
+"""FlashAttention forward (Dao et al. 2022, arXiv:2205.14135, algorithm 1) on Ascend: key/value blocks outermost.
+
+A program takes whole heads. It loads a block of keys and values once and visits with it every block of queries that can
+see it; the output, the sum and the maximum of all rows live in global memory, and every visit reads, renormalises and
+writes them back. They are fp32 there, also the output: rounding it at every visit would not keep the accuracy contract.
+It is here to be read beside fwd.py, which turns the loops around and keeps all three on the chip.
+
+What shapes it beyond that:
+
+* The running output, sum and maximum come in twice, as pointers to read and pointers to write to the same memory. Where
+  the compiler sees one tensor both loaded and stored in a loop it neither splits the loop over the two vector cores nor
+  pipelines it. A row is visited once in a pass over the queries, so within a pass the order does not matter.
+* A barrier ends each pass: what it wrote, the next one reads. Both vector cores always hold the same half of a tile's
+  rows, so a core reads only what it wrote itself, and a barrier of its own pipes is enough.
+* The phases before and after the passes are launches of their own: zeros, and rounding the output and forming lse. They
+  divide the rows differently, and only the end of a launch makes one core wait for what another wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.attention.primitives import (
+    dot,
+    effective_lengths,
+    load_row,
+    load_tile,
+    mask_tile,
+    narrow,
+    running_max,
+    store_row,
+    store_tile,
+    tile_needs_mask,
+)
+from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel, padded_head_dim
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.tables.configs import preprocess_rows
+from diyfa.backends.npu.tables.configs_v1 import v1_flags, v1_tile
+from diyfa.problem import AttentionProblem, AttentionTensors
+
+# The maximum of a row that has seen no key: finite, so that exp(-inf - m) is 0 and not NaN.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@kernel
+def _fwd_v1_kernel(
+    q_ptr, k_ptr, v_ptr, seq_lens_ptr,
+    running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far, 0 at first
+    m_ptr,  # (B, H, Sq) fp32: the maximum so far, unset at first
+    l_ptr,  # (B, H, Sq) fp32: the sum so far, 0 at first
+    new_running_ptr, new_m_ptr, new_l_ptr,  # the same three again, to write to
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    sm_scale, batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SEQ_LENS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    group = heads_q // heads_kv
+    for bh in range(tl.program_id(0), batch * heads_q, tl.num_programs(0)):
+        b = bh // heads_q
+        h = bh % heads_q
+        hk = h // group
+        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        offset = sk - sq
+        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+        k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
+        v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
+        row_base = (b * heads_q + h).to(tl.int64) * seqlen_q
+        running_base = row_base * HEAD_DIM_V
+        for n0 in range(0, sk, BLOCK_N):
+            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0))
+            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+            k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
+            v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
+            # Query rows [lo, hi) that can see a key of this block.
+            lo = 0
+            hi = sq
+            if CAUSAL:
+                lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
+            if HAS_RIGHT:
+                lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
+            if HAS_LEFT:
+                hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
+            for row0 in range(lo, hi, BLOCK_M):
+                q_block = tl.make_block_ptr(
+                    q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
+                )
+                q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
+                s = dot(q, tl.trans(k), INTERPRET) * sm_scale  # [BLOCK_M, BLOCK_N]
+                if tile_needs_mask(
+                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
+                ):
+                    # Not `mask_whole`, with which the 950's compiler does not end at D = 256.
+                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
+                    s = mask_tile(
+                        s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right,
+                        CAUSAL, HAS_LEFT, HAS_RIGHT,
+                    )  # fmt: skip
+                l_old = load_row(l_ptr + row_base, row0, sq, BLOCK_M)
+                m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, BLOCK_M))
+                m_new = running_max(m_old, tl.max(s, 1), INTERPRET)
+                p = tl.exp(s - m_new[:, None])
+                kept = l_old * tl.exp(m_old - m_new)
+                l_new = kept + tl.sum(p, 1)
+                running_block = tl.make_block_ptr(
+                    running_ptr + running_base, (sq, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
+                    (BLOCK_M, BLOCK_DV), (1, 0),
+                )  # fmt: skip
+                new_running_block = tl.make_block_ptr(
+                    new_running_ptr + running_base, (sq, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
+                    (BLOCK_M, BLOCK_DV), (1, 0),
+                )  # fmt: skip
+                o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+                norm = tl.where(l_new == 0.0, 1.0, l_new)
+                pv = dot(narrow(p, v.dtype, INTERPRET), v, INTERPRET)  # [BLOCK_M, BLOCK_DV]
+                store_tile(new_running_block, (o * kept[:, None] + pv) / norm[:, None], PAD_DV)
+                store_row(new_m_ptr + row_base, m_new, row0, sq, BLOCK_M)
+                store_row(new_l_ptr + row_base, l_new, row0, sq, BLOCK_M)
+            tl.debug_barrier()
+
+
+@kernel
+def _fwd_v1_finish_kernel(
+    running_ptr, out_ptr, m_ptr,
+    lse_ptr,  # (B, H, Sq) fp32: the sums, replaced by the log-sum-exp
+    stride_ob, stride_oh, stride_om,
+    batch, heads_q, seqlen_q,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
+        row0 = (task % row_blocks) * BLOCK_M
+        bh = task // row_blocks
+        row_base = bh.to(tl.int64) * seqlen_q
+        running_block = tl.make_block_ptr(
+            running_ptr + row_base * HEAD_DIM_V, (seqlen_q, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
+            (BLOCK_M, BLOCK_DV), (1, 0),
+        )  # fmt: skip
+        out_base = out_ptr + (bh // heads_q).to(tl.int64) * stride_ob + (bh % heads_q).to(tl.int64) * stride_oh
+        out_block = tl.make_block_ptr(
+            out_base, (seqlen_q, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        )
+        o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
+        store_tile(out_block, narrow(o, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
+        total = load_row(lse_ptr + row_base, row0, seqlen_q, BLOCK_M)
+        m = load_row(m_ptr + row_base, row0, seqlen_q, BLOCK_M)
+        # Rows that saw no key, and rows beyond the sequence: output 0, as it was set at first, and lse +inf.
+        empty = total == 0.0
+        lse = tl.where(empty, float("inf"), m + tl.log(tl.where(empty, 1.0, total)))
+        store_row(lse_ptr + row_base, lse, row0, seqlen_q, BLOCK_M)
+
+
+def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
+    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
+    (q, k, v, out), strides = zip(*inputs, strict=True)
+    q_strides, k_strides, v_strides, out_strides = strides
+    tile = v1_tile(problem)
+    rows = preprocess_rows(problem)
+    heads = problem.batch * problem.heads_q
+    running = q.new_zeros((*lse.shape, problem.head_dim_v), dtype=torch.float32)
+    m = torch.empty_like(lse)
+    lse.zero_()
+    padded_v = padded_head_dim(problem.head_dim_v)
+    with device_guard(q):
+        _fwd_v1_kernel[(cube_programs(problem.arch, q.device, heads),)](
+            q, k, v, tensors.seq_lens,
+            running, m, lse, running, m, lse,
+            *q_strides, *k_strides, *v_strides,
+            tensors.sm_scale, problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
+            problem.window_left, problem.window_right,
+            HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
+            BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_v,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            **v1_flags(problem), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
+        )  # fmt: skip
+        tasks = triton.cdiv(problem.seqlen_q, rows) * heads
+        _fwd_v1_finish_kernel[(vector_programs(problem.arch, q.device, tasks),)](
+            running, out, m, lse,
+            *out_strides,
+            problem.batch, problem.heads_q, problem.seqlen_q,
+            HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_v, BLOCK_M=rows, INTERPRET=INTERPRETED,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Compiling for Ascend without a device: gate, tile search, cost model. Nothing here runs in a call."""

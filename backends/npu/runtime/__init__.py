@@ -1,0 +1,1 @@
+"""Launching kernels on an NPU."""

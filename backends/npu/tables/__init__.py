@@ -1,0 +1,1 @@
+"""Tiles and how they are chosen."""

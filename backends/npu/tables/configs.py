@@ -1,0 +1,504 @@
+"""Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
+
+A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows below were chosen by a rule;
+rows of `tiles.json`, which search.py wrote, take their places. Every row was accepted by the real Ascend compiler;
+`measured` says which one and when. `bound` means that both vector cores of an AI core
+share the work, `pipelined` the depth of the cube-to-vector pipeline; both are read from the compiler's output by
+`diyfa.backends.npu.compiler.aot`, whose gate fails when a row stops being true.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from diyfa.arch import NPUArch, NPUSpec, npu_spec
+from diyfa.backends.npu.compiler import l0
+from diyfa.backends.npu.tables import tiles
+from diyfa.dropout import drop_threshold
+from diyfa.problem import AttentionProblem, MatmulProblem
+
+MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
+PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
+# A run-time `if` around the mask spares tiles that need none, and is what to suspect first when results are wrong on a
+# device but right in the interpreter: with DIYFA_NPU_ALWAYS_MASK=1 every tile is masked, without an `if`.
+ALWAYS_MASK = os.environ.get("DIYFA_NPU_ALWAYS_MASK", "0") == "1"
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile of one attention kernel: `block_m` query rows by `block_n` keys, and the compiler's options."""
+
+    block_m: int
+    block_n: int
+    bound: bool = True  # both vector cores of an AI core share the work
+    pipelined: int = 4  # depth of the cube-to-vector pipeline; 0: none
+    workspace_buffers: int = 4  # set_workspace_multibuffer
+    vector_loop: int | None = None  # tile_mix_vector_loop
+    cube_loop: int | None = None  # tile_mix_cube_loop
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        options: dict[str, Any] = {
+            "multibuffer": True,
+            "enable_auto_bind_sub_block": True,
+            "limit_auto_multi_buffer_only_for_local_buffer": False,
+            "set_workspace_multibuffer": self.workspace_buffers,
+        }
+        if self.vector_loop is not None:
+            options["tile_mix_vector_loop"] = self.vector_loop
+        if self.cube_loop is not None:
+            options["tile_mix_cube_loop"] = self.cube_loop
+        return options | family_options(arch)
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """Tile of the matrix product: [block_m, block_k] @ [block_k, block_n]; `group_m` tile rows share columns of b."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    measured: str = MEASURED
+
+    def compile_options(self, arch: str) -> dict[str, Any]:
+        """Options of the Ascend compiler, as triton-ascend names them."""
+        return {"multibuffer": True} | family_options(arch)
+
+
+def family(arch: str) -> NPUArch | None:
+    """Family of the chip called `arch`, None when diyfa does not know it."""
+    spec = npu_spec(arch)
+    return None if spec is None else spec.arch
+
+
+def family_options(arch: str) -> dict[str, Any]:
+    """Options that a whole family needs."""
+    if family(arch) is NPUArch.A5:
+        return {"compile_on_910_95": True, "enable_select_analysis": True}
+    return {}
+
+
+class TileKey(NamedTuple):
+    """Row key of the attention table."""
+
+    family: NPUArch  # A2 stands for A3 too: their memories are the same
+    kernel: str  # "fwd", "dq", "dkdv", "dbias"
+    width: int  # bytes of an operand element
+    head_dim: int  # the largest of the class
+    mode: str  # one of `MODES`
+    cores: int = 0  # cube cores of the chip, where chips of a family differ; 0: all others
+
+
+HEAD_DIM_CLASSES = (64, 128, 256, 576)  # the largest of each
+
+FIRST_CHIPS = ("Ascend910B/20", "Ascend950/32")  # by family and cube cores, as tiles.json names chips
+
+# The kernels differ in how much of the unified buffer their vector part needs:
+#   even      nothing to mask: the keys fill whole tiles
+#   tail      the last tile of keys may be partial (also seq_lens, varlen)
+#   causal    causal
+#   biased    attn_bias, causal or not
+#   featured  a window, softcap or ALiBi; or dropout, with or without a bias
+#   crowded   a window, softcap or ALiBi together with a bias or dropout
+MODES = ("even", "tail", "causal", "biased", "featured", "crowded")
+DBIAS_MODES = MODES[3:]  # there is no gradient of a bias without one
+_CROWDING = frozenset({"attn_bias", "dropout"})
+_FEATURED = frozenset({"window", "softcap", "alibi"})
+
+# (query rows, keys[, workspace buffers]) for each mode. Chosen by one rule, for want of a device to time them on: of
+# the tiles that compile bound, the deepest pipeline, then the largest tile, then the squarest.
+_Shapes = dict[tuple[str, int, int], tuple[tuple[int, ...], ...]]
+_A2_SHAPES: _Shapes = {
+    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
+    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 2, 576): ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (32, 128)),
+    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
+    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 4, 576): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
+    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 64), (64, 64)),
+    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 64), (64, 64)),
+    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
+    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
+    ("dkdv", 4, 576): ((16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2)),
+    # kernel, bytes, head_dim     biased     featured   crowded; never square: the split over cores would get lost
+    ("dbias", 2, 64): ((64, 128), (32, 128), (32, 128)),
+    ("dbias", 2, 128): ((64, 128), (32, 128), (32, 128)),
+    ("dbias", 2, 256): ((64, 128), (32, 128), (32, 128)),
+    ("dbias", 2, 576): ((32, 128), (32, 128), (32, 128)),
+    ("dbias", 4, 64): ((64, 128), (32, 128), (32, 128)),
+    ("dbias", 4, 128): ((64, 128), (32, 128), (32, 128)),
+    ("dbias", 4, 256): ((32, 128), (32, 128), (32, 128)),
+    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
+}
+
+# On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
+_A5_SHAPES: _Shapes = {
+    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
+    ("fwd", 2, 64): ((128, 64), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (32, 128), (32, 128), (32, 128)),
+    ("fwd", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 64), (32, 32), (32, 32)),
+    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
+    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("fwd", 4, 576): ((32, 16), (32, 16), (32, 16), (32, 32), (16, 64), (32, 32)),
+    ("dq", 2, 64): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 2, 128): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (64, 64)),
+    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
+    ("dq", 4, 576): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
+    ("dkdv", 2, 64): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
+    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
+    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 32)),
+    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
+    ("dkdv", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
+    # kernel, bytes, head_dim     biased     featured  crowded
+    ("dbias", 2, 64): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 128): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 256): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 2, 576): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 64): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 128): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64)),
+    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
+}
+
+
+def modes(kernel: str) -> tuple[str, ...]:
+    """Modes of the table in which `kernel` can be asked for."""
+    return DBIAS_MODES if kernel == "dbias" else MODES
+
+
+def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
+    """Rows by the rule, then those that were searched for, which replace them."""
+    yield from _RULED.items()
+    yield from searched_rows(tiles.load(), _RULED)
+
+
+def searched_rows(
+    rows: list[tiles.Row], ruled: dict[TileKey, AttentionTile]
+) -> Iterator[tuple[TileKey, AttentionTile]]:
+    """The rows of the file. Those of a family's first chip are for all of it, others where they differ from that."""
+    general: dict[TileKey, AttentionTile] = {}
+    special: dict[TileKey, AttentionTile] = {}
+    for row in rows:
+        how = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
+        tile = AttentionTile(
+            row.block_m,
+            row.block_n,
+            row.bound,
+            row.pipelined,
+            row.workspace_buffers,
+            row.vector_loop,
+            row.cube_loop,
+            how,
+        )
+        for chip in row.chips:
+            name, _, cores = chip.partition("/")
+            arch = NPUArch(name)
+            key = TileKey(NPUArch.A5 if arch is NPUArch.A5 else NPUArch.A2, *row.key)
+            if chip in FIRST_CHIPS:
+                general[key] = tile
+            else:
+                special[key._replace(family=arch, cores=int(cores))] = tile
+    yield from general.items()
+    for key, tile in special.items():
+        shared = key._replace(family=NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2, cores=0)
+        if tile != general.get(shared, ruled[shared]):
+            yield key, tile
+
+
+def _ruled_rows() -> Iterator[tuple[TileKey, AttentionTile]]:
+    for chip, shapes, bound in ((NPUArch.A2, _A2_SHAPES, True), (NPUArch.A5, _A5_SHAPES, False)):
+        for (kernel, width, head_dim), row in shapes.items():
+            for mode, (block_m, block_n, *rest) in zip(modes(kernel), row, strict=True):
+                buffers = rest[0] if rest else 4
+                # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
+                vector_loop = 1 if kernel in ("dq", "dbias") else None
+                pipelined = buffers if bound else 0
+                tile = AttentionTile(block_m, block_n, bound, pipelined, buffers, vector_loop)
+                yield TileKey(chip, kernel, width, head_dim, mode), tile
+
+
+_RULED: dict[TileKey, AttentionTile] = dict(_ruled_rows())
+ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
+
+
+def attention_mode(problem: AttentionProblem, block_n: int) -> str:
+    """Which mode of the table a call needs; `block_n` is the key tile of the "even" row."""
+    features = problem.features
+    if features & _FEATURED:
+        return "crowded" if features & _CROWDING else "featured"
+    if problem.dropout:
+        return "featured"
+    if problem.bias:
+        return "featured" if ALWAYS_MASK else "biased"  # whose tiles a mask in every tile would not fit
+    if problem.causal:
+        return "causal"
+    return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
+
+
+# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond.
+_UP_TO_512 = {(NPUArch.A5, "dq", 4), (NPUArch.A5, "dbias", 4)}
+
+
+def widest_head_dim(key: TileKey) -> int:
+    """The widest head that the table's row of `key` is for; wider ones of its class have the rule's."""
+    return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
+
+
+# With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys). The
+# fused backward has the tiles of dk/dv.
+_ALWAYS_MASKED = {
+    TileKey(NPUArch.A2, "fwd", 2, 256, "tail"): (64, 128),
+    TileKey(NPUArch.A2, "fwd", 2, 256, "causal"): (64, 128),
+    TileKey(NPUArch.A2, "dkdv", 2, 64, "even"): (64, 128),
+    TileKey(NPUArch.A2, "fused", 2, 64, "causal"): (64, 128),
+}
+
+
+def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | None = None) -> AttentionTile:
+    """The table's row of `kernel` ("fwd", "dq", "dkdv" or "dbias") for `problem`; `always_mask`: with a mask in every
+    tile, by default as ALWAYS_MASK says.
+    """
+    key = attention_key(problem, kernel)
+    tile = _RULED[key._replace(cores=0)] if problem.head_dim > widest_head_dim(key) else ATTENTION_TILES[key]
+    return _for_mask(tile, key, kernel, always_mask)
+
+
+def _for_mask(tile: AttentionTile, key: TileKey, kernel: str, always_mask: bool | None) -> AttentionTile:
+    """`tile`, or what `kernel` has instead of it with a mask in every tile."""
+    if not (ALWAYS_MASK if always_mask is None else always_mask):
+        return tile
+    chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
+    shape = _ALWAYS_MASKED.get(key._replace(family=chip, kernel=kernel, cores=0), (tile.block_m, tile.block_n))
+    return replace(tile, block_m=shape[0], block_n=shape[1])
+
+
+def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
+    """Key of the table's row for `problem`."""
+    spec = npu_spec(problem.arch)
+    chip = NPUArch.A5 if spec is not None and spec.arch is NPUArch.A5 else NPUArch.A2
+    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
+    row = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, modes(kernel)[0])
+    mode = attention_mode(problem, ATTENTION_TILES[_own(row, spec)].block_n)
+    if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
+        mode = "even"
+    return _own(row._replace(mode=mode), spec)
+
+
+def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
+    """The key of the chip's own row where it has one."""
+    if spec is None:
+        return key
+    own = key._replace(family=spec.arch, cores=spec.cube_cores)
+    return own if own in ATTENTION_TILES else key
+
+
+def fwd_tile(problem: AttentionProblem) -> AttentionTile:
+    """The forward kernel's tile."""
+    return attention_tile(problem, "fwd")
+
+
+def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of the backward kernels with matrix products."""
+    kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
+    return {kernel: attention_tile(problem, kernel) for kernel in kernels}
+
+
+def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
+    """The tile of the fused backward; `always_mask` as for `attention_tile`."""
+    key = attention_key(problem, "dkdv")
+    tile = _for_mask(ATTENTION_TILES[key], key, "dkdv", always_mask)
+    return _for_mask(tile, key, "fused", always_mask)
+
+
+def fused_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
+    """The tiles of the fused backward's kernels with matrix products."""
+    tiles = {"dkdv": fused_tile(problem)}
+    return tiles | ({"dbias": attention_tile(problem, "dbias")} if problem.bias_grad else {})
+
+
+def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
+    """The tile of the forward kernel or of the matrix product, from the table."""
+    return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
+
+
+def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
+    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering.
+
+    Smaller tiles need less of every memory, so they compile where the table's row does.
+    """
+    row = attention_tile(problem, kernel)
+    shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
+    return [
+        tile
+        for block_m, block_n in shapes
+        if min(block_m, block_n) >= 16
+        for buffers in (4, 2)
+        if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
+    ]
+
+
+def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") -> bool:
+    """Whether one copy of each operand tile fits L1, and of what accumulates over the loop, L0C.
+
+    Necessary only: what else the compiler must keep is its own business, and the compile gate tries every row.
+    """
+    spec = npu_spec(problem.arch)
+    if spec is None:
+        return False
+    width, d, dv = DTYPE_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    rows, keys = tile.block_m, tile.block_n
+    operands = {
+        "fwd": rows * d + keys * (d + dv) + rows * keys,
+        "dq": rows * (d + dv) + keys * (d + dv) + rows * keys,
+        "dkdv": rows * (d + dv) + keys * (d + dv) + 2 * rows * keys,
+        "dbias": (rows + keys) * (d + dv),
+    }
+    accumulators = {"fwd": rows * dv, "dq": rows * d, "dkdv": keys * (d + dv), "dbias": 0}
+    return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
+
+
+def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
+    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest of
+    `cores` cube cores has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
+    """
+    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
+    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
+    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
+
+
+def widest_product(dtype: str) -> int:
+    """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
+    wider heads come from two, see `compat.cut_columns`."""
+    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
+
+
+def always_mask_unfit(problem: AttentionProblem) -> str | None:
+    """Why every tile cannot be masked, where it is asked for. The 950's table was chosen without: most of its forward
+    tiles would overflow the unified buffer (a causal one of D = 64 with 354 KiB of 248)."""
+    if ALWAYS_MASK and family(problem.arch) is NPUArch.A5:
+        return "DIYFA_NPU_ALWAYS_MASK=1 is for the 910B and 910_93: the 950's tiles have no room for it, so unset it"
+    return None
+
+
+def fused_unfit(problem: AttentionProblem) -> str | None:
+    """Why the accumulators of the fused backward do not fit L0C, if they do not.
+
+    The 950's compiler keeps two copies of dq's beside those of dk and dv: with columns of 576 and 512, tiles of 32x16
+    would need 288 KiB of its 256, and tiles of 16x16 it does not compile.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if family(problem.arch) is NPUArch.A5 and widest > 256:
+        return f"dq, dk and dv of head_dim {widest} do not fit the 950's L0C together, and 256 is the most that does"
+    return None
+
+
+def preprocess_rows(problem: AttentionProblem) -> int:
+    """Rows of out and dout a vector program holds at a time."""
+    return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
+
+
+def sum_rows(problem: AttentionProblem) -> int:
+    """Rows of dq in fp32 that a vector program adds up at a time."""
+    return PREPROCESS_ROWS // 2 if problem.head_dim <= 256 else PREPROCESS_ROWS // 4
+
+
+def softcap_form(problem: AttentionProblem) -> str:
+    """How the kernels cap scores: not at all (""), or as `primitives.capped_scores` says."""
+    if not problem.softcap:
+        return ""
+    return "precise" if problem.dtype == "float32" else "plain"
+
+
+def alibi_form(problem: AttentionProblem) -> str:
+    """How the kernels subtract ALiBi's distances: not at all (""), or as `primitives.add_alibi` says."""
+    if not problem.alibi:
+        return ""
+    return "by_axis" if problem.causal and problem.dtype != "float32" else "by_pair"
+
+
+def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
+    """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
+    return {
+        "MASKED": attention_key(problem, kernel).mode != "even",
+        "ALWAYS_MASK": ALWAYS_MASK,
+        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right > 0,
+        "SOFTCAP": softcap_form(problem),
+        "SEQ_LENS": problem.seq_lens,
+        "VARLEN": problem.varlen,
+        "ALIBI": alibi_form(problem),
+        "SINKS": problem.sinks,
+        "DROPOUT": problem.dropout,
+    }
+
+
+def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
+    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, -2 softcap, 1/softcap,
+    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), and what the gradients of q and k
+    are multiplied by at the end: sm_scale / (1 - p), negative with softcap.
+
+    Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
+    """
+    cap, keep = problem.softcap, 1.0 - dropout_p
+    inverse = 1.0 / cap if cap else 0.0
+    grad_scale = (-sm_scale if cap else sm_scale) / keep
+    threshold = float(drop_threshold(dropout_p))
+    return sm_scale, cap, -2.0 * cap, inverse, 2.0 * sm_scale * inverse, threshold, keep, 1.0 / keep, grad_scale
+
+
+def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:
+    """The integers every attention kernel takes, in the order of its arguments."""
+    return (
+        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k, problem.total_q,
+        problem.total_k, problem.window_left, problem.window_right,
+    )  # fmt: skip
+
+
+MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}
+
+
+def matmul_tile(problem: MatmulProblem) -> MatmulTile:
+    """The caller's tile, or the table's for the width of the wider of input and compute dtype."""
+    if problem.block is not None:
+        return MatmulTile(*problem.block, measured="asked for by the caller")
+    return MATMUL_TILES[max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])]
+
+
+def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
+    """Whether the accumulator fits L0C, two stages of both operand tiles L1, and pieces of them L0A and L0B."""
+    spec = npu_spec(problem.arch)
+    width = max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])
+    operands = (tile.block_m + tile.block_n) * tile.block_k * width
+    streamed = l0.longest_piece(tile.block_m, tile.block_n, width) > 0
+    return spec is not None and streamed and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1

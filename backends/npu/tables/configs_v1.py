@@ -1,0 +1,51 @@
+"""Tiles of the "v1" forward kernel, as a table; no Triton, no device.
+
+They are smaller than those of "v2": the unified buffer also holds the running output of a tile of rows. The mask is
+always compiled in, so there is one row for each operand width and head-dim class. The rule is that of configs.py.
+"""
+
+from __future__ import annotations
+
+from diyfa.arch import NPUArch
+from diyfa.backends.npu.tables.configs import DTYPE_BYTES, AttentionTile, family
+from diyfa.problem import AttentionProblem, refuse_features
+
+FEATURES = frozenset({"causal", "window", "seq_lens", "gqa", "head_dim_v"})
+MAX_HEAD_DIM = 256
+
+# (bytes of an element, largest head dim) -> (query rows, keys); on A2 and A3 all bound and pipelined four deep
+_SHAPES: dict[tuple[int, int], tuple[int, int]] = {
+    (2, 64): (64, 128),
+    (2, 128): (64, 128),
+    (2, 256): (32, 128),
+    (4, 64): (64, 128),
+    (4, 128): (64, 128),
+    (4, 256): (32, 64),
+}
+
+
+def v1_tile(problem: AttentionProblem) -> AttentionTile:
+    """The tile for `problem`. The compiler binds and pipelines nothing on the 950, which takes the same tiles."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = DTYPE_BYTES[problem.dtype]
+    rows, keys = next(shape for (w, head_dim), shape in _SHAPES.items() if w == width and widest <= head_dim)
+    on_950 = family(problem.arch) is NPUArch.A5
+    return AttentionTile(rows, keys, bound=not on_950, pipelined=0 if on_950 else 4)
+
+
+def v1_flags(problem: AttentionProblem) -> dict[str, bool]:
+    """The compile-time features of a call."""
+    return {
+        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right > 0,
+        "SEQ_LENS": problem.seq_lens,
+    }
+
+
+def v1_unsupported(problem: AttentionProblem) -> str | None:
+    """Why "v1" cannot run `problem`, or None."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > MAX_HEAD_DIM:
+        return f"head_dim {widest} is beyond {MAX_HEAD_DIM}, the most whose tiles fit the unified buffer in v1"
+    return refuse_features(problem, FEATURES, "v1")
