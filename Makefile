@@ -48,14 +48,14 @@ JOBS ?= 2
 CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_86 sm_89 sm_75
 
 # What runs on npu tensors; everything else does not depend on the environment.
-NPU_TESTS ?= tests/npu tests/test_attention_matrix.py tests/test_propagation.py tests/test_infinite_sinks.py tests/test_infinite_scores.py \
-  tests/test_device.py tests/test_cli.py
+NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/test_propagation.py \
+  tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
+  tests/tools/test_cli.py
 
 # What depends on the version of Triton.
-TRITON37_TESTS ?= $(wildcard tests/test_*sm90*.py) tests/test_gluon_interpreter.py tests/test_cuda_aot.py
-TRITON39_TESTS ?= tests/test_attention_matrix.py tests/test_matmul.py tests/test_cuda_tiles.py tests/test_cuda_aot.py \
-  tests/test_cuda_matmul.py tests/test_cuda_packed.py tests/test_dropout_kernels.py tests/test_specialisations.py \
-  tests/test_tune.py tests/test_ops.py tests/test_fuzz.py
+TRITON37_TESTS ?= tests/hopper tests/cuda/test_cuda_aot.py
+TRITON39_TESTS ?= tests/cuda tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
+  tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
 .PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton37 test-triton39 docs clean
 
@@ -150,7 +150,7 @@ compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready
 
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 test-npu: $(VENV_NPU)/.ready
-	$(VENV_NPU)/bin/python tests/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
+	$(VENV_NPU)/bin/python tests/support/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
 # `PYTHONPATH=.cache/triton37 .venv/bin/diyfa compile sm_90` compiles every form.

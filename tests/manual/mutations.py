@@ -42,22 +42,24 @@ class Mutation:
 
 def matrix(backend: str, *cases: str, variant: str = "auto") -> tuple[str, ...]:
     """Cases of the attention matrix on one backend."""
-    return tuple(f"tests/test_attention_matrix.py::test_attention[{backend}-{variant}-{case}]" for case in cases)
+    return tuple(
+        f"tests/numerics/test_attention_matrix.py::test_attention[{backend}-{variant}-{case}]" for case in cases
+    )
 
 
 def hopper(*names: str) -> tuple[str, ...]:
     """Cases of the Hopper kernel's features, in its interpreter."""
-    return tuple(f"tests/test_sm90_features.py::test_results[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_sm90_features.py::test_results[{name}-]" for name in names)
 
 
 def far(*names: str) -> tuple[str, ...]:
     """Its cases whose sums overflow."""
-    return tuple(f"tests/test_sm90_fixed_max.py::test_within_budget[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_sm90_fixed_max.py::test_within_budget[{name}-]" for name in names)
 
 
 def hostile(test: str, *names: str) -> tuple[str, ...]:
     """Cases of a test in test_sm90_hostile.py, or all of them."""
-    where = f"tests/test_sm90_hostile.py::test_{test}"
+    where = f"tests/hopper/test_sm90_hostile.py::test_{test}"
     return tuple(f"{where}[{name}]" for name in names) or (where,)
 
 
@@ -68,11 +70,11 @@ DKDV, DQ, BWD = (
     "backends/cuda/attention/bwd.py",
 )
 LAUNCH, PRIMITIVES = "backends/cuda/attention/launch.py", "backends/npu/attention/primitives.py"
-RANGES = "tests/test_block_ranges.py::"
-LENGTHS = "tests/test_wrong_lengths.py::"
-STRIDES = "tests/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call"
-INSTRUMENTS = "tests/test_testing.py::"
-DEMO = "tests/test_cli.py::test_demo_tells_curves_apart"
+RANGES = "tests/numerics/test_block_ranges.py::"
+LENGTHS = "tests/frontend/test_wrong_lengths.py::"
+STRIDES = "tests/numerics/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call"
+INSTRUMENTS = "tests/frontend/test_testing.py::"
+DEMO = "tests/tools/test_cli.py::test_demo_tells_curves_apart"
 BLOCKS = (RANGES + "test_cuda_blocks",)
 NPU_BLOCKS = ("tests/npu/test_npu_block_ranges.py",)
 SM90, TILES, SOFTMAX = "backends/cuda/hopper/fwd.py", "backends/cuda/hopper/tiles.py", "backends/cuda/hopper/softmax.py"
@@ -200,12 +202,12 @@ MUTATIONS = [
     # ---- Keys of what is remembered
     Mutation(
         "plan key without v's strides", "diyfa/plain.py", "            v.stride(),\n", "",
-        ("tests/test_plain.py::test_strides_of_each_tensor_are_part_of_the_call",),
+        ("tests/frontend/test_plain.py::test_strides_of_each_tensor_are_part_of_the_call",),
     ),
     Mutation(
         "plan key without the addresses", "diyfa/plain.py",
         "(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15", "0",
-        ("tests/test_plain.py::test_other_tensors_are_another_call",),
+        ("tests/frontend/test_plain.py::test_other_tensors_are_another_call",),
     ),
     Mutation("launch key without v's strides", LAUNCH, "        v.stride(),\n", "", (STRIDES + "[cuda-plain]",)),
     Mutation(
@@ -362,9 +364,9 @@ MUTATIONS = [
              hostile("only_what_overflows_is_loaded_twice", "normal-False")),
     Mutation("sm90 sinks: no guard against inf - inf", SOFTMAX,
              '    larger = gl.where(larger == float("-inf"), 0.0, larger)\n', "",
-             ("tests/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: 0 / 0", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / total",
-             ("tests/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: out without them", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / keys",
              hopper("sinks_causal")),
     Mutation("sm90 sinks: another head's", SM90, "gl.load(sinks_ptr + h)", "gl.load(sinks_ptr + h // 2)",
@@ -426,7 +428,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 def run_tests(tree: Path, tests: list[str], npu_python: str | None) -> tuple[int, str]:
     """Pytest's exit status and output; with `npu_python` by way of the launcher for npu tensors."""
-    how = [npu_python, "tests/npu_env.py"] if npu_python else [sys.executable, "-m", "pytest"]
+    how = [npu_python, "tests/support/npu_env.py"] if npu_python else [sys.executable, "-m", "pytest"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")])),
         "PYTHONDONTWRITEBYTECODE": "1",  # a file changed twice within a second would be taken for the one before

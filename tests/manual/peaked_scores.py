@@ -1,6 +1,8 @@
 """Errors of the Hopper kernel on peaked scores beside those of a FlashAttention with a running maximum: a table.
 
-`PYTHONPATH=.:tests python tests/manual/peaked_scores.py [seqlen]`, in the Gluon interpreter or on a GPU of that kind.
+    PYTHONPATH=.:tests:tests/support:tests/hopper python tests/manual/peaked_scores.py [seqlen]
+
+in the Gluon interpreter or on a GPU of that kind.
 """
 
 from __future__ import annotations

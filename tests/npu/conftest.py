@@ -1,4 +1,4 @@
-"""The tests here need an environment with torch_npu; `python tests/npu_env.py` gives them one without an NPU."""
+"""The tests here need an environment with torch_npu; `tests/support/npu_env.py` gives them one without an NPU."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def npu() -> torch.device:
     """The NPU, or the host shim's imitation of one."""
     module = getattr(torch, "npu", None)
     if module is None or not module.is_available():
-        pytest.skip("no NPU and no host shim: run these tests with python tests/npu_env.py")
+        pytest.skip("no NPU and no host shim: run these tests with python tests/support/npu_env.py")
     return torch.device("npu", 0)

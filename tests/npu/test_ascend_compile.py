@@ -336,7 +336,7 @@ def test_each_pass_over_the_queries_ends_with_a_wait(job: str, kernel: str, expe
 def test_dropout_stays_on_the_vector_unit() -> None:
     """The mask in both orientations: integer vector operations, and no loop over single elements."""
     code = (
-        "import sys\nsys.path.insert(0, 'tests')\n"
+        "import sys\nsys.path.insert(0, 'tests/support')\n"
         "import dropout_kernels\n"
         "from diyfa.backends.npu import aot\n"
         "for job in dropout_kernels.npu_jobs():\n"

@@ -68,7 +68,7 @@ SMALL = [case for case in CASES.values() if not case.large]
 
 def run(case: Case, variant: str = "auto", **how: Any) -> Any:
     """(results, log) of the case through compiled kernels."""
-    from hivm.launch import compiled_on_cpu
+    from simulators.hivm.launch import compiled_on_cpu
 
     inputs = make_inputs(case)
     attend = attention_function(case, backend="npu", variant=variant)
@@ -118,7 +118,7 @@ def test_fused_backward(case: Case) -> None:
 
 def test_infinite_sinks() -> None:
     """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
-    from hivm.launch import compiled_on_cpu
+    from simulators.hivm.launch import compiled_on_cpu
 
     case = next(case for case in CHOSEN if case.name == "bias_rows_sinks")
     infinite = make_inputs(case)
@@ -137,7 +137,7 @@ def test_infinite_sinks() -> None:
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
 def test_matmul(layout: str) -> None:
     """Operands as stored and transposed, sizes that fill no tile."""
-    from hivm.launch import compiled_on_cpu
+    from simulators.hivm.launch import compiled_on_cpu
 
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(150, 300, generator=generator).half()
@@ -156,8 +156,8 @@ def test_products_leave_columns_beyond_the_keys_as_they_were() -> None:
 
     When a newer compiler writes these columns, this fails and the selects of the backward kernels may go.
     """
-    from hivm.launch import compiled_on_cpu
-    from hivm.padded_product import padded_product
+    from simulators.hivm.launch import compiled_on_cpu
+    from simulators.hivm.padded_product import padded_product
 
     q, k = torch.ones(64, 32, dtype=torch.float16), torch.ones(20, 32, dtype=torch.float16)
     s = torch.empty(64, 128)
@@ -207,7 +207,7 @@ def _between_cores(pipe: str) -> Callable[[Any], bool]:
 
 def _move_buffers(program: Any) -> None:
     """Every buffer of the vector cores that lies beyond the first begins 4 KiB further down."""
-    from hivm.ir import memref
+    from simulators.hivm.ir import memref
 
     function = program.functions["_fwd_kernel_mix_aiv"]
 
@@ -246,8 +246,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiler could get wrong, done to its output: a race, a wrong result or a flag out of step."""
-    from hivm import launch
-    from hivm.cores import Deadlock, FlagError
+    from simulators.hivm import launch
+    from simulators.hivm.cores import Deadlock, FlagError
 
     compile_kernel = launch.compile_kernel
 

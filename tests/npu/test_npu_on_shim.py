@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import dense
+import npu_dense as dense
 import pytest
 import torch
-from dense import Call
+from npu_dense import Call
 
 import diyfa
 from diyfa import registry

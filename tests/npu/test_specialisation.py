@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from subprocesses import SUPPORT
 
-SCRIPT = Path(__file__).with_name("specialisations.py")
+SCRIPT = SUPPORT / "npu_specialisations.py"
 
 
 @pytest.mark.skipif(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import dense
+import npu_dense as dense
 import pytest
 import torch
 

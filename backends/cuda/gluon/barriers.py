@@ -1,7 +1,7 @@
 """How the Hopper kernel's ring is waited for and released: Gluon helpers of `hopper/fwd.py`.
 
 BY_WARP: the warps of a consumer wait for blocks and release them each for itself. Triton has all four meet before each
-of both, so that none can run ahead. Gluon cannot say that; it is marked here and completed in the PTX (`inline_ptx.py`).
+of both, so that none can run ahead. Gluon cannot say that; it is marked here and completed in PTX (`inline_ptx.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""The dependency rules of the architecture, checked on the source text."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+BACKEND_FOLDERS = sorted(p for p in (ROOT / "backends").iterdir() if p.is_dir() and (p / "__init__.py").exists())
+BACKEND_FILES = [f for folder in BACKEND_FOLDERS for f in sorted(folder.rglob("*.py"))]
+FRONT_END_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
+# The last is plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from the first.
+ALLOWED_IN_BACKENDS = {"diyfa.problem", "diyfa.arch", "diyfa.dropout"}
+KERNEL_LANGUAGES = {"triton", "torch_npu"}
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """Dotted names of the modules that a file imports."""
+    tree = ast.parse(path.read_text(), str(path))
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            # "from diyfa import problem" imports a module too
+            found |= {f"diyfa.{a.name}" for a in node.names} if module == "diyfa" else {module}
+            if module == "diyfa.backends":
+                found |= {f"diyfa.backends.{a.name}" for a in node.names}
+    return found
+
+
+def test_there_are_backends() -> None:
+    assert {p.name for p in BACKEND_FOLDERS} >= {"cpu"}
+    assert (ROOT / "diyfa" / "backends").is_symlink()
+
+
+@pytest.mark.parametrize("path", BACKEND_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_backends_import_the_protocol_only(path: Path) -> None:
+    own = f"diyfa.backends.{path.relative_to(ROOT / 'backends').parts[0]}"
+    for name in imports(path):
+        if name == "diyfa" or name.startswith("diyfa."):
+            assert name in ALLOWED_IN_BACKENDS or name == own or name.startswith(own + "."), f"{path} imports {name}"
+        assert name.split(".")[0] != "backends", f"{path} imports {name}: the package is diyfa.backends"
+
+
+@pytest.mark.parametrize("path", FRONT_END_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_front_end_imports_no_backend(path: Path) -> None:
+    for name in imports(path):
+        assert not name.startswith(("diyfa.backends", "backends")), f"{path} imports {name}"
+    for name in imports(path, top_level_only=True):
+        assert name.split(".")[0] not in KERNEL_LANGUAGES, f"{path} imports {name} when it is imported"
+
+
+@pytest.mark.parametrize("module", ["problem.py", "arch.py", "dropout.py"])
+def test_the_protocol_imports_nothing_of_diyfa(module: str) -> None:
+    assert not [name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")]
+
+
+def test_testing_needs_no_test_framework() -> None:
+    names = {name.split(".")[0] for name in imports(ROOT / "diyfa" / "testing.py")}
+    assert not names & {"pytest", "hypothesis", "numpy"}
+
+
+def test_every_backend_folder_is_packaged() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        packages = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+    on_disk = {
+        "diyfa.backends." + ".".join(f.parent.relative_to(ROOT / "backends").parts)
+        for f in BACKEND_FILES
+        if f.name == "__init__.py"
+    } | {".".join(f.parent.relative_to(ROOT).parts) for f in FRONT_END_FILES if f.name == "__init__.py"}
+    assert on_disk <= packages, f"not listed in pyproject.toml: {sorted(on_disk - packages)}"

@@ -1,0 +1,80 @@
+"""The Hopper kernel takes no maximum after the first blocks: as right as with it, whatever scores do, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
+from test_sm90_features import BALANCED, DYNAMIC, THREE, TWO, case, packed  # noqa: E402
+
+from diyfa.backends.cuda.hopper import configs as sm90  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+# A scale of 30 spreads scores over thousands: from one block of 64 keys to the next, maxima differ by more than float32
+# can hold as a power of two. One of 2 lets them differ by a few dozen, which it can.
+FAR, NEAR = 30.0, 2.0
+CASES = [
+    (case("full", sm_scale=FAR), TWO),
+    (case("full_near", sm_scale=NEAR), TWO),
+    (
+        case("full_whole_blocks", sm_scale=FAR, seqlen_q=200, seqlen_k=256, heads=3, heads_kv=3),
+        replace(THREE, persistent=True),
+    ),
+    (case("causal", sm_scale=FAR, causal=True, seqlen_q=260, seqlen_k=260), DYNAMIC),
+    (case("causal_near", sm_scale=NEAR, causal=True, seqlen_q=260, seqlen_k=260), replace(DYNAMIC, lazy=True)),
+    (case("causal_lazy", sm_scale=FAR, causal=True, seqlen_q=260, seqlen_k=260), replace(THREE, lazy=True, pairs=True)),
+    # The first row sees whole blocks only: what it is measured from comes from one of them.
+    (case("diagonal_at_an_edge", causal=True, seqlen_q=129, seqlen_k=192), TWO),
+    (
+        case("diagonal_at_an_edge_far", sm_scale=FAR, causal=True, seqlen_q=129, seqlen_k=320),
+        replace(TWO, own_walk=True),
+    ),
+    (case("more_queries", sm_scale=FAR, causal=True, seqlen_q=300, seqlen_k=170), BALANCED),
+    (case("window", sm_scale=FAR, window=(150, 20), seqlen_q=300, seqlen_k=330), TWO),
+    (case("window_left", sm_scale=FAR, window=(200, -1), seqlen_q=200, seqlen_k=400), DYNAMIC),
+    (case("window_right", sm_scale=FAR, window=(-1, 30), seqlen_q=200, seqlen_k=300), TWO),
+    (case("seq_lens", sm_scale=FAR, batch=2, seqlen_q=200, seq_lens=(190, 70), causal=True), DYNAMIC),
+    (packed("packed", (150, 0, 64, 3), (180, 5, 200, 64), sm_scale=FAR, slack=3), DYNAMIC),
+    (
+        packed("packed_causal", (150, 64, 200), (150, 130, 210), sm_scale=FAR, causal=True),
+        replace(DYNAMIC, own_walk=True),
+    ),
+    (case("softcap", sm_scale=FAR, softcap=400.0), TWO),
+    (case("negative", sm_scale=-FAR), TWO),
+    (
+        case("d96", sm_scale=FAR, head_dim=96, causal=True, seqlen_q=200),
+        replace(TWO, piece=32, joined=True, pairs=True),
+    ),
+    (case("d192_128", sm_scale=FAR, head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
+    (case("d256", sm_scale=FAR, head_dim=256), replace(DYNAMIC, own_o=False, direct=True)),
+    (case("turns", sm_scale=FAR, seqlen_q=400, seqlen_k=300), replace(THREE, persistent=True, pingpong=True)),
+    (case("float16", sm_scale=FAR, dtype="float16"), TWO),
+]
+
+
+@pytest.mark.parametrize(("case", "config"), CASES, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
+def test_within_budget(case: AttentionCase, config: sm90.Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = sum(case.name.encode()) % 7
+    interpret(monkeypatch, replace(config, fixed_max=True), seed=seed)
+    assert not run(case)
+
+
+@pytest.mark.parametrize("name", ["full", "window_left", "packed"])
+def test_scores_rise_beyond_what_sums_hold(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without going through the flagged tiles again, these cases are wrong."""
+    case, config = next((case, config) for case, config in CASES if case.name == name)
+    source = source_of("hopper.fwd")
+    flagged = "if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:"
+    assert flagged in source
+    kernels = load_kernel({"hopper.fwd": source.replace(flagged, "if False:")}, tmp_path)
+    interpret(monkeypatch, replace(config, fixed_max=True), kernels=kernels)
+    assert run(case)

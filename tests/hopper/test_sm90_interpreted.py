@@ -1,0 +1,246 @@
+"""The Hopper kernel without a GPU: right results and no undefined behaviour, whatever order things happen in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
+from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
+
+from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+
+def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:
+    """As in the table, with as few buffers as the schedule can do with: nothing waits in vain with many."""
+    block_n, slots, own_o = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
+    registers = (240, 24) if consumers == 2 else (160, 32)
+    return replace(Sm90Config(consumers, block_n, slots, own_o, *registers), **changes)
+
+
+def case(name: str, **changes) -> AttentionCase:
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "seqlen_q": 130, "seqlen_k": 300, "head_dim": 64}
+    return AttentionCase(name, **{**sizes, "dtype": "bfloat16", **changes})
+
+
+CASES = {
+    "full": (case("full", dtype="float16"), config(64)),
+    "even": (case("even", seqlen_q=128, seqlen_k=256, heads=1, heads_kv=1), config(64)),
+    "one_key": (case("one_key", seqlen_k=1), config(64)),
+    "causal": (case("causal", causal=True), config(64)),
+    "causal_more_queries": (case("causal_more_queries", causal=True, seqlen_q=300, seqlen_k=130), config(64)),
+    "gqa_bshd": (case("gqa_bshd", heads=4, layout="bshd", batch=2, seqlen_k=140), config(64, persistent=True)),
+    "transposed": (case("transposed", view="transposed", causal=True), config(64)),
+    "negative_scale": (case("negative_scale", sm_scale=-0.2, causal=True), config(64)),
+    "zero_scale": (case("zero_scale", sm_scale=0.0), config(64)),
+    "three_consumers": (case("three_consumers", seqlen_q=200), config(64, 3, persistent=True)),
+    "direct": (case("direct", seqlen_q=260), config(64, own_o=False, direct=True, persistent=True)),
+    "shared_o": (case("shared_o", seqlen_q=260), config(64, own_o=False, persistent=True)),
+    "two_slots": (case("two_slots", seqlen_q=260), config(64, slots=2, persistent=True)),
+    "odd_slots": (case("odd_slots", seqlen_q=260), config(64, slots=3, persistent=True)),
+    "pingpong": (case("pingpong", seqlen_q=260), config(64, slots=8, persistent=True, pingpong=True)),
+    "pingpong_causal": (
+        case("pingpong_causal", head_dim=128, causal=True, seqlen_q=260),
+        config(128, persistent=True, pingpong=True),
+    ),
+    "128": (case("128", head_dim=128, heads_kv=1, seqlen_k=260), config(128)),
+    "256": (case("256", head_dim=256, heads=1, heads_kv=1, seqlen_k=150), config(256)),
+    "256_causal_persistent": (
+        case("256_causal_persistent", head_dim=256, causal=True, seqlen_k=150),
+        config(256, persistent=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, config = CASES[name]
+    for seed in (0, 3):
+        with monkeypatch.context() as patch:
+            kernel = interpret(patch, config, seed)
+            assert not run(case)
+            assert kernel.launches == 1
+
+
+DEALT = case("dealt", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, causal=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}], ids=str)
+def test_tiles_drawn_by_programs_side_by_side(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile once, whoever is faster, and the counter is left as the next launch needs it."""
+    monkeypatch.setattr(sm90_tickets, "_counters", {})
+    dynamic = config(64, consumers=2 + seed % 2, block_n=64, persistent=True, deal="dynamic", **form)
+    kernel = interpret(monkeypatch, dynamic, seed, interleave=True)
+    assert not run(DEALT) and not run(DEALT)
+    assert kernel.launches == 2
+    (counter,) = sm90_tickets._counters.values()
+    assert counter.tolist() == [0, 0]
+
+
+# Short walks, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
+WALK = case("walk", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}, {"piece": 32, "joined": True}], ids=str
+)
+def test_every_interleaving(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, config(64, persistent=True, **form), seed)
+    assert not run(WALK)
+
+
+def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, config(64), seed=5, interleave=True)
+    assert not run(case("side_by_side", causal=True))
+
+
+# ---- the same kernel with one thing wrong
+
+
+def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> ModuleType:
+    """The kernel's module with what `pattern` finds in the kernel's sources replaced."""
+    changed = {name: re.subn(pattern, replacement, source_of(name)) for name in KERNEL_MODULES}
+    assert any(found for _, found in changed.values()), f"the kernel has no {pattern}"
+    return load_kernel({name: source for name, (source, _) in changed.items()}, tmp_path)
+
+
+MUTANTS = {
+    "K is released before its product is done": (
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), BY_WARP\)\n)",
+        r"\2\1",
+        Race,
+        {},
+    ),
+    "V is released before its product is done": (
+        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), BY_WARP\)\n)",
+        r"\2\1",
+        Race,
+        {},
+    ),
+    "scores are read while their product runs": (
+        r"s = warpgroup_mma_wait\(run_count\(PIECES_V, JOINED\)",
+        "s = warpgroup_mma_wait(run_count(PIECES_V, JOINED) + 1",
+        Race,
+        {},
+    ),
+    "values are read while their product runs": (
+        r"warpgroup_mma_wait\(0, deps=\[o",
+        "warpgroup_mma_wait(1, deps=[o",
+        Race,
+        {},
+    ),
+    "Q is released although out follows it there": (
+        r"if \(OWN_O or DIRECT\) and Q_HELD < PIECES:  # the last",
+        "if True:  #",
+        KernelBug,
+        {"own_o": False},
+    ),
+    "out is overwritten while it leaves": (
+        r"( +)tma\.store_wait\(0\)\n( +for run in gl\.static_range\(.*\n +by_row = )",
+        r"\1pass\n\2",
+        Race,
+        {},
+    ),
+    "out leaves before it is visible": (r"(\.store\(out\)\n.*\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
+    "the next Q comes while this one is read": (
+        r"    if Q_HELD > 0:\n        fence_async_shared\(\)\n",
+        "",
+        Race,
+        {"piece": 64, "joined": True, "q_held": 1},
+    ),
+    "the end does not wait for out": (
+        r"    else:\n        tma\.store_wait\(0\)\n(?=\n\n@gluon)",
+        "",
+        KernelBug,
+        {"fixed_max": False},
+    ),
+    "nobody has the first turn": (
+        r"if PINGPONG and CONSUMER == CONSUMERS - 1:",
+        "if False:",
+        Deadlock,
+        {"pingpong": True},
+    ),
+    "V is waited for in K's parity": (
+        r"(wait_full\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
+        r"\1item\2",
+        KernelBug,
+        {},
+    ),
+    "a slot is released by one consumer for all": (r"count=releases_of\(.*\)\)", "count=1)", KernelBug, {}),
+    "barriers are not visible to TMA": (
+        r"    fence_async_shared\(\)\n    await_kernels",
+        "    await_kernels",
+        Race,
+        {},
+    ),
+}
+
+
+def each_seed_raises(
+    error: type[Exception],
+    module: ModuleType,
+    form: Sm90Config,
+    case: AttentionCase,
+    monkeypatch: pytest.MonkeyPatch,
+    interleave: bool = False,
+) -> None:
+    for seed in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(sm90_tickets, "_counters", {})  # a kernel that failed leaves its own as they are
+            interpret(patch, form, seed, interleave, kernels=module)
+            with pytest.raises(error):
+                run(case)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, replacement, error, form = MUTANTS[name]
+    module = mutant(tmp_path, pattern, replacement)
+    each_seed_raises(error, module, config(64, persistent=True, **form), WALK, monkeypatch)
+
+
+# The same for what hands out tiles, with programs side by side, whose tickets come in any order.
+DYNAMIC_MUTANTS = {
+    "the first to leave clears the counter": (r"== gl\.num_programs\(0\) - 1:", "== 0:", Race),
+    "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
+    "all lanes take the first one's ticket for theirs": (
+        r"drawn = gl\.inline_asm[^)]*\)",
+        "drawn = ticket",
+        InvalidOperand,
+    ),
+    "a notice replaces one that nobody has read": (
+        r"int32, \[NOTICES, WORDS\]",
+        "int32, [1, WORDS]",
+        KernelBug,
+    ),
+    "a notice is read before it is there": (r" +wait_full\(written\.index.*\n", "", KernelBug),
+    "a notice is there before it is written": (
+        r"( +notices\.index\(.*\)\.store.*\n)( +arrive_by_lane\(written.*\n)",
+        r"\2\1",
+        KernelBug,
+    ),
+    "a notice is read twice": (r"(turn \+= 1\n.*\n.* read_notice\()turn", r"\1turn - 1", KernelBug),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC_MUTANTS)
+def test_a_bug_in_dealing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, replacement, error = DYNAMIC_MUTANTS[name]
+    module = mutant(tmp_path, pattern, replacement)
+    form = config(64, block_n=64, persistent=True, deal="dynamic")
+    each_seed_raises(error, module, form, DEALT, monkeypatch, interleave=True)

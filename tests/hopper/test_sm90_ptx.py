@@ -1,0 +1,216 @@
+"""What the Hopper kernel's PTX is completed with, and when that happens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import triton
+from subprocesses import SUPPORT, run_python
+
+from diyfa.backends.cuda.gluon import inline_ptx as sm90_ptx
+from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, complete, completing
+from diyfa.backends.cuda.hopper import configs as sm90
+
+needs_triton = pytest.mark.skipif(not sm90.has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
+
+# ---- text in, text out: PTX as Triton 3.6 and 3.7 write it
+
+COPY = (
+    "@%p7 cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%r1], [%rd3, {%r4, %r5, %r6, %r7}], [%r8];\n"
+)
+ARRIVAL = "bar.sync \t2, 128;\n// begin inline asm\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 4;\n"
+BY_WARP = (
+    "\n// begin inline asm\n{ .reg .pred one; elect.sync _|one, 0xffffffff; "
+    "@one mbarrier.arrive.shared::cta.b64 _, [%r10]; }\n"
+)
+POLL = "{\n.reg .pred complete;\nwaitLoop:\nmbarrier.try_wait.parity.shared.b64 complete, [%r11], %r12;\n}\n"
+BARRIER = "bar.sync \t0, 128;\n"
+OF_WARP = "bar.warp.sync \t-1;\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 32;\n"
+BY_LANE = "bar.warp.sync \t-1;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\n"
+OTHER = "\tadd.s32 %r20, %r21, 1;\n"
+
+COMPLETED = {
+    "a release": (f"{RELEASE_MARK}{OTHER}{ARRIVAL}{OTHER}", f"{OTHER}{BY_WARP}{OTHER}"),
+    "the release behind the mark only": (f"{ARRIVAL}{RELEASE_MARK}{ARRIVAL}{ARRIVAL}", f"{ARRIVAL}{BY_WARP}{ARRIVAL}"),
+    "only the barrier in front of a release": (f"{RELEASE_MARK}{BARRIER}{ARRIVAL}", f"{BARRIER}{BY_WARP}"),
+    "a wait": (f"{WAIT_MARK}{OTHER}{BARRIER}{OTHER}{POLL}", f"{OTHER}\n{OTHER}{POLL}"),
+    "a wait without a barrier": (f"{WAIT_MARK}{OTHER}{POLL}{BARRIER}{POLL}", f"{OTHER}{POLL}{BARRIER}{POLL}"),
+    "only the barrier in front of a wait": (f"{WAIT_MARK}{BARRIER}{BARRIER}{POLL}", f"{BARRIER}\n{POLL}"),
+    "an arrival": (f"{ARRIVE_MARK}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
+    "all of them": (
+        f"{COPY}{WAIT_MARK}{BARRIER}{POLL}{RELEASE_MARK}{ARRIVAL}{WAIT_MARK}{POLL}{ARRIVE_MARK}{OF_WARP}",
+        f"{COPY}\n{POLL}{BY_WARP}{POLL}{BY_LANE}",
+    ),
+    "nothing": (f"{COPY}{ARRIVAL}{BARRIER}{POLL}", f"{COPY}{ARRIVAL}{BARRIER}{POLL}"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETED)
+def test_marks_are_completed(name: str) -> None:
+    ptx, expected = COMPLETED[name]
+    assert complete(ptx) == expected
+
+
+@pytest.mark.parametrize(
+    "ptx",
+    [
+        f"{ARRIVAL}{RELEASE_MARK}{OTHER}",
+        f"{RELEASE_MARK}{ARRIVAL.replace('bar.sync', 'bar.warp.sync')}",
+        f"{RELEASE_MARK}{ARRIVAL.replace('128', '256')}",
+        f"{RELEASE_MARK}{ARRIVAL.replace('], 4;', '];')}",
+        f"{RELEASE_MARK}{BARRIER}{POLL}{ARRIVAL.split(';', 1)[1]}",
+        f"{RELEASE_MARK}{RELEASE_MARK}{ARRIVAL}",
+        f"{POLL}{WAIT_MARK}{BARRIER}",
+        f"{WAIT_MARK}{WAIT_MARK}{BARRIER}{POLL}",
+        f"{OF_WARP}{ARRIVE_MARK}{OTHER}",
+        f"{ARRIVE_MARK}{OF_WARP.replace('32;', '4;')}",
+        f"{ARRIVE_MARK}{POLL}{OF_WARP}",
+    ],
+)
+def test_a_mark_without_its_instruction_is_an_error(ptx: str) -> None:
+    with pytest.raises(RuntimeError, match="this Triton writes other PTX"):
+        complete(ptx)
+
+
+def test_marks_change_with_this_file() -> None:
+    """So that Triton does not take a kernel from its cache that was completed in another way."""
+    marks = (RELEASE_MARK, WAIT_MARK, ARRIVE_MARK)
+    assert all(mark.endswith(f"_{sm90_ptx._EDITION};") for mark in marks)
+    assert not any(one in other for one in marks for other in marks if one != other)
+
+
+# ---- the hook
+
+
+def completed_by_hook(ptx: str) -> str:
+    """What a compilation with the hook makes of `ptx`."""
+    stages = {"ptx": lambda source, metadata: ptx}
+    with completing():
+        triton.knobs.runtime.add_stages_inspection_hook(None, stages, None, None, 90)
+    return stages["ptx"](None, {})
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["nothing", "a wait", "all of them"])
+def test_the_hook_completes_what_is_compiled(name: str) -> None:
+    ptx, expected = COMPLETED[name]
+    assert completed_by_hook(ptx) == expected
+
+
+@needs_triton
+def test_the_hook_of_somebody_else_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *arguments: calls.append(arguments))
+    ptx, expected = COMPLETED["all of them"]
+    assert completed_by_hook(ptx) == expected
+    assert [arguments[-1] for arguments in calls] == [90]
+
+
+@needs_triton
+@pytest.mark.parametrize("others", [None, ("key of somebody else", "hash")], ids=["alone", "beside another"])
+def test_the_hook_says_what_kernels_are_kept_under(others: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.7 asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
+    runtime = triton.knobs.runtime
+    monkeypatch.setattr(runtime, "add_stages_inspection_hook", others and (lambda *arguments: others))
+    with completing():
+        key, hash_value = runtime.add_stages_inspection_hook()
+    assert (key, hash_value) == (others or ("", ""))
+
+
+@needs_triton
+def test_the_hook_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_somebody_else(*arguments: object) -> None:
+        raise AssertionError("nothing is compiled here")
+
+    runtime = triton.knobs.runtime
+    for before in (None, of_somebody_else):
+        monkeypatch.setattr(runtime, "add_stages_inspection_hook", before)
+        with completing(), completing():
+            assert runtime.add_stages_inspection_hook is not before
+        assert runtime.add_stages_inspection_hook is before
+        with pytest.raises(KeyError), completing():
+            raise KeyError
+        assert runtime.add_stages_inspection_hook is before
+
+
+def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90_ptx, "has_gluon", lambda: False)
+    monkeypatch.setattr(sm90_ptx, "_wrap_ptx_stage", None)
+    before = getattr(getattr(triton, "knobs", None), "runtime", None)
+    hook = getattr(before, "add_stages_inspection_hook", None)
+    with completing():
+        assert getattr(before, "add_stages_inspection_hook", None) is hook
+
+
+# ---- compiled: by the real ptxas, in a process without Triton's interpreter
+
+COMPILE = """
+import json, re
+import aot_kernels, triton
+from diyfa.backends.cuda.compile import aot, specs as attention_specs
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.gluon.inline_ptx import completing
+
+def compiled(spec):
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+
+def counts(kernel):
+    ptx = kernel.asm["ptx"]
+    return {name: len(re.findall(pattern, ptx)) for name, pattern in PATTERNS.items()}
+
+PATTERNS = {
+    "arrivals of warps": r"elect\\.sync _\\|one, 0xffffffff; @one mbarrier\\.arrive",
+    "arrivals of partitions": r"@%p\\d+ mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
+    "arrivals of lanes": r"\\n\\s*mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
+    "marks": r"\\.(release|wait)_by_warp|\\.arrive_by_lane",
+}
+problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
+form = Sm90Config(2, 64, 2, True, 240, 24)
+specs = {
+    "by warp": attention_specs._hopper_spec(problem, Sm90Config(2, 64, 2, True, 240, 24, by_warp=True)),
+    "together": attention_specs._hopper_spec(problem, form),
+}
+report = {}
+try:
+    compiled(specs["by warp"])
+except Exception as error:
+    report["not completed"] = f"{type(error).__name__}: {error}"
+(plain,) = [spec for spec in aot_kernels.compile_specs("sm_90") if spec.case == "plain"]
+before = compiled(plain)
+triton.knobs.compilation.always_compile = True
+with completing():
+    report |= {name: counts(compiled(spec)) for name, spec in specs.items()}
+    inside = compiled(plain)
+after = compiled(plain)
+report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    cache = tmp_path_factory.mktemp("cache")
+    out = run_python(COMPILE, SUPPORT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
+    return json.loads(out.splitlines()[-1])
+
+
+@needs_triton
+def test_ptxas_refuses_marks(report: dict) -> None:
+    assert "PTXASError" in report["not completed"]
+
+
+@needs_triton
+def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
+    by_warp, together = report["by warp"], report["together"]
+    assert not together["arrivals of warps"]
+    assert by_warp["arrivals of warps"] == together["arrivals of partitions"] - by_warp["arrivals of partitions"] > 0
+    assert by_warp["arrivals of lanes"] and together["arrivals of lanes"]  # that the notice is there
+    assert not by_warp["marks"] and not together["marks"]
+
+
+@needs_triton
+def test_other_kernels_are_left_alone(report: dict) -> None:
+    assert report["same"]

@@ -1,0 +1,102 @@
+"""Every wait, arrival and fence of the Hopper kernel is needed: without any one the interpreter reports a bug."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from simulators.gluon import KernelBug  # noqa: E402
+from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
+
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+# Those that stand behind a helper count where it calls them and where it is called.
+SYNCHRONISING = (
+    "mbarrier.wait",
+    "mbarrier.arrive",
+    "mbarrier.expect",
+    "mbarrier.init",
+    "mbarrier.invalidate",
+    "fence_async_shared",
+    "tma.store_wait",
+    "_wait_turn",
+    "_hand_over",
+    "wait_full",
+    "release",
+    "arrive_by_lane",
+    "await_kernels_before",
+    "_say",  # PTX: marks, the waits for kernels before and for stores
+)
+# These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
+# And: each lane arrives for itself instead of one for all, which is for racecheck.
+HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_RELEASE_BY_WARP)", "_say(_ARRIVE_BY_LANE)")
+# Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
+WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
+PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
+DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
+OVERFLOWN = replace(WALK, sm_scale=30.0)  # tiles that are gone through again
+# With shorter blocks than tiles, the first consumer has some to pass over.
+OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
+FORMS = (
+    (PLAIN, WALK),
+    (replace(PLAIN, fixed_max=False), WALK),
+    (replace(PLAIN, own_o=False), WALK),
+    (replace(PLAIN, pingpong=True), WALK),
+    (replace(PLAIN, by_warp=True), WALK),
+    (DYNAMIC, WALK),
+    (OWN_WALK, replace(WALK, causal=True)),
+    (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
+    (PLAIN, OVERFLOWN),
+    (replace(PLAIN, pingpong=True, own_o=False), OVERFLOWN),
+)
+
+
+def statements(tree: ast.AST) -> list[ast.Expr]:
+    """The statements that synchronise and do nothing else, in the order of the source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    synchronising = [call for call in calls if ast.unparse(call.value.func) in SYNCHRONISING]
+    needed = (call for call in synchronising if ast.unparse(call) not in HARMLESS)
+    return sorted(needed, key=lambda call: call.lineno)
+
+
+TREES = {name: ast.parse(source_of(name)) for name in KERNEL_MODULES}
+LINES = [
+    f"{name} {i}: {ast.unparse(statement)}"
+    for name, tree in TREES.items()
+    for i, statement in enumerate(statements(tree))
+]
+
+
+def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
+    for form, case in FORMS:
+        with monkeypatch.context() as patch:
+            interpret(patch, form, seed=3, kernels=kernels)
+            assert not run(case)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, number = line.split(":")[0].split()
+    tree = copy.deepcopy(TREES[name])
+    statements(tree)[int(number)].value = ast.Constant(None)
+    kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
+    for form, case in FORMS:
+        with monkeypatch.context() as patch:
+            interpret(patch, form, seed=3, kernels=kernels)
+            try:
+                run(case)
+            except KernelBug:
+                return
+    pytest.fail(f"nothing reports that {line} is missing")

@@ -1,0 +1,72 @@
+"""Library functions of the cube core: copies into L1, the matrix product, and the way out of its accumulator.
+
+L1 and L0C hold matrices as fractals, blocks of 16 rows: [column blocks, row blocks, rows, columns].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from simulators.hivm.library import Function
+from simulators.hivm.memory import Ref, contiguous
+
+FRACTAL = 16
+
+
+def _dense(x: Ref) -> Ref:
+    if x.strides != contiguous(x.sizes):
+        raise NotImplementedError(f"a matrix with gaps: {x} strides {x.strides}")
+    return x
+
+
+def _nd2nz(source: Ref, target: Ref) -> None:
+    """Global memory [rows, columns] to fractals; the rest of the last fractal keeps what it held."""
+    columns, width = source.sizes[1], target.sizes[3]
+    values = source.read()
+    for block in range(-(-columns // width)):
+        part = values[:, block * width : (block + 1) * width]
+        start = target.offset + block * target.strides[0]
+        # the library takes the distance between rows to be the fractal's width
+        target.with_layout(offset=start, sizes=part.shape, strides=(target.strides[2], 1)).write(part)
+
+
+def _nz2nd(source: Ref, target: Ref, quantise: Any, relu: Any, split: Any, unit_flag: Any) -> None:
+    """Accumulator to global memory [rows, columns], rounding to its type."""
+    if relu or split or unit_flag:
+        raise NotImplementedError(f"fixpipe with relu {relu}, channel split {split}, unit flag {unit_flag}")
+    rows, columns = target.sizes
+    if rows <= 0 or columns <= 0:
+        return
+    target.write(_matrix(source, (1, 2, 0, 3))[:rows, :columns])
+
+
+def _matrix(x: Ref, order: tuple[int, int, int, int]) -> np.ndarray:
+    """Fractals as a matrix: `order` names two dimensions of the rows, then two of the columns."""
+    values = np.transpose(x.read(), order)
+    return values.reshape(values.shape[0] * values.shape[1], -1)
+
+
+FILL = Function("PIPE_MTE2", "sw", lambda value, target: target.write(np.asarray(value)), whole=True)
+ND2NZ = Function("PIPE_MTE2", "rw", _nd2nz, whole=True)
+FIXPIPE = Function("PIPE_FIX", "rwssss", _nz2nd, whole=True)
+
+FUNCTIONS = {"set_l1_2d": FILL, "nd2nz": ND2NZ, "fixpipe_nz2nd": FIXPIPE}
+
+
+def multiply(a: Ref, b: Ref, transposed_a: bool, transposed_b: bool, init: bool, k: int, n: int, c: Ref) -> None:
+    """c (+)= a @ b: all rows that c has, k products each, n columns and the rest of their last fractal."""
+    for x in (a, b, c):
+        _dense(x)
+    left = _matrix(a, (0, 3, 1, 2) if transposed_a else (1, 2, 0, 3))  # [m, k]
+    right = _matrix(b, (0, 3, 1, 2) if transposed_b else (1, 2, 0, 3))  # [k, n]
+    rows = c.sizes[1] * c.sizes[2]
+    columns = -(-n // FRACTAL) * FRACTAL
+    with np.errstate(all="ignore"):
+        product = left[:rows, :k].astype(np.float32) @ right[:k, :columns].astype(np.float32)
+        accumulator = c.view()  # [n1, m1, 16, 16]
+        blocks = product.reshape(rows // FRACTAL, FRACTAL, columns // FRACTAL, FRACTAL).transpose(2, 0, 1, 3)
+        if init:
+            accumulator[: columns // FRACTAL] = blocks
+        else:
+            accumulator[: columns // FRACTAL] += blocks

@@ -1,0 +1,175 @@
+"""Launches of Triton kernels that compile for an Ascend chip and run what the compiler made on this CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from simulators.hivm.cores import Cluster, Core, Deadlock, FlagError
+from simulators.hivm.ir import Operation, parse
+from simulators.hivm.memory import GLOBAL_GRANULE, Memory, Ref
+from simulators.hivm.order import Blocks
+from triton.runtime.jit import JITFunction
+
+from diyfa.backends.npu import NPUBackend
+from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.runtime import launch
+
+_POINTERS = {
+    torch.float16: ("*fp16", "f16"), torch.bfloat16: ("*bf16", "bf16"), torch.float32: ("*fp32", "f32"),
+    torch.int32: ("*i32", "i32"), torch.int64: ("*i64", "i64"),
+}  # fmt: skip
+
+
+@dataclass
+class Program:
+    """A compiled kernel: its functions, and what its launcher has to know."""
+
+    name: str
+    functions: dict[str, Operation]
+
+    @property
+    def mixed(self) -> bool:
+        return f"{self.name}_mix_aic" in self.functions
+
+    def constant(self, suffix: str) -> int | None:
+        """What one of the compiler's functions for the launcher returns."""
+        function = self.functions.get(self.name + suffix)
+        if function is None:
+            return None
+        constant, _ = function.regions[0].operations
+        return int(constant.attributes["value"].partition(" ")[0])
+
+
+@dataclass
+class Log:
+    """What ran: launches, library calls executed, races found."""
+
+    launches: list[str] = field(default_factory=list)
+    instructions: int = 0
+    races: list[str] = field(default_factory=list)
+    stale: float | None = None  # what accumulators hold before a kernel
+
+
+_programs: dict[str, Program] = {}
+
+
+def compile_kernel(
+    function: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: str
+) -> Program:
+    """Both halves of the compiler, then its own printer for the generic form."""
+    name = function.fn.__name__
+    key = json.dumps([name, function.src, signature, sorted(constants.items()), options, target], default=str)
+    if key not in _programs:
+        job = aot.Job(name, "", function, signature, constants, options)
+        hivm = aot.hivm_of(job, target)
+        _programs[key] = Program(name, parse(generic(hivm, target)))
+    return _programs[key]
+
+
+def generic(hivm: str, target: str) -> str:
+    """The compiler's text in MLIR's generic form."""
+    program = aot.back_half().program(target)
+    printer = program.with_name(program.name.replace("compile", "opt"))
+    with tempfile.TemporaryDirectory(prefix="diyfa-hivm-") as folder:
+        source = Path(folder, "kernel.mlir")
+        source.write_text(hivm)
+        command = [str(printer), str(source), "--mlir-print-op-generic", "--mlir-print-local-scope"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype][0]
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    raise TypeError(f"an argument of type {type(value)}")
+
+
+def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None:
+    """Run `grid` blocks of `program` on tensors and numbers."""
+    memories: dict[int, Memory] = {}
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return np.float32(value) if isinstance(value, float) else value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in memories:
+            data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            memories[storage.data_ptr()] = Memory("global memory", data.size, GLOBAL_GRANULE, data)
+        dtype = _POINTERS[value.dtype][1]
+        return Ref(memories[storage.data_ptr()], dtype, value.storage_offset() * value.element_size(), 0, (-1,), (1,))
+
+    placed = [place(value) for value in arguments]
+    size = program.constant("_infer_workspace_shape_function") or 0
+    workspace = Memory("workspace", size * grid, GLOBAL_GRANULE)
+    lock = Memory("sync block lock", 0, GLOBAL_GRANULE)
+    hidden = [0, *(Ref(memory, "i8", 0, 0, (-1,), (1,)) for memory in (lock, workspace))]
+    blocks = Blocks()
+    for block in range(grid):
+        _run_block(program, [*hidden, *placed, grid, 1, 1], block, grid, blocks, log)
+
+
+def _run_block(program: Program, arguments: list[Any], block: int, grid: int, blocks: Blocks, log: Log) -> None:
+    kernel = program.functions.get(program.name)
+    if program.mixed:
+        names = ["cube", "vector 0", "vector 1"]
+        kinds = [("_mix_aic", True, 0), ("_mix_aiv", False, 0), ("_mix_aiv", False, 1)]
+    else:
+        assert kernel is not None
+        is_cube = kernel.attributes["hivm.func_core_type"] == "#hivm.func_core_type<AIC>"
+        names, kinds = ["cube" if is_cube else "vector"], [("", is_cube, 0)]
+    cluster = Cluster(names, block, grid, blocks, log.stale)
+    running = []
+    for index, (suffix, is_cube, vector) in enumerate(kinds):
+        core = Core(cluster, index, is_cube, vector, names[index])
+        running.append(core.run(program.functions[program.name + suffix], arguments))
+    while running:
+        before = cluster.instructions, sum(map(len, cluster.flags.values())), len(running)
+        for each in tuple(running):
+            if next(each, "ended") == "ended":
+                running.remove(each)
+        if running and before == (cluster.instructions, sum(map(len, cluster.flags.values())), len(running)):
+            raise Deadlock(f"{program.name}: every core waits for another")
+    left = {key: len(queue) for key, queue in cluster.flags.items() if queue}
+    if left:
+        raise FlagError(f"{program.name}: flags between cores are set and never waited for: {left}")
+    log.instructions += cluster.instructions
+    log.races += [f"{program.name}: {race}" for race in cluster.order.races.values()]
+
+
+@contextmanager
+def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float | None = None) -> Iterator[Log]:
+    """Within, kernels of the npu backend run on CPU tensors as compiled for `target`, with `programs` cores."""
+    log = Log(stale=stale)
+
+    def run(function: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        names = function.arg_names
+        values = dict(zip(names, args, strict=False))
+        values |= {name: keywords.pop(name) for name in names if name in keywords}
+        constexpr = {p.name for p in function.params if p.is_constexpr}
+        constants = {name: x for name, x in values.items() if name in constexpr or x is None}
+        signature = {name: "constexpr" if name in constants else _type(x) for name, x in values.items()}
+        options = {name: x for name, x in keywords.items() if name not in ("debug",)}
+        program = compile_kernel(function, signature, constants, options, target)
+        log.launches.append(program.name)
+        (size,) = grid
+        execute(program, [values[name] for name in names if name not in constants], size, log)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        stack.enter_context(patch.object(NPUBackend, "accepts", lambda self, device: None))
+        stack.enter_context(patch.object(NPUBackend, "arch", lambda self, device: target))
+        stack.enter_context(patch.object(launch, "_core_counts", lambda arch, index: (programs, programs)))
+        yield log

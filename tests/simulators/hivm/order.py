@@ -1,0 +1,171 @@
+"""Checks that every two conflicting accesses of a block are put in order by flags and barriers.
+
+An AI core has a scalar unit, which issues instructions, and pipes, which work through them side by side. Only flags
+(`set_flag`/`wait_flag` between two pipes, `sync_block_set`/`sync_block_wait` between cube and vector cores) and
+`pipe_barrier` order what different pipes do; inside a pipe instructions start in order but overlap. So each pipe is a
+thread with a vector clock, and an access that is not ordered behind an earlier conflicting one is a race. Without races
+every schedule that the hardware may choose computes what the one executed here did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from simulators.hivm.memory import Memory, Ref
+
+PIPES = ("PIPE_S", "PIPE_MTE1", "PIPE_MTE2", "PIPE_MTE3", "PIPE_M", "PIPE_V", "PIPE_FIX")
+# The scalar unit ends an instruction before the next one; matrix products on one accumulator, and loads into the double
+# buffers before the cube unit, are ordered inside of the library functions.
+IN_ORDER = {"PIPE_S", "PIPE_M", "PIPE_MTE1"}
+
+
+class _Shadow:
+    """Last write and last reads of each granule: by which thread, at which of its instructions, on which line."""
+
+    def __init__(self, memory: Memory, threads: int) -> None:
+        self.granules = -(-memory.size // memory.granule)
+        self.writer = np.full(self.granules, -1, np.int16)
+        self.written = np.zeros(self.granules, np.int32)
+        self.line = np.zeros(self.granules, np.int32)
+        self.read: list[np.ndarray | None] = [None] * threads
+
+
+class Blocks:
+    """Which block read and wrote what of global memory. Nothing orders the blocks of a launch."""
+
+    NONE, SEVERAL = -1, -2
+
+    def __init__(self) -> None:
+        self.uses: dict[int, tuple[Memory, np.ndarray, np.ndarray]] = {}
+
+    def conflict(self, block: int, ref: Ref, write: bool) -> str:
+        """Record an access; what conflicts with it, if anything."""
+        memory = ref.memory
+        if id(memory) not in self.uses:
+            granules = -(-memory.size // memory.granule)
+            self.uses[id(memory)] = (memory, *(np.full(granules, self.NONE, np.int16) for _ in range(2)))
+        _, writer, reader = self.uses[id(memory)]
+        where = ref.granules()
+        others = [(name, of[where]) for name, of in (("written", writer), ("read", reader)) if write or of is writer]
+        found = [name for name, of in others if ((of != self.NONE) & (of != block)).any()]
+        if write:
+            writer[where] = block
+        else:
+            before = reader[where]
+            reader[where] = np.where((before == self.NONE) | (before == block), block, self.SEVERAL)
+        return f"{found[0]} by another block" if found else ""
+
+
+class Order:
+    """Vector clocks of the pipes of one block's cores."""
+
+    def __init__(self, cores: list[str], block: int, blocks: Blocks) -> None:
+        self.block, self.blocks = block, blocks
+        self.cores = cores
+        self.count = len(cores) * len(PIPES)
+        self.issued = np.zeros(self.count, np.int32)  # instructions of each thread
+        self.clock = np.zeros((self.count, self.count), np.int32)  # what each thread knows to have ended
+        self.shadows: dict[int, tuple[Memory, _Shadow]] = {}
+        self.races: dict[tuple[Any, ...], str] = {}
+        self.suspected: list[tuple[tuple[Any, ...], str, Ref, np.ndarray]] = []  # of the instruction under way
+
+    def thread(self, core: int, pipe: str) -> int:
+        return core * len(PIPES) + PIPES.index(pipe)
+
+    def _name(self, thread: int) -> str:
+        return f"{self.cores[thread // len(PIPES)]} {PIPES[thread % len(PIPES)]}"
+
+    # ---- what orders -------------------------------------------------------------------------------------------
+
+    def issue(self, core: int, pipe: str) -> int:
+        """The scalar unit gives `pipe` its next instruction: what it waited for has ended. Returns the thread."""
+        thread, scalar = self.thread(core, pipe), self.thread(core, "PIPE_S")
+        if thread != scalar:
+            own = self.clock[thread, scalar]
+            np.maximum(self.clock[thread], self.clock[scalar], out=self.clock[thread])
+            self.clock[thread, scalar] = own  # its own stores are not visible to a pipe without a flag
+        return thread
+
+    def message(self, core: int, pipe: str) -> np.ndarray:
+        """What a flag carries that `pipe` sets behind all its instructions so far."""
+        thread = self.issue(core, pipe)
+        message = self.clock[thread].copy()
+        message[thread] = self.issued[thread]
+        return message
+
+    def receive(self, core: int, pipe: str, message: np.ndarray) -> None:
+        """`pipe` waited for a flag."""
+        thread = self.issue(core, pipe)
+        np.maximum(self.clock[thread], message, out=self.clock[thread])
+
+    def barrier(self, core: int, pipe: str) -> None:
+        """`pipe_barrier`: the pipe, or every pipe of the core, has ended what it began."""
+        if pipe != "PIPE_ALL":
+            thread = self.issue(core, pipe)
+            self.clock[thread, thread] = self.issued[thread]
+            return
+        messages = np.stack([self.message(core, each) for each in PIPES])
+        first = self.thread(core, PIPES[0])
+        self.clock[first : first + len(PIPES)] = messages.max(0)
+
+    # ---- what is ordered ---------------------------------------------------------------------------------------
+
+    def instruction(self, core: int, pipe: str, reads: list[Ref], writes: list[Ref], line: int, what: str) -> None:
+        """One instruction of `pipe` reads and writes memory."""
+        thread = self.issue(core, pipe)
+        for ref in reads:
+            self._access(thread, ref, False, line, what)
+        for ref in writes:
+            self._access(thread, ref, True, line, what)
+        self.issued[thread] += 1
+        now = self.issued[thread]
+        for ref in reads:
+            shadow = self._shadow(ref.memory)
+            read = shadow.read[thread]
+            if read is None:
+                read = shadow.read[thread] = np.zeros(shadow.granules, np.int32)
+            read[ref.granules()] = now
+        for ref in writes:
+            shadow = self._shadow(ref.memory)
+            where = ref.granules()
+            shadow.writer[where], shadow.written[where], shadow.line[where] = thread, now, line
+        if PIPES[thread % len(PIPES)] in IN_ORDER:
+            self.clock[thread, thread] = now
+
+    def _shadow(self, memory: Memory) -> _Shadow:
+        found = self.shadows.get(id(memory))
+        if found is None:
+            found = self.shadows[id(memory)] = (memory, _Shadow(memory, self.count))
+        return found[1]
+
+    def _access(self, thread: int, ref: Ref, write: bool, line: int, what: str) -> None:
+        if ref.memory.shared and (conflict := self.blocks.conflict(self.block, ref, write)):
+            self.races.setdefault((line, conflict), f"line {line}: {self._name(thread)} {what}: {ref} is {conflict}")
+        shadow, where, known = self._shadow(ref.memory), ref.granules(), self.clock[thread]
+        writer = shadow.writer[where]
+        late = (writer >= 0) & (shadow.written[where] > known[writer])
+        if late.any():
+            first = int(np.argmax(late))
+            self._race(thread, int(writer[first]), int(shadow.line[where][first]), ref, line, what, write, True)
+        if write:
+            for other, read in enumerate(shadow.read):
+                if read is not None and (read[where] > known[other]).any():
+                    self._race(thread, other, 0, ref, line, what, True, False)
+
+    def _race(
+        self, thread: int, other: int, other_line: int, ref: Ref, line: int, what: str, write: bool, written: bool
+    ) -> None:
+        key = (thread, other, line, other_line, write, written)
+        earlier = f"written by {self._name(other)} (line {other_line})" if written else f"read by {self._name(other)}"
+        doing = "writes" if write else "reads"
+        text = f"line {line}: {self._name(thread)} {what} {doing} {ref}, {earlier}, without an order between them"
+        self.suspected.append((key, text, ref, ref.read()))
+
+    def done(self) -> None:
+        """The instruction has run. A suspected race is none where it wrote what was there already: both vector cores
+        store the same scalar for the cube core."""
+        for key, text, ref, before in self.suspected:
+            if not (key[-2] and np.array_equal(before, ref.read())):
+                self.races.setdefault(key, text)
+        self.suspected.clear()

@@ -1,0 +1,173 @@
+"""How many kernels a training run of many lengths would compile, printed as JSON by running this file.
+
+Needs Triton without its interpreter, and no GPU: the launchers run, and a launch is replaced by the key under which
+Triton would look for the compiled kernel. For each run and kernel: `tiles`, the sets of constants and options (what the
+tables choose); `keys`, the most kernels that one tile is compiled to; `causes`, the arguments that tell those apart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from diyfa.backends.cuda import backend as cuda
+from diyfa.backends.cuda.attention import bwd, fwd
+from diyfa.backends.cuda.runtime import tune
+from diyfa.ops import Scalars, describe_attention
+from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, AttentionProblem, AttentionTensors
+
+TARGET = make_backend(GPUTarget("cuda", 90, 32))
+CALLS = 200
+HEADS, HEADS_KV = 4, 2
+# kernel -> (constants and options) -> specialisations of the other arguments, in their order
+Keys = dict[str, dict[str, set[tuple[Any, ...]]]]
+keys: Keys = defaultdict(lambda: defaultdict(set))
+functions: dict[str, JITFunction] = {}
+binders: dict[str, Any] = {}
+
+
+def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    name = self.fn.__name__
+    if name not in binders:
+        functions[name] = self
+        binders[name] = create_function_from_signature(self.signature, self.params, TARGET)
+    _, specialisation, options = binders[name](*args, **kwargs)
+    constants = [s for s, p in zip(specialisation, self.params, strict=True) if p.is_constexpr]
+    rest = tuple(str(s) for s, p in zip(specialisation, self.params, strict=True) if not p.is_constexpr)
+    keys[name][f"{constants} {options}"].add(rest)
+
+
+def summary() -> dict[str, dict[str, Any]]:
+    counts = {}
+    for name, tiles in keys.items():
+        names = [p.name for p in functions[name].params if not p.is_constexpr]
+        causes = {
+            argument
+            for found in tiles.values()
+            for argument, values in zip(names, zip(*found, strict=True), strict=True)
+            if len(set(values)) > 1
+        }
+        counts[name] = {"tiles": len(tiles), "keys": max(map(len, tiles.values())), "causes": sorted(causes)}
+    return counts
+
+
+def train(problem: AttentionProblem, tensors: AttentionTensors, wants_dlse: bool) -> None:
+    """One forward and backward pass; nothing is computed."""
+    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
+    out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
+    fwd.attention_forward(problem, tensors, out, lse)
+    dbias = torch.empty_like(bias) if bias is not None else None
+    gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
+    dlse = torch.empty_like(lse) if wants_dlse else None
+    bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients)
+
+
+def scalars(layout: str, **changes: Any) -> Scalars:
+    defaults = {
+        "max_seqlen_q": 0, "max_seqlen_k": 0, "window_left": -1, "window_right": 0, "softcap": 0.0, "dropout": False,
+        "layout": layout, "deterministic": False, "needs_grad": True, "bias_grad": False,
+    }  # fmt: skip
+    return Scalars(**{**defaults, **changes})
+
+
+def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
+    """Packed sequences: totals, longest lengths and the number of sequences differ from call to call."""
+    batch = rng.randint(1, 64)
+    total_q = rng.randint(2 * batch, 8192)
+    total_k = total_q if self_attention else rng.randint(2 * batch, 8192)
+    q = torch.empty(total_q, HEADS, head_dim, dtype=torch.float16)
+    k, v = (torch.empty(total_k, HEADS_KV, head_dim, dtype=torch.float16) for _ in range(2))
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    longest_q = rng.randint(2, total_q)
+    longest_k = longest_q if self_attention else rng.randint(2, total_k)
+    described = scalars(VARLEN, max_seqlen_q=longest_q, max_seqlen_k=longest_k, dropout=True, **features)
+    state = torch.zeros(2, dtype=torch.int64)
+    p = rng.choice((0.1, 0.125, 0.5))
+    tensors = AttentionTensors(q, k, v, 0.1, cu_seqlens_q=offsets, cu_seqlens_k=offsets, rng_state=state, dropout_p=p)
+    train(describe_attention(cuda, tensors, described), tensors, wants_dlse)
+
+
+def dense(
+    rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, layout: str, bias: str = ""
+) -> None:
+    """Dense batches: lengths and the batch size differ from call to call."""
+    batch, seqlen_q, seqlen_k = rng.randint(1, 8), rng.randint(2, 1500), rng.randint(2, 1500)
+    if self_attention:
+        seqlen_k = seqlen_q
+
+    def tensor(heads: int, seqlen: int) -> torch.Tensor:
+        shape = (batch, heads, seqlen, head_dim)
+        return torch.empty([shape[i] for i in LAYOUTS[layout]], dtype=torch.float16)
+
+    q, k, v = tensor(HEADS, seqlen_q), tensor(HEADS_KV, seqlen_k), tensor(HEADS_KV, seqlen_k)
+    shapes = {"full": (HEADS, seqlen_q, seqlen_k), "keys": (batch, 1, 1, seqlen_k), "queries": (HEADS, seqlen_q, 1)}
+    attn_bias = torch.empty(shapes[bias], dtype=torch.float16) if bias else None
+    tensors = AttentionTensors(q, k, v, 0.1, attn_bias=attn_bias)
+    train(describe_attention(cuda, tensors, scalars(layout, bias_grad=bool(bias))), tensors, wants_dlse)
+
+
+def hopper(rng: random.Random) -> None:
+    """The Hopper kernel's forward pass, of lengths that it takes."""
+    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+
+    sm90._multiprocessors = lambda device: 132
+    shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
+    q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
+    tensors = AttentionTensors(q, k, v, 0.1)
+    problem = describe_attention(cuda, tensors, scalars("bhsd"))
+    assert sm90.refuses(problem) is None
+    fwd_sm90.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+
+
+def windowed(rng: random.Random, **arguments: Any) -> None:
+    packed(rng, window_left=rng.randint(0, 9), **arguments)  # a longer one may exclude nothing
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "packed": (packed, {"head_dim": 128, "wants_dlse": False, "self_attention": True}),
+    "packed, window": (windowed, {"head_dim": 64, "wants_dlse": False, "self_attention": True}),
+    "packed, cross": (packed, {"head_dim": 128, "wants_dlse": False, "self_attention": False}),
+    "packed, dlse": (packed, {"head_dim": 128, "wants_dlse": True, "self_attention": True}),
+    "packed, D=40": (packed, {"head_dim": 40, "wants_dlse": False, "self_attention": True}),
+    "bshd": (dense, {"head_dim": 128, "wants_dlse": False, "self_attention": True, "layout": "bshd"}),
+    "bhsd": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
+    "bhsd, cross": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": False, "layout": "bhsd"}),
+    "bhsd, dlse": (dense, {"head_dim": 64, "wants_dlse": True, "self_attention": True, "layout": "bhsd"}),
+    "bhsd, D=40": (dense, {"head_dim": 40, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
+    "bias": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "full"}),
+    "bias of keys": (
+        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}
+    ),
+    "bias of queries": (
+        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "queries"}
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    from diyfa.backends.cuda.hopper import configs as sm90
+
+    JITFunction.run = record
+    tune.set_enabled(False)
+    counts = {}
+    runs = RUNS if sm90.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
+    for name, (call, arguments) in runs.items():
+        keys.clear()
+        rng = random.Random(name)
+        for _ in range(CALLS):
+            call(rng, **arguments)
+        counts[name] = summary()
+    json.dump(counts, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The Hopper kernel in the Gluon interpreter, through its launcher and the public functions, on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from simulators.gluon import InterpretedKernel
+
+from diyfa import ops, plain, registry
+from diyfa.backends.cuda.attention import configs
+from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
+from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.runtime.launch import Launches
+from diyfa.testing import (
+    YARDSTICK_DRAWS,
+    AttentionCase,
+    Results,
+    attention_function,
+    check_budget,
+    make_inputs,
+    poisoned_allocations,
+)
+
+# What synchronises, each after what it imports of the others; the last one has the kernel.
+KERNEL_MODULES = (
+    "gluon.barriers",
+    "gluon.scheduler",
+    "gluon.tile_info",
+    "hopper.mma",
+    "hopper.overflow",
+    "hopper.tiles",
+    "hopper.fwd",
+)
+MULTIPROCESSORS = 2
+FROM_THE_TABLE = sm90.config_of.__wrapped__  # without what it remembers
+
+
+def interpret(
+    monkeypatch: pytest.MonkeyPatch,
+    config: sm90.Sm90Config | None = None,
+    seed: int = 0,
+    interleave: bool = False,
+    kernels: ModuleType = fwd_sm90,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> InterpretedKernel:
+    """From now on `variant="sm90"` runs here, and takes what `take_all` says. `kernels`: where the kernel is taken
+    from. `multiprocessors`: that persistent grids see."""
+    kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
+    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
+    monkeypatch.setattr(fwd_sm90, "_launches", Launches())
+    monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
+    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: multiprocessors)
+    take_all(monkeypatch, config)
+    return kernel
+
+
+def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = None) -> None:
+    """From now on `variant="sm90"` takes what `refuses` would not for being small, with `config` or as if the grid were
+    large."""
+    # What is decided here must not outlive the patches.
+    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(ops, "_decided", {})
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
+    choice = lru_cache(FROM_THE_TABLE) if config is None else lambda problem: config
+    for module in (sm90, fwd_sm90):
+        monkeypatch.setattr(module, "config_of", choice)
+    if config is not None:
+        every_form = {
+            (head_dim, mask): sm90.CONFIGS[head_dim, False] for head_dim, _ in sm90.CONFIGS for mask in (0, 1)
+        }
+        monkeypatch.setattr(sm90, "CONFIGS", every_form)
+
+
+def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
+    """Out and lse of `case` that miss their error budgets, of so many draws of inputs, in words."""
+    inputs = make_inputs(case, device)
+    attend = attention_function(case, backend="cuda", variant="sm90")
+    with torch.no_grad(), poisoned_allocations():
+        out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    results = Results(out.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2))
+    checks = check_budget(results, case, device, draws)
+    return {
+        name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
+        for name, check in checks.items()
+        if name in ("out", "lse") and not check.share <= 1
+    }
+
+
+def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] = KERNEL_MODULES) -> ModuleType:
+    """The kernel's module, the last of `modules`, made anew with these sources (by module) in place of its own."""
+    package = "diyfa.backends.cuda"
+    before = {}
+    module = None
+    try:
+        for name in modules:
+            path = folder / f"{name.replace('.', '_')}_mutant.py"  # a file, which the interpreter reads again
+            path.write_text(sources.get(name) or source_of(name))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            before[name] = sys.modules[f"{package}.{name}"]
+            sys.modules[f"{package}.{name}"] = module  # what those after it import
+    finally:
+        for name, original in before.items():
+            sys.modules[f"{package}.{name}"] = original
+    assert module is not None
+    return module
+
+
+def source_of(name: str) -> str:
+    return (Path(fwd_sm90.__file__).parents[1] / f"{name.replace('.', '/')}.py").read_text()

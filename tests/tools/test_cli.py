@@ -1,0 +1,899 @@
+"""The commands, as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+import typer
+from rich.console import Console
+from subprocesses import run_python
+from typer.testing import CliRunner
+
+import diyfa
+from diyfa import registry
+from diyfa.cli import demo_train, output
+from diyfa.cli.app import app
+from diyfa.problem import CompileReport, Kernel
+from diyfa.reference import reference_attention
+from diyfa.registry import load_backend
+
+runner = CliRunner()
+WIDTH = 160  # of the terminal, in columns
+
+
+def invoke(*arguments, width=WIDTH):
+    """A console keeps the width that COLUMNS says when it is made, and test runners set COLUMNS themselves."""
+    output.out.width = output.err.width = width
+    return runner.invoke(app, list(arguments), env={"COLUMNS": str(width)})
+
+
+def invoke_json(*arguments):
+    result = invoke(*arguments, "--json")
+    assert result.stdout.startswith("{"), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+def commands():
+    return typer.main.get_command(app).commands
+
+
+def plug_in(monkeypatch, name, load):
+    """A third-party backend, as an entry point would bring it."""
+    monkeypatch.setattr(registry, "_plugins", lambda: {name: SimpleNamespace(load=load)})
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+
+
+def cells(printed):
+    """The cells of the rows of all tables, stripped."""
+    return [[cell.strip() for cell in line.strip("│|").split("│")] for line in printed.splitlines() if "│" in line]
+
+
+def test_version_and_help():
+    assert invoke("--version").output.strip() == diyfa.__version__
+    output = invoke("--help").output
+    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile"):
+        assert command in output
+
+
+def test_python_dash_m():
+    result = subprocess.run([sys.executable, "-m", "diyfa", "--version"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == diyfa.__version__
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = "import sys\nfrom diyfa.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    for arguments in (["--version"], ["--help"], ["compile", "--help"]):
+        run_python(code, arguments=arguments)
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_option_has_help(name):
+    command = commands()[name]
+    assert command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("bench", "--backend", "cpu", "--op", "conv"), "must be one of attention, matmul, all; got 'conv'"),
+        (("bench", "--backend", "cpu", "--head-dim", "600"), "--head-dim"),
+        (("validate", "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu"),
+        (("tune", "--backend", "cpu"), "the cpu backend has no autotuner"),
+        (("report", "absent.json"), "No such file or directory: 'absent.json'"),
+        (("compile",), "name a target, or --list to see them"),
+        (("compile", "gfx942"), "no such target: 'gfx942'; `diyfa compile --list` lists them"),
+        (("demo", "--surprise"), "No such option: --surprise"),
+        (("paint",), "No such command 'paint'"),
+    ],
+)
+def test_a_refusal_is_one_line(arguments, reason):
+    result = invoke(*arguments, width=80)
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert result.output.count("\n") == 1 and reason in result.output, result.output
+    assert result.output.startswith("diyfa" if arguments == ("paint",) else f"diyfa {arguments[0]}: ")
+    refused = invoke(*arguments, "--json")
+    assert refused.exit_code == 2
+    assert json.loads(refused.stdout)["ok"] is False and reason in json.loads(refused.stdout)["error"]
+
+
+def test_a_backend_that_cannot_run_the_benchmark_is_one_line(monkeypatch):
+    def fail(*arguments, **options):
+        raise ValueError("backend 'cpu' cannot run this attention_fwd:\n  no tile fits")
+
+    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
+    assert result.exit_code == 2
+    assert result.output == "diyfa bench: backend 'cpu' cannot run this attention_fwd: no tile fits\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(*arguments, **options):
+        raise KeyError("oops")
+
+    monkeypatch.setattr("diyfa.cli.bench.flash_attention", fail)
+    result = invoke("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16")
+    assert isinstance(result.exception, KeyError)
+
+
+def test_a_broken_plug_in_breaks_nothing_else(monkeypatch):
+    def load():
+        raise AttributeError("module 'numpy' has no attribute 'float'")
+
+    plug_in(monkeypatch, "broken", load)
+    code, document = invoke_json("info")
+    broken = document["backends"][-1]
+    assert code == 0 and broken["name"] == "broken" and not broken["loads"] and "'float'" in broken["reason"]
+    assert next(b for b in document["backends"] if b["name"] == "cpu")["loads"]
+    assert "broken: not available" in invoke("info").output
+    result = invoke("validate", "--backend", "broken")
+    assert result.exit_code == 2 and result.output.count("\n") == 1 and "'float'" in result.output
+
+
+# --- terminals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437"])
+def test_no_command_needs_more_than_the_terminal_has(encoding, tmp_path):
+    """All commands in one process, as the installed script runs them."""
+    bench = "bench --backend cpu --batch 1 --heads 1 --seq-len 16 --head-dim 16 --size 16 --rep 1 --warmup 0 --output"
+    lines = [
+        "--help", *(f"{name} --help" for name in commands()), "info", "validate --backend cpu", "compile --list",
+        f"{bench} {tmp_path / 'bench.json'}", f"report {tmp_path / 'bench.json'}",
+        f"report {Path(__file__).parents[2] / 'benchmarks/results/npu-2026-11-23-tiles.json'}",
+        "demo --backend cpu --steps 2 --length 20", "report Größe→.json", "bench --op 矩阵",
+    ]  # fmt: skip
+    code = f"""
+import sys
+from diyfa.cli import main, demo_train, validate
+validate.CASES = validate.CASES[:1]
+demo_train.PRESETS["cpu"] = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+for line in {lines!r}:
+    sys.argv = ["diyfa", *line.split(" ")]
+    try:
+        main()
+    except SystemExit as done:
+        assert done.code in (0, 2 if line in {lines[-2:]!r} else 0), (line, done.code)
+    print("done:", ascii(line))
+assert sys.stdout.errors == "strict"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr.decode(encoding)
+    printed = done.stdout.decode(encoding)  # nothing that the encoding lacks
+    assert printed.count("done:") == len(lines)
+    assert "16x16x16" in printed.replace("×", "x"), "not 16?16?16"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437"])
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_the_library_prints_on_every_terminal(encoding, with_rich, monkeypatch):
+    from diyfa import BenchmarkResult, BenchmarkRunner, device
+
+    gpu = device.GPUCapabilities("GPU ™ 昇腾", device.GPUArch.UNKNOWN, (9, 0), True, True, True, 1, 1, 1.0)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(device, "detect", lambda: [gpu])
+    real = importlib.util.find_spec
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda n: real(n) if with_rich or n != "rich" else None)
+    diyfa.print_gpu_info()
+    runner = BenchmarkRunner("cpu")
+    runner.unavailable.append(("SDPA cuDNN", (1, 2, 3, 4), "µ"))
+    runner.print_comparison_table([BenchmarkResult("Größe", (1, 2, 3), 1.0, 2.0)])
+    stream.flush()
+    printed = stream.buffer.getvalue().decode(encoding)
+    assert "GPU " in printed and "1x2x3" in printed.replace("×", "x") and stream.errors == "strict"
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+def test_without_its_libraries_it_says_what_to_install(monkeypatch, absent):
+    import diyfa.cli
+
+    real = diyfa.cli.importlib.util.find_spec
+    monkeypatch.setattr(diyfa.cli.importlib.util, "find_spec", lambda name: None if name == absent else real(name))
+    with pytest.raises(SystemExit, match=rf"needs {absent}: pip install 'diyfa\[cli\]'"):
+        diyfa.cli.main()
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+def test_info_json():
+    code, document = invoke_json("info")
+    assert code == 0
+    assert document["versions"]["torch"] == torch.__version__
+    backends = {b["name"]: b for b in document["backends"]}
+    assert set(backends) >= {"cpu", "cuda", "npu"}
+    assert backends["cpu"]["loads"]
+    assert backends["cpu"]["usable_here"]
+    listed = {(k["op"], k["name"]) for k in backends["cpu"]["kernels"]}
+    assert listed == {(k.op, k.name) for k in load_backend("cpu").kernels}
+    for requirement in document["requirements"]:
+        assert requirement["how"]
+    assert any(
+        r["what"] == "an NVIDIA GPU" and r["present"] == torch.cuda.is_available() for r in document["requirements"]
+    )
+
+
+def test_info_lists_refusals_with_the_backends_own_reason():
+    from diyfa.cli.info import FEATURES, _typical
+
+    _, document = invoke_json("info")
+    cpu = load_backend("cpu")
+    refusals = {
+        (r["op"], r["feature"]): r["reason"] for b in document["backends"] if b["name"] == "cpu" for r in b["refusals"]
+    }
+    for feature, changes in FEATURES.items():
+        problem = _typical(cpu, "cpu", "attention_fwd", **changes)
+        kernels = [k for k in cpu.kernels if k.op == "attention_fwd"]
+        refused = bool(cpu.unsupported(problem)) or all(k.unsupported(problem) for k in kernels)
+        assert (("attention_fwd", feature) in refusals) == refused
+
+
+def test_info_shows_which_kernel_does_what(monkeypatch):
+    """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
+    from diyfa.cli.info import FEATURES, _typical
+
+    cpu = load_backend("cpu")
+    refused = {"v1": {"dropout", "sinks"}, "v2": {"window"}}
+
+    class Picky(type(cpu)):
+        name = "picky-features"
+        kernels = tuple(
+            replace(k, unsupported=lambda problem, k=k: ", ".join(refused[k.name] & problem.features) or None)
+            for k in cpu.kernels
+            if k.op == "attention_fwd"
+        )
+
+    picky = Picky()
+    plug_in(monkeypatch, "picky-features", lambda: picky)
+    _, document = invoke_json("info")
+    features = document["backends"][-1]["features"]
+    found = {(s["kernel"], s["feature"]): s["reason"] for s in features}
+    assert set(found) == {(kernel, feature) for kernel in ("v1", "v2") for feature in FEATURES}
+    for (kernel, feature), reason in found.items():
+        problem = _typical(picky, "picky-features", "attention_fwd", **FEATURES[feature])
+        try:
+            registry.choose("attention_fwd", problem, picky, kernel)
+        except ValueError as error:
+            assert reason and reason in str(error)
+        else:
+            assert reason is None
+    assert {key for key, reason in found.items() if reason} == {("v1", "dropout"), ("v1", "sinks"), ("v2", "window")}
+    printed = invoke("info", width=80).output
+    table = cells(printed.split("what the kernels of picky-features do")[1])
+    assert ["dropout", "yes", "no"] in table and ["window", "no", "yes"] in table and ["softcap", "yes", "yes"] in table
+    assert "forward v1: dropout" in printed and "no backward kernel" in printed
+
+
+def test_info_fits_80_columns():
+    for line in invoke("info", width=80).output.splitlines():
+        assert len(line) <= 80, line
+
+
+def test_info_text():
+    output = invoke("info").output
+    assert "what enables what" in output
+    assert "pip install 'diyfa[npu]'" in output.replace("\n", " ") or "torch_npu" in output
+
+
+def test_info_survives_a_torch_npu_without_cann(tmp_path):
+    """`import torch` itself fails there, because PyTorch loads torch_npu by itself; the command must not."""
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text("def _autoload():\n    pass\nraise ImportError('libhccl.so: cannot open')\n")
+    metadata = tmp_path / "torch_npu-9.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 9.9\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    env = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=120)
+
+    assert run("-c", "import torch").returncode != 0, "the state this test is about"
+    result = run("-m", "diyfa", "info", "--json")
+    assert result.returncode == 0, result.stderr
+    npu = json.loads(result.stdout)["npu"]
+    assert npu["installed"]
+    assert not npu["available"]
+    assert npu["version"] == "9.9"
+    assert "libhccl.so" in npu["problem"]
+    assert "set_env.sh" in npu["remedy"]
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    preset = demo_train.Preset(demo_train.GPTConfig(1, 2, 16, 32), 4, 20, 1e-2, 1e-4, 1e-3)
+    monkeypatch.setitem(demo_train.PRESETS, "cpu", preset)
+    return preset
+
+
+def test_demo_json(tiny):
+    code, document = invoke_json("demo", "--backend", "cpu", "--length", "20", "--prompt", "import ")
+    assert code == 0, document
+    assert document["agree"]
+    assert document["max_relative_difference"] <= document["bound"]
+    assert len(document["loss"]["diyfa"]) == len(document["loss"]["sdpa"]) == tiny.steps
+    assert document["loss"]["diyfa"][0] == pytest.approx(5.55, abs=0.2)  # ln 256: nothing learnt yet
+    assert document["loss"]["diyfa"][-1] < document["loss"]["diyfa"][0]
+    assert document["text"].startswith("import ")
+    assert len(document["text"].encode(errors="replace")) >= 27
+
+
+def test_demo_text_and_plot(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "loss.png"
+    result = invoke("demo", "--backend", "cpu", "--steps", "4", "--length", "10", "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert "The two curves agree" in result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--backend", "cpu", "--plot"),
+        ("bench", "--backend", "cpu", "--output"),
+        ("report", str(Path(__file__).parents[2] / "benchmarks/results/h200-2026-11-21-host.json"), "--output"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_work(arguments, tmp_path, monkeypatch):
+    for work in ("diyfa.cli.demo.compare", "diyfa.bench.timing.time_calls", "diyfa.cli.report.build_sections"):
+        monkeypatch.setattr(work, lambda *a, **k: pytest.fail("began"))
+    (tmp_path / "file").write_text("kept")
+    result = invoke(*arguments, str(tmp_path / "file" / "x.out"))
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert "cannot write" in result.output and (tmp_path / "file").read_text() == "kept"
+
+
+def test_demo_asks_for_matplotlib_before_it_trains(monkeypatch, tmp_path):
+    from diyfa.cli import demo
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    monkeypatch.setattr(demo, "compare", lambda *a, **k: pytest.fail("began"))
+    result = invoke("demo", "--backend", "cpu", "--plot", str(tmp_path / "loss.png"))
+    assert result.exit_code == 2 and "pip install 'diyfa[plot]'" in result.output
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_demo_fails_when_the_curves_differ(tiny, monkeypatch):
+    """An attention that forgets the softmax scale must not pass for PyTorch's."""
+
+    def wrong(q, k, v, causal, backend):
+        return reference_attention(q, k, v, causal=causal, sm_scale=1.0)
+
+    real = demo_train.compare
+    monkeypatch.setattr("diyfa.cli.demo.compare", lambda *arguments: real(*arguments, attention=wrong))
+    code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
+    assert code == 1
+    assert not document["agree"]
+
+
+@pytest.mark.parametrize("device", demo_train.PRESETS)
+def test_demo_tells_curves_apart(device):
+    """A tenth of the loss at the end, or a hundredth at the start on a CPU, is no rounding."""
+    preset = demo_train.PRESETS[device]
+    curve = [3.0 - step * 1e-3 for step in range(300)]
+
+    def agrees(at: int, relative: float) -> bool:
+        other = [loss * (1 + relative * (step == at)) for step, loss in enumerate(curve)]
+        return demo_train.Comparison(curve, other).agrees(preset)
+
+    assert agrees(299, 0.0) and agrees(10, 1e-5) and agrees(299, 1e-3)
+    for relative in (0.1, -0.1, float("nan"), float("inf")):
+        assert not agrees(299, relative) and not agrees(0, relative)
+    assert not agrees(demo_train.EARLY_STEPS - 1, 0.01)
+
+
+def test_demo_fails_when_a_loss_is_not_a_number(tiny, monkeypatch):
+    real = demo_train.compare
+
+    def wrong(q, k, v, causal, backend):
+        return v * float("nan")
+
+    monkeypatch.setattr("diyfa.cli.demo.compare", lambda *arguments: real(*arguments, attention=wrong))
+    code, document = invoke_json("demo", "--backend", "cpu", "--length", "0")
+    assert code == 1
+    assert document["max_relative_difference"] is None
+
+
+def test_demo_is_reproducible(tiny):
+    first = invoke_json("demo", "--backend", "cpu", "--length", "8", "--seed", "3")[1]
+    second = invoke_json("demo", "--backend", "cpu", "--length", "8", "--seed", "3")[1]
+    assert first["loss"]["sdpa"] == pytest.approx(second["loss"]["sdpa"], rel=1e-5)
+    assert first["seed"] == 3
+
+
+def test_unknown_backend():
+    for command in ("demo", "validate", "bench"):
+        result = invoke(command, "--backend", "tpu")
+        assert result.exit_code == 2
+        assert "there is no 'tpu'" in result.output
+
+
+@pytest.mark.parametrize("command", ["demo", "validate", "bench", "tune"])
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is loaded")
+def test_a_backend_whose_device_is_not_here(command):
+    result = invoke(command, "--backend", "npu")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True), result.output
+    assert "'npu' needs a device of type npu; here is" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_backend_whose_language_is_not_installed(monkeypatch):
+    monkeypatch.setattr(registry, "_loaded", {})
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    result = invoke("validate", "--backend", "cuda")
+    assert result.exit_code == 2
+    assert "pip install triton" in " ".join(result.output.replace("│", "").split())
+
+
+# --- validate, bench --------------------------------------------------------------------------------------------------
+
+
+def test_validate(monkeypatch):
+    from diyfa.cli import validate
+
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
+    code, document = invoke_json("validate", "--backend", "cpu")
+    assert code == 0, document
+    names = [case.name for case in validate.CASES]
+    attention = [(c["case"], c["kernel"]) for c in document["cases"] if c["kernel"] != "matmul"]
+    assert attention == list(itertools.product(names, diyfa.kernels_for("cpu"))), "every variant runs"
+    assert [c["status"] for c in document["cases"]] == ["pass"] * (2 * 2 + len(validate.MATMULS))
+    assert all(0 < c["share"] <= 1 for c in document["cases"])
+
+
+def test_validate_fails_on_a_wrong_result(monkeypatch):
+    from diyfa.cli import validate
+
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
+    real = validate.run_case
+    monkeypatch.setattr(validate, "run_case", lambda *a: (r := real(*a))._replace(dq=r.dq * 1.01))
+    code, document = invoke_json("validate", "--backend", "cpu")
+    assert code == 1
+    assert (document["cases"][0]["status"], document["cases"][0]["result"]) == ("FAIL", "dq")
+
+
+@pytest.mark.parametrize("checks_gradients", [True, False])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gradients, wrong):
+    """Whether its kernel says so, or there is just none for the backward pass."""
+    from diyfa.cli import validate
+
+    cpu = load_backend("cpu")
+    called = f"forward-{wrong}-{checks_gradients}"  # choices are kept by the backend's name
+
+    def forward(problem, tensors, out, lse):
+        cpu.kernels[0].launch(problem, tensors, out, lse)
+        if wrong:
+            lse += 1e-3
+
+    def unsupported(problem):
+        return "no gradients here" if checks_gradients and problem.needs_grad else None
+
+    class Forward(type(cpu)):
+        name = called
+        kernels = (Kernel("only", "attention_fwd", "forward only", forward, unsupported),)
+
+    plug_in(monkeypatch, called, Forward)
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
+    code, document = invoke_json("validate", "--backend", called)
+    found = document["cases"][:2]
+    assert code == int(wrong)
+    assert {(c["kernel"], c["passes"], c["status"]) for c in found} == {
+        ("only", "forward", "FAIL" if wrong else "pass")
+    }
+    assert {c["status"] for c in document["cases"][2:]} == {"refused"}  # it multiplies no matrices
+    assert "no gradients here" in found[0]["reason"] or "attention_bwd: it has no kernel" in found[0]["reason"]
+    printed = invoke("validate", "--backend", called, width=80).output
+    assert ("only, FAIL: " if wrong else "only, forward only: ") in printed and "matmul, refused: every case" in printed
+
+
+def test_validate_goes_on_after_a_kernel_that_breaks(monkeypatch):
+    from diyfa.cli import validate
+
+    cpu = load_backend("cpu")
+
+    def launch(*arguments):
+        raise RuntimeError("launch failed")
+
+    class Breaking(type(cpu)):
+        name = "breaking"
+        kernels = (*cpu.kernels, replace(cpu.kernels[0], name="v3", launch=launch))
+
+    plug_in(monkeypatch, "breaking", Breaking)
+    monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
+    code, document = invoke_json("validate", "--backend", "breaking")
+    assert code == 1
+    assert [(c["kernel"], c["status"]) for c in document["cases"][:3]] == [
+        ("v2", "pass"),
+        ("v1", "pass"),
+        ("v3", "FAIL"),
+    ]
+    assert document["cases"][2]["reason"] == "RuntimeError: launch failed"
+
+
+def test_bench_writes_json(tmp_path):
+    path = tmp_path / "new" / "bench.json"
+    arguments = ("bench", "--backend", "cpu", "--seq-len", "32", "--seq-len", "48", "--size", "64", "--head-dim", "16")
+    code, document = invoke_json(*arguments, "--rep", "1", "--warmup", "0", "--causal", "--output", str(path))
+    assert code == 0
+    rows = document["rows"]
+    assert {(r["op"], r["name"]) for r in rows} >= {("attention", "diyfa"), ("matmul", "diyfa")}
+    assert {tuple(r["size"]) for r in rows if r["op"] == "attention"} == {(4, 8, 32, 16), (4, 8, 48, 16)}
+    assert json.loads(path.read_text())["rows"] == rows
+
+
+def test_bench_fits_80_columns(monkeypatch, capsys):
+    """The widest of the default sizes, and figures of a slow and of a fast device."""
+    from diyfa import BenchmarkResult, BenchmarkRunner
+
+    monkeypatch.setenv("COLUMNS", "80")
+    times = {"SDPA flash": (0.0123456, 0.0000758), "diyfa": (123.456, 712.3456), "SDPA math": (98765.4, 0.0712345)}
+    sizes = [(4, 8, 8192, 64), (16, 32, 131072, 128), (8192, 8192, 8192)]
+    results = [BenchmarkResult(name, size, *figures, 12345.67) for size in sizes for name, figures in times.items()]
+    BenchmarkRunner("cpu").print_comparison_table(results)
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    rows = cells(printed)
+    for size in sizes:
+        assert ["×".join(map(str, size)), "SDPA flash", "0.0123", "7.58e-05", "12346", "100%"] in rows
+    assert ["", "diyfa", "123", "712", "12346", "0%"] in rows and [
+        "",
+        "SDPA math",
+        "98765",
+        "0.0712",
+        "12346",
+        "0%",
+    ] in rows
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (0.07123, "0.0712"), (9.996, "10.0"), (71.25, "71.2"), (999.6, "1000"), (71234.5, "71234"),
+     (0.00012345, "0.000123"), (1.5e-9, "1.50e-09"), (-2.0, "-2.00"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_three_significant_digits(value, text):
+    from diyfa.bench.table import figure
+
+    assert figure(value) == text
+
+
+@pytest.mark.parametrize("arguments", [("--op", "conv"), ("--dtype", "int8")])
+def test_bench_with_impossible_options(arguments):
+    result = invoke("bench", "--backend", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert "must be one of" in result.output
+
+
+# --- tune -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    block: int
+
+
+@pytest.fixture
+def tuner(monkeypatch, tmp_path):
+    """The real autotuner with a fake timer, asked by an attention that computes nothing."""
+    if not hasattr(pytest.importorskip("triton"), "knobs"):
+        pytest.skip("the tuner knows ahead-of-time compilation, which takes a newer Triton than triton-ascend's 3.2")
+    from diyfa.backends.cuda.runtime import tune
+
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    times = itertools.cycle([2.0, 1.0])  # of the two tiles, in turns
+    tuner = tune.Tuner(lambda run: next(times), device=lambda: (0, "Test GPU"), may_measure=lambda: True)
+    seen = []
+
+    def attend(q, k, v, causal):
+        seen.append((tuple(q.shape), tuple(k.shape), causal, q.requires_grad))
+        tuner.best("attention_fwd", (q.shape[2], causal), [Tile(32), Tile(64)], lambda tile: None, Tile(32))
+        return q + (k.sum() + v.sum())
+
+    monkeypatch.setattr("diyfa.cli.tune.flash_attention", attend)
+    monkeypatch.setattr("diyfa.cli.tune.load_backend", lambda name: SimpleNamespace(tuning=tuner))
+    monkeypatch.setattr("diyfa.cli.tune.device_for", lambda name: (torch.device("cpu"), "cuda"))
+    tuner.seen = seen
+    return tuner
+
+
+def test_tune_measures_and_says_what_is_new(tuner):
+    command = ("tune", "--seq-len", "32", "--seq-len", "48", "--head-dim", "16", "--heads", "4", "--heads-kv", "2")
+    status, document = invoke_json(*command)
+    assert status == 0
+    assert [call[2] for call in tuner.seen] == [False, True] * 2
+    assert tuner.seen[0] == ((4, 4, 32, 16), (4, 2, 32, 16), False, True)
+    assert {tile["bucket"] for tile in document["tiles"]} == {f"({s}, {m})" for s in (32, 48) for m in (False, True)}
+    assert document["tiles"][0]["config"] == {"block": 64}
+    again = invoke(*command)
+    assert again.exit_code == 0 and "0 newly tuned" in again.output
+    assert len(invoke_json("tune", "--list")[1]["tiles"]) == 4
+    assert "block=64" in invoke("tune", "--list").output
+
+
+def test_tune_forward_and_one_mask_only(tuner):
+    assert invoke("tune", "--seq-len", "32", "--head-dim", "16", "--causal", "--forward").exit_code == 0
+    assert [call[2:] for call in tuner.seen] == [(True, False)]
+
+
+def test_tune_clears_what_it_kept(tuner):
+    invoke("tune", "--seq-len", "32", "--head-dim", "16")
+    assert tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--clear") == (0, {"backend": "cuda", "cleared": 2})
+    assert not tuner.is_settled("attention_fwd", (32, True))
+    assert invoke_json("tune", "--list")[1]["tiles"] == []
+    assert "0 tuned tiles" in invoke("tune", "--clear").output
+    assert invoke("tune", "--list", "--clear").exit_code == 2
+
+
+def test_tune_where_nothing_can_be_measured(tuner):
+    tuner.enabled = False
+    result = invoke("tune")
+    assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
+
+
+def test_tune_of_a_backend_without_an_autotuner():
+    result = invoke("tune", "--backend", "cpu")
+    assert result.exit_code == 2 and "no autotuner" in result.output
+    assert invoke("tune", "--dtype", "int8").exit_code == 2
+
+
+# --- compile ----------------------------------------------------------------------------------------------------------
+
+
+def test_compile_list_names_every_target():
+    from diyfa.arch import GPU_SPECS, NPU_SPECS
+
+    assert invoke_json("compile", "--list")[1] == {"cuda": list(GPU_SPECS), "npu": list(NPU_SPECS)}
+
+
+@pytest.mark.parametrize("target", ["gfx942", "sm_", "Ascend310"])
+def test_compile_for_an_unknown_target(target):
+    result = invoke("compile", target)
+    assert result.exit_code == 2
+    assert "no such target" in result.output
+
+
+def test_a_name_that_many_targets_begin_with_is_answered_with_them():
+    """ "Ascend910B" itself is another chip than the 910B family's."""
+    result = invoke("compile", "910B")
+    assert result.exit_code == 2
+    assert "910B3" in " ".join(result.output.split())
+
+
+def test_compile_without_a_target():
+    assert invoke("compile").exit_code == 2
+
+
+class Compiler:
+    """A backend that compiles two kernels, the second as told."""
+
+    def __init__(self, ok):
+        self.ok = ok
+
+    def compile(self, target, only=None):
+        yield CompileReport("cuda", target, "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536})
+        yield CompileReport(
+            "cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",), spill_budget=96
+        )
+
+
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
+def test_compile_reports_and_gates(monkeypatch, ok, status):
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: Compiler(ok))
+    result = invoke("compile", "sm_90", "--only", "D=64")
+    assert result.exit_code == status
+    assert ("2 passed, 0 failed" if ok else "1 passed, 1 failed") in result.output
+    assert "64.0" in result.output and "64/96" in result.output, "spills beside the budget"
+    code, document = invoke_json("compile", "sm_90", "--only", "D=64")
+    assert code == status
+    assert document["ok"] == ok
+    assert (document["reports"][1]["spill_bytes"], document["reports"][1]["spill_budget"]) == (64, 96)
+    assert document["reports"][1]["case"] == "D=64"
+
+
+def test_compile_fits_80_columns(monkeypatch):
+    """The longest names of the real kernels; no figure loses a digit."""
+    case = "bfloat16 D=128 causal 128x128 features window alibi softcap dropout w8 s3"
+    reports = [
+        CompileReport("cuda", "sm_90", "attention_bwd/dbias_queries", case, ok, 123.45, 255, 10552, {"shared": 232448},
+                      () if ok else ("spills 10552 bytes, 576 allowed",), spill_budget=10576)
+        for ok in (True, False)
+    ]  # fmt: skip
+    fixed = SimpleNamespace(compile=lambda target, only=None: iter(reports))
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: fixed)
+    printed = invoke("compile", "sm_90", width=80).output
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    rows = [row[1:] for row in cells(printed)]
+    for result in ("ok", "FAILED"):
+        assert ["255", "10552/10576", "227", "123.5", result] in rows, printed
+    words = " ".join(row[0] for row in cells(printed))
+    assert words.count("attention_bwd/dbias_queries") == words.count("causal 128x128") == 2, printed
+
+
+def test_compiling_nothing_is_no_success(monkeypatch):
+    empty = Compiler(True)
+    empty.compile = lambda target, only=None: iter(())
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: empty)
+    assert invoke("compile", "sm_90", "--only", "nothing").exit_code == 2
+
+
+def test_compile_where_the_backend_does_not_load(monkeypatch):
+    def fail(name):
+        raise ModuleNotFoundError("triton is required by the cuda backend: pip install triton")
+
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", fail)
+    result = invoke("compile", "sm_90")
+    assert result.exit_code == 2
+    assert "pip install triton" in result.output
+
+
+# --- compile for Ascend chips -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("910B3", "Ascend910B3"),
+        ("ascend910b3", "Ascend910B3"),
+        ("910_9362", "Ascend910_9362"),
+        ("950PR_9589", "Ascend950PR_9589"),
+        ("910B7", "Ascend910B7"),  # an unlisted member of a known family
+        ("910_93", "Ascend910_9362"),  # families: their first chip
+        ("Ascend950", "Ascend950PR_9589"),
+        ("950", "Ascend950PR_9589"),
+        ("310P3", "310P3"),
+        ("sm_90", "sm_90"),
+    ],
+)
+def test_a_chip_may_be_called_without_its_family(name, chip):
+    from diyfa.cli.compile import resolve
+
+    assert resolve(name) == chip
+
+
+class AscendCompiler:
+    """Remembers what it was asked for; one kernel with everything that is read from one."""
+
+    def __init__(self):
+        self.asked = None
+
+    def compile(self, target, only=None, select=None):
+        self.asked = (target, only, select)
+        work = {
+            "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
+            "vector_cycles": 2461, "memory_cycles": 3575, "loaded_bytes": 131072, "stored_bytes": 0,
+            "workspace_read_bytes": 262144, "workspace_written_bytes": 262144, "direct_bytes": 0, "scalar_accesses": 0,
+        }  # fmt: skip
+        mask = {**dict.fromkeys(work, 0), "vector_passes_per_score": 5.0, "vector_elements": 160 * 1024}
+        yield CompileReport(
+            "npu", target, "attention_fwd/v2", "float16 D=128 full 128x256", True, 0.5,
+            memory={"ub": 184576, "l1": 458752, "l0a": 49152, "l0c": 131072},
+            limits={"ub": 196608, "l1": 524288, "l0a": 65536, "l0b": 65536, "l0c": 131072},
+            metrics={
+                "bound": True, "pipelined": 4, "loops": [{"tile": work, "mask_adds": mask}], "task": work,
+                "prediction": {"predicted_share_of_cube_peak": 0.49},
+            },
+        )  # fmt: skip
+
+
+def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
+    compiler = AscendCompiler()
+    monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: compiler)
+    arguments = ["compile", "--chip", "910B3", "--kernel", "fwd", "--kernel", "dq", "--dtype", "bfloat16"]
+    arguments += ["--head-dim", "128", "--mode", "causal", "--tile", "128x256"]
+    wide = Console(width=240, file=io.StringIO())
+    monkeypatch.setattr("diyfa.cli.compile.out", wide)
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    printed = wide.file.getvalue()
+    selected = {
+        "kernel": ("fwd", "dq"), "dtype": ("bfloat16",), "head_dim": (128,), "mode": ("causal",), "tile": ((128, 256),),
+    }  # fmt: skip
+    assert compiler.asked == ("Ascend910B3", None, selected)
+    for cell in (
+        "180/192",
+        "448/512",
+        "48/64",
+        "?/64",
+        "128/128",
+        "yes",
+        "7.0+5.0",
+        "225+160",
+        "2048/2461/3575",
+        "128+512",
+        "49 %",
+    ):
+        assert cell in printed, cell
+    assert "predicted" in printed
+    narrow = Console(width=80, file=io.StringIO())  # where the table's columns would be two letters wide
+    monkeypatch.setattr("diyfa.cli.compile.out", narrow)
+    assert runner.invoke(app, arguments).exit_code == 0
+    printed = " ".join(narrow.file.getvalue().split())
+    for cell in ("UB KiB 180/192", "L0C KiB 128/128", "bound yes", "pipe 4", "passes +mask 7.0+5.0",
+                 "cycles cube/vec/mem 2048/2461/3575", "predicted of peak 49 %"):  # fmt: skip
+        assert cell in printed, cell
+    code, document = invoke_json("compile", "Ascend910B3")
+    assert code == 0
+    assert compiler.asked == ("Ascend910B3", None, None)
+    assert document["reports"][0]["metrics"]["loops"][0]["tile"]["workspace_read_bytes"] == 262144
+    assert document["reports"][0]["limits"]["l0a"] == 65536
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("910B3", "--chip", "910B3"),
+        ("sm_90", "--kernel", "fwd"),
+        ("910B3", "--tile", "128"),
+        ("910B3", "--tile", "128x"),
+    ],
+)
+def test_compile_refuses_what_it_cannot_mean(arguments):
+    assert invoke("compile", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("package", ["triton-ascend", "ascendnpu-ir"])
+def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, package):
+    import importlib.metadata
+    import importlib.util
+
+    real_version, real_spec = importlib.metadata.version, importlib.util.find_spec
+
+    def version(name):
+        if name == "triton-ascend" and package == name:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "3.2.0" if name == "triton-ascend" else real_version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "ascendnpuir" else real_spec(n, *a))
+    if package == "ascendnpu-ir":  # with the front half in place
+        monkeypatch.setattr("diyfa.backends.npu.compiler.aot.check_front_half", lambda: None)
+    result = invoke("compile", "910B3", "--kernel", "fwd")
+    assert result.exit_code == 2
+    assert f"pip install {package}==" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_selection_says_what_it_does_not_know(monkeypatch):
+    from diyfa.backends.npu.runtime.selection import Selection
+
+    with pytest.raises(ValueError, match="unknown kernel 'sort'"):
+        Selection(kernel=("sort",))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Selection(tile=((100, 128),))
+    with pytest.raises(ValueError, match="head_dim"):
+        Selection(head_dim=(1000,))

@@ -1,0 +1,229 @@
+"""The documents say what is so: the feature table, the toy backend, the links."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from subprocesses import run_python
+
+import diyfa
+from diyfa import registry, validation
+from diyfa.reference import reference_attention
+
+ROOT = Path(__file__).parents[2]
+READMES = ["README.md", "README.zh-CN.md"]
+PAGES = [*READMES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def feature_table(readme):
+    """{feature: {backend: whether it is there}} as the README says."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    table = text.split("<!-- features", 1)[1].split("<!-- end of features -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    header, _, *body = rows
+    return {name: dict(zip(header[1:], (mark == "✓" for mark in marks), strict=True)) for name, *marks in body}
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_feature_table_is_what_the_backends_say(readme):
+    pytest.importorskip("rich")
+    from diyfa.cli.info import FEATURES, TYPICAL_ARCH, _refusals, _support
+
+    table = feature_table(readme)
+    assert list(table) == list(FEATURES)
+    compared = 0
+    for name, arch in TYPICAL_ARCH.items():
+        try:
+            backend = registry.load_backend(name)
+        except ImportError:  # its Triton is not the one installed here
+            continue
+        refused = {r["feature"] for r in _refusals(_support(backend, arch)) if r["op"] != "matmul"}
+        for feature in FEATURES:
+            there = feature not in refused
+            assert table[feature][name] == there, f"{readme}: {feature} on {name}"
+            compared += 1
+    assert compared >= len(FEATURES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def python_blocks(page):
+    return re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    namespace = {}
+    exec(python_blocks("docs/adding-a-backend.md")[0], namespace)
+    plugin = SimpleNamespace(load=lambda: namespace["backend"])
+    monkeypatch.setattr(registry, "_plugins", lambda: {"toy": plugin})
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_choices", {})
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(("causal", "seqlen_q"), [(False, 30), (True, 30), (True, 50)])
+def test_the_toy_backend_computes_attention(toy, layout, causal, seqlen_q):
+    shapes = [(2, 3, s, 16) for s in (seqlen_q, 40, 40)]
+    q, k, v = (torch.randn(s) for s in shapes)
+    expected, expected_lse = reference_attention(q, k, v, causal=causal, return_lse=True)
+    call = diyfa.flash_attention
+    if layout == "bshd":
+        q, k, v, expected = (x.transpose(1, 2) for x in (q, k, v, expected))
+        call = diyfa.flash_attention_v2
+    out, lse = call(q, k, v, causal=causal, backend="toy", return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert diyfa.explain(q, k, v, layout=layout, causal=causal, backend="toy").kernel == "plain"
+
+
+def test_the_toy_backend_refuses_with_its_own_reason(toy):
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="the toy backend does not implement softcap"):
+        diyfa.flash_attention(q, q, q, softcap=5.0, backend="toy")
+    with pytest.raises(ValueError, match="the toy backend has no backward pass"):
+        diyfa.flash_attention(q.requires_grad_(), q, q, backend="toy")
+    for dtype in set(validation.ATTENTION_DTYPES) - {torch.float16, torch.bfloat16, torch.float32}:
+        x = torch.randn(1, 2, 8, 16).to(dtype)
+        with pytest.raises(ValueError, match=f"computes float16, bfloat16, float32, not {str(dtype)[6:]}"):
+            diyfa.flash_attention(x, x, x, backend="toy")
+
+
+CALL_TOY = """
+import torch, diyfa
+q = torch.randn(1, 2, 8, 16)
+out = diyfa.flash_attention(q, q, q, causal=True, backend="toy")
+torch.testing.assert_close(out, diyfa.reference_attention(q, q, q, causal=True))
+"""
+
+
+def test_the_guides_plug_in_builds_and_runs_as_printed(tmp_path):
+    """Its files as they stand in the guide, installed by pip; then the command line and a call."""
+    pytest.importorskip("setuptools")
+    pytest.importorskip("typer")
+    text = (ROOT / "docs/adding-a-backend.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r'```\w+ title="([\w.]+)"\n(.*?)```', text, re.DOTALL))
+    assert set(files) == {"toy_backend.py", "pyproject.toml"}
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_text(content, encoding="utf-8")
+    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    subprocess.run([sys.executable, *install, str(source)], check=True, timeout=240)
+
+    def diyfa_command(*arguments):
+        return json.loads(run_python("from diyfa.cli import main; main()", target, arguments=(*arguments, "--json")))
+
+    run_python(CALL_TOY, target)
+    (toy,) = (b for b in diyfa_command("info")["backends"] if b["name"] == "toy")
+    assert toy["loads"] and toy["usable_here"] and [k["name"] for k in toy["kernels"]] == ["plain"]
+    cases = diyfa_command("validate", "--backend", "toy")["cases"]
+    passed = [case for case in cases if case["status"] == "pass"]
+    assert len(passed) >= 5 and all(case["passes"] == "forward" and 0 < case["share"] <= 1 for case in passed)
+    assert not [case for case in cases if case["status"] == "FAIL"]
+
+
+def test_the_guides_check_runs_as_printed():
+    exec(python_blocks("docs/adding-a-backend.md")[1], {})
+
+
+def speed_tables(readme):
+    """The forward and the backward table of the README: [(D, causal, [[three lengths] of each implementation])]."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    masks = {"full": False, "causal": True, "无": False, "因果": True}
+    tables = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        if rows[0][0] == "D":
+            tables.append([(int(row[0]), masks[row[1]], [cell.split(" / ") for cell in row[2:]]) for row in rows[2:]])
+    return tables
+
+
+def recorded(file, names, direction):
+    """(D, causal, S) -> TFLOP/s of each of `names` in a results file."""
+    rows = [
+        row for row in json.loads((ROOT / file).read_text())["rows"] if row["pass"] == direction and "tflops" in row
+    ]
+    found = {(row["D"], row["causal"], row["implementation"], row["S"]): row["tflops"] for row in rows}
+    return lambda dim, causal, length: [found[dim, causal, name, length] for name in names]
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_speeds_are_those_of_the_files_the_readme_names(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    hopper, attention = re.findall(r"benchmarks/results/[\w.-]+\.json", text)
+    forward, backward = speed_tables(readme)
+    assert len(forward) == len(backward) == 6
+    measured = recorded(hopper, ("cudnn", "fa3", "fa4", "diyfa"), "forward")
+    shares = []
+    for dim, causal, columns in forward:
+        for n, length in enumerate((1024, 4096, 16384)):
+            figures = measured(dim, causal, length)
+            assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
+            shares.append(figures[-1] / max(figures[:-1]))
+    low, high, mean = re.search(r"(\d\.\d\d) (?:to|到) (\d\.\d\d)[^0-9]+(\d\.\d\d)", text).groups()
+    assert (f"{min(shares):.2f}", f"{max(shares):.2f}", f"{sum(shares) / 18:.2f}") == (low, high, mean)
+    measured = recorded(attention, ("SDPA flash", "SDPA cuDNN", "diyfa"), "backward")
+    for dim, causal, columns in backward:
+        for n, length in enumerate((1024, 4096, 16384)):
+            figures = measured(dim, causal, length)
+            assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
+            assert figures[-1] > figures[0], "the text below the table says so"
+
+
+def test_the_hopper_page_has_the_figures_of_the_readme():
+    table = re.search(r"\| D \| mask \| this kernel (?:.*\n)+", (ROOT / "docs/hopper.md").read_text()).group()
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:8]]
+    ours, fa3, fa4, cudnn = (2, 3, 4, 5)
+    found = [[row[i].split(" / ") for i in (cudnn, fa3, fa4, ours)] for row in rows]
+    assert found == [columns for _, _, columns in speed_tables("README.md")[0]]
+
+
+def test_the_readmes_are_in_step():
+    """The same code, tables of the same size, and the same names in them."""
+    english, chinese = ((ROOT / readme).read_text(encoding="utf-8") for readme in READMES)
+    code = [[line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.md")]
+    assert code == [
+        [line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.zh-CN.md")
+    ]
+    tables = [re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for text in (english, chinese)]
+    assert [table.count("\n") for table in tables[0]] == [table.count("\n") for table in tables[1]]
+    for first, second in zip(*tables, strict=True):
+        for ours, theirs in zip(first.splitlines(), second.splitlines(), strict=True):
+            named, also = (set(re.findall(r"`([^`]+)`", row.split("|")[1])) for row in (ours, theirs))
+            assert named == also, f"{ours}\n{theirs}"
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_readmes_example_runs(readme):
+    """The example as printed, small and on the CPU."""
+    code = python_blocks(readme)[0]
+    code = code.replace('device = "cuda"', 'device = "cpu"').replace("4096", "64")
+    code = code.replace("[64, 1000]", "[64, 20]")
+    with diyfa.use_backend("cpu"):
+        exec(code, {})
+
+
+def test_the_fused_attention_example_runs():
+    exec(python_blocks("docs/npu-fusion-attention.md")[0], {})
+
+
+def test_the_index_and_the_site_name_every_page():
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)", index))
+    assert pages == set(re.findall(r": ([\w-]+\.md)", site)) - {"index.md"}
