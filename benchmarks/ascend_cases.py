@@ -50,10 +50,9 @@ FEATURES: dict[str, dict[str, Any]] = {
         "heads_kv": 1, "window": (40, 3), "softcap": 5.0, "alibi": "h", "bias": "1hqk", "sinks": True, "dropout_p": 0.1
     },
 }  # fmt: skip
-# Of the other schedule, and of the other backward pass.
+# Of the other schedule.
 OTHER_FEATURES = {
     "v1": ("plain", "causal", "grouped heads", "seq_lens", "window"),
-    "fused": ("plain", "causal", "grouped heads", "seq_lens", "packed sequences", "all at once"),
 }
 
 

@@ -205,13 +205,6 @@ def attention_passes(
     }
 
 
-def fused_backward(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
-    """The backward pass of the variant "fused" on the same tensors."""
-    out = diyfa.flash_attention(*leaves, causal, variant="fused")
-    dout = torch.randn(out.shape).to(out.dtype).to(out.device)
-    return {"backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)}
-
-
 def time_tiles(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[Row]:
     """Every candidate of every kernel at the grid's middle length; the fastest goes to `tuned`."""
     for dtype_, head_dim, causal in grid.cases():
@@ -292,7 +285,6 @@ def time_attention(grid: Grid, device: torch.device, tuned: Tuned) -> Iterator[R
             candidates: list[tuple[str, dict, Callable[[], dict[str, Callable[[], Any]]]]] = [
                 ("diyfa", {}, lambda passes=passes: passes),
                 *([("diyfa tuned", best, lambda passes=passes: passes)] if best else []),
-                ("diyfa fused", {}, lambda leaves=leaves, causal=causal: fused_backward(leaves, causal)),
                 ("torch_npu", {}, lambda leaves=leaves, causal=causal: vendors_passes(leaves, causal)),
             ]
             flops = attention_flops(size[0], size[1], seq_len, seq_len, head_dim, causal)

@@ -44,19 +44,15 @@ def _kernel_module(name: str) -> Any:
 
 
 def _launch_fwd(*args: Any) -> Any:
-    return _kernel_module("fwd").attention_fwd(*args)
+    return _kernel_module("attention.fwd").attention_fwd(*args)
 
 
 def _launch_fwd_v1(*args: Any) -> Any:
-    return _kernel_module("fwd_v1").attention_fwd(*args)
+    return _kernel_module("attention.fwd_v1").attention_fwd(*args)
 
 
 def _launch_bwd(*args: Any) -> Any:
-    return _kernel_module("bwd").attention_bwd(*args)
-
-
-def _launch_bwd_fused(*args: Any) -> Any:
-    return _kernel_module("bwd").attention_bwd_fused(*args)
+    return _kernel_module("attention.bwd").attention_bwd(*args)
 
 
 def _launch_matmul(*args: Any) -> Any:
@@ -70,10 +66,6 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
     return configs.always_mask_unfit(problem) or refuse_features(problem, FEATURES, "the npu backend")
-
-
-def _fused_unsupported(problem: AttentionProblem) -> str | None:
-    return _attention_unsupported(problem) or configs.fused_unfit(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -109,28 +101,12 @@ class NPUBackend:
             configs_v1.v1_tile,
         ),
         Kernel(
-            "fused",
-            "attention_fwd",
-            'the kernel of "v2"; the backward pass is then the kernel "fused"',
-            _launch_fwd,
-            _fused_unsupported,
-            configs.fwd_tile,
-        ),
-        Kernel(
             "v2",
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
             _launch_bwd,
             _attention_unsupported,
             configs.bwd_tiles,
-        ),
-        Kernel(
-            "fused",
-            "attention_bwd",
-            "one kernel for dk, dv and fp32 parts of dq, deterministic; only where it is asked for by name",
-            _launch_bwd_fused,
-            _fused_unsupported,
-            configs.fused_tiles,
         ),
         Kernel(
             "persistent",
@@ -165,7 +141,7 @@ class NPUBackend:
         self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
     ) -> Iterator[CompileReport]:
         """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
-        names; see aot.py and selection.py."""
+        names; see compiler/aot.py and compiler/selection.py."""
         from diyfa.backends.npu.compiler.aot import compile_all
 
         return compile_all(target, only, select=select)

@@ -89,15 +89,15 @@ def releases(target: str) -> list[str]:
 @needs_compilers
 def test_the_front_half_does_not_tell_a2_from_a3() -> None:
     code = (
-        "from diyfa.backends.npu import aot\n"
+        "from diyfa.backends.npu.compiler import aot\n"
         f"jobs = [[*aot.attention_jobs(chip, aot.MODE_CASES['crowded']), aot.v1_job(aot.example(chip)),\n"
-        f"         *aot.attention_jobs(chip, {{}}, ('fused',)), *aot.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
+        f"         *aot.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
         "print(len(modules[0]), modules[0] == modules[1])\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout.split() == ["26", "True"], done.stdout + done.stderr[-2000:]
+    assert done.stdout.split() == ["25", "True"], done.stdout + done.stderr[-2000:]
     assert npu_spec(A2)._replace(arch=NPUArch.A3) == npu_spec(A3)
 
 
@@ -120,8 +120,6 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_fwd/v1",
         "attention_fwd/v1/finish",
         "attention_bwd/v2/dkdv",
-        "attention_bwd/fused",
-        "attention_bwd/fused/sum",
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",
         "attention_bwd/v2/dbias",
@@ -206,10 +204,10 @@ def test_what_the_gate_says() -> None:
         assert "has to go" in gate.failures(target, dkdv, "float32 D=512 causal 16x16", True, 4, "1.2.0")[0]
     assert not gate.failures(A5, dkdv, "float16 D=64 causal 128x128", False, 0, "1.2.0")
     assert "has to go" in gate.failures(A5, dkdv, "float16 D=64 causal 128x128", True, 0, "1.2.0")[0]
-    fused = "attention_bwd/fused"
-    assert gate.failures(A2, fused, "float16 D=64 causal 128x128", True, 0, "1.2.0")
-    assert not gate.failures(A2, fused, "float16 D=64 causal 128x128", True, 0, "1.1.0")
-    assert "has to go" in gate.failures(A2, fused, "float16 D=64 causal 128x128", True, 4, "1.1.0")[0]
+    v1 = "attention_fwd/v1"
+    assert gate.failures(A2, v1, "float16 D=64 causal 128x128", True, 0, "1.2.0")
+    assert not gate.failures(A2, v1, "float16 D=64 causal 128x128", True, 0, "1.1.0")
+    assert "has to go" in gate.failures(A2, v1, "float16 D=64 causal 128x128", True, 4, "1.1.0")[0]
 
 
 @needs_compilers
@@ -262,7 +260,7 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
     """dq without a mask and without tile_mix_vector_loop stays on one vector core: the gate must say so."""
     code = (
         "from dataclasses import replace\n"
-        "from diyfa.backends.npu import aot, configs\n"
+        "from diyfa.backends.npu.compiler import aot\nfrom diyfa.backends.npu.tables import configs\n"
         f"problem = aot.example({A2!r})\n"
         "tile = replace(configs.attention_tile(problem, 'dq'), vector_loop=None)\n"
         f"report = aot.compile_job(aot.attention_job(problem, 'dq', tile), {A2!r})\n"
@@ -280,7 +278,7 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
 def test_a_missing_compiler_is_named() -> None:
     """Asked to compile without the compilers, or in the interpreter, the backend says what to do."""
     code = (
-        "from diyfa.backends.npu import aot\n"
+        "from diyfa.backends.npu.compiler import aot\n"
         "try:\n    next(aot.compile_all('Ascend910B3'))\n"
         "except aot.CompilerMissing as error:\n    print(error)\n"
         "try:\n    next(aot.compile_all('Ascend310P3'))\n"
@@ -307,28 +305,19 @@ def test_every_row_of_the_table_is_whole() -> None:
 
 @needs_compilers
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("job", "kernel", "expected"),
-    [
-        # By indentation: inside the loops over heads and keys, after the loop over queries.
-        ("aot.v1_job(example)", "_fwd_v1_kernel", [8, 4]),
-        # The first and last are the compiler's own, in the pipelined loop and at the end.
-        ("aot.attention_job(example, 'fused')", "_bwd_dkdv_kernel", [8, 6, 4]),
-    ],
-)
-def test_each_pass_over_the_queries_ends_with_a_wait(job: str, kernel: str, expected: list[int]) -> None:
+def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
     """What one pass writes to memory the next one reads: both kinds of core drain their pipes in between."""
     code = (
-        "from diyfa.backends.npu import aot\n"
+        "from diyfa.backends.npu.compiler import aot\n"
         f"example = aot.example({A2!r}, window_right=0)\n"
-        f"print(aot.hivm_of({job}, {A2!r}))\n"
+        f"print(aot.hivm_of(aot.v1_job(example), {A2!r}))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    cube, vector = done.stdout.split(f"func.func @{kernel}_mix_aiv")
-    for core in (cube, vector):
+    cube, vector = done.stdout.split("func.func @_fwd_v1_kernel_mix_aiv")
+    for core in (cube, vector):  # by indentation: inside the loops over heads and keys, after the loop over queries
         barriers = [line for line in core.splitlines() if "pipe_barrier[<PIPE_ALL>]" in line]
-        assert [len(line) - len(line.lstrip()) for line in barriers] == expected, core[-3000:]
+        assert [len(line) - len(line.lstrip()) for line in barriers] == [8, 4], core[-3000:]
 
 
 @needs_compilers
@@ -338,7 +327,7 @@ def test_dropout_stays_on_the_vector_unit() -> None:
     code = (
         "import sys\nsys.path.insert(0, 'tests/support')\n"
         "import dropout_kernels\n"
-        "from diyfa.backends.npu import aot\n"
+        "from diyfa.backends.npu.compiler import aot\n"
         "for job in dropout_kernels.npu_jobs():\n"
         f"    hivm = aot.hivm_of(job, {A2!r})\n"
         "    print(hivm.count('call @vmul_1d_int32_t'), hivm.count('call @vcmp_ge_1d_float'),\n"

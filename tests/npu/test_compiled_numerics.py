@@ -96,26 +96,6 @@ def test_v1_forward() -> None:
     assert not log.races, "\n".join(log.races)
 
 
-# Keys in several shares of several tiles each, and shares without a last tile.
-FUSED = [
-    Case("causal_d64", heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, causal=True),
-    Case("fp32_d40", heads=1, seqlen_q=70, seqlen_k=700, head_dim=40, dtype="float32", window=(300, 20)),
-    Case("fp32_d576", heads=1, seqlen_q=24, seqlen_k=40, head_dim=576, head_dim_v=32, dtype="float32", causal=True),
-    CASES["lens_causal"],
-    CASES["varlen_causal"],
-]
-
-
-@pytest.mark.parametrize("case", SMALL if FULL else FUSED, ids=lambda case: case.name)
-def test_fused_backward(case: Case) -> None:
-    """Parts of dq that a program reads, adds to and writes again, tile of keys after tile of keys."""
-    results, log = run(case, variant="fused", programs=3)
-    assert_within_budget(results, case)
-    assert not log.races, "\n".join(log.races)
-    assert "_bwd_dq_kernel" not in log.launches
-    assert 0 in case.sizes or "_bwd_dq_sum_kernel" in log.launches
-
-
 def test_infinite_sinks() -> None:
     """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
     from simulators.hivm.launch import compiled_on_cpu

@@ -221,21 +221,6 @@ def test_prediction_reacts_as_it_should(fwd: hivm.Module) -> None:
     assert full.share >= best.share  # nothing is masked, so nothing is computed in vain
 
 
-def test_the_fused_backward_is_dealt_in_shares(fwd: hivm.Module) -> None:
-    """The same tiles as dk/dv, but a share for a task: as even where the shares are, else the busiest core has more."""
-    even, odd = problem(seqlen=8192).replace(batch=1, heads_q=20, heads_kv=20), problem(seqlen=8192, window_right=0)
-    for call in (even, odd):
-        apart, fused = (cost.predict(fwd, call, kernel, 64, 64) for kernel in ("dkdv", "fused"))
-        assert apart.seconds <= fused.seconds <= 1.1 * apart.seconds
-        assert 0.9 < fused.balance <= 1.0
-    copies = [cost._tensor_bytes(even, kernel, 2) for kernel in ("dkdv", "fused")]
-    assert copies[0] == copies[1], "without the copies of dq"
-    one_head = problem(seqlen=65536).replace(batch=1, heads_q=1, heads_kv=1)
-    slow = hivm.Module(fwd.memory, True, 4, True, 0, [hivm.Loop(hivm.Work(loaded=1.0))], hivm.Work(), 1)
-    bound = cost.predict(slow, one_head, "fused", 64, 64)
-    assert bound.bottleneck == "device memory", "19 copies of dq, which have to be moved"
-
-
 def test_a_call_of_few_tasks_leaves_cores_idle(fwd: hivm.Module) -> None:
     small = problem(seqlen=64).replace(batch=1, heads_q=1, heads_kv=1)
     large = problem(seqlen=8192)

@@ -381,7 +381,7 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
-    from diyfa.backends.npu.runtime.selection import selected_jobs
+    from diyfa.backends.npu.compiler.selection import selected_jobs
 
     [shipped] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",)})
     [asked] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",), "tile": ((64, 32),)})
@@ -395,7 +395,7 @@ def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
 
 
 def test_a_selection_is_every_combination() -> None:
-    from diyfa.backends.npu.runtime.selection import selected_jobs
+    from diyfa.backends.npu.compiler.selection import selected_jobs
 
     select = {
         "kernel": ("fwd", "dq"),

@@ -28,11 +28,10 @@ def test_one_kernel_serves_all_sizes() -> None:
     counts = json.loads(done.stdout)
     assert set(counts) >= {"bhsd full", "bshd causal", "thd featured", "bhsd biased"}
     for call, kernels in counts.items():
-        dq = "_bwd_dq_sum_kernel" if call.endswith("fused") else "_bwd_dq_kernel"
-        assert {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", dq} <= set(kernels), call
+        assert {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"} <= set(kernels), call
         assert ("_bwd_dbias_kernel" in kernels) == (call.endswith(("biased", "by key"))), call
         assert ("_bwd_dbias_rows_kernel" in kernels) == call.endswith("by row"), call
         for kernel, count in kernels.items():
-            unmasked = call.endswith(("full", "fused")) and not call.startswith("thd")
+            unmasked = call.endswith("full") and not call.startswith("thd")
             even_too = unmasked and kernel in ("_fwd_kernel", "_bwd_dq_kernel")
             assert count == (2 if even_too else 1), f"{call}: {count} of {kernel}"

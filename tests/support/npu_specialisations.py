@@ -33,9 +33,7 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Non
     keys[self.__name__].add("".join(types) + str((constants, options)))
 
 
-def call(
-    sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, fused: bool = False, **features: Any
-) -> None:
+def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **features: Any) -> None:
     """One forward and backward call; nothing is computed."""
     batch, heads, heads_kv, seqlen_q, seqlen_k = sizes
     head_dim = 40
@@ -73,7 +71,7 @@ def call(
         None if attn_bias is None else torch.empty_like(attn_bias),
         torch.empty(heads) if problem.sinks else None,
     )  # fmt: skip
-    bwd.attention_bwd(problem, tensors, out, lse, torch.empty_like(q), None, gradients, fused)
+    bwd.attention_bwd(problem, tensors, out, lse, torch.empty_like(q), None, gradients)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -84,7 +82,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "biased": {"bias": (0, 0, 0, 0)},
     "biased by key": {"bias": (1, 1, 1, 0)},
     "biased by row": {"bias": (0, 1, 0, 1)},
-    "fused": {"fused": True},
 }
 
 

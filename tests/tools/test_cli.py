@@ -889,7 +889,7 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
 
 
 def test_a_selection_says_what_it_does_not_know(monkeypatch):
-    from diyfa.backends.npu.runtime.selection import Selection
+    from diyfa.backends.npu.compiler.selection import Selection
 
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
         Selection(kernel=("sort",))

@@ -39,7 +39,7 @@ from diyfa.problem import CompileReport
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Kernel files of this package that list what to compile.
-KERNEL_MODULES = ("attention_specs", "matmul")
+KERNEL_MODULES = ("compile.specs", "matmul.kernel")
 
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")

@@ -6,16 +6,11 @@
 4. bwd_dbias.py: the gradient of attn_bias, when it wants one; bwd_dbias_rows.py where it is the same for all keys;
 5. bwd_dsinks.py: the gradient of the sinks, when there are any;
 
-In the variant "fused" dq comes from the same scores as dk and dv: the second step sums it in as many parts as the keys
-of a head are shared out into (`key_shares`), and the third, bwd_dq_sum.py, adds those up.
-
 Here they are launched. What the kernels with matrix products have in common with fwd.py (the persistent grid, the one
 loop, the padding) is said there.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -26,12 +21,10 @@ from diyfa.backends.npu.attention.bwd_dbias_rows import _bwd_dbias_rows_kernel
 from diyfa.backends.npu.attention.bwd_delta import _bwd_preprocess_kernel
 from diyfa.backends.npu.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.attention.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.npu.attention.bwd_dq_sum import _bwd_dq_sum_kernel
 from diyfa.backends.npu.attention.bwd_dsinks import _bwd_dsinks_kernel
 from diyfa.backends.npu.runtime.compat import INTERPRETED, cut_columns, padded_head_dim
 from diyfa.backends.npu.runtime.launch import (
     addressed,
-    cube_cores,
     cube_programs,
     device_guard,
     heads_together,
@@ -45,10 +38,7 @@ from diyfa.backends.npu.tables.configs import (
     attention_sizes,
     attention_tile,
     bwd_tiles,
-    fused_tiles,
-    key_shares,
     preprocess_rows,
-    sum_rows,
     widest_product,
 )
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
@@ -115,11 +105,6 @@ def _launch_dbias(
         dbias.copy_(written.tensor)
 
 
-def attention_bwd_fused(*args: Any) -> None:
-    """`attention_bwd` with dq from the kernel of dk and dv."""
-    attention_bwd(*args, fused=True)
-
-
 def attention_bwd(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -128,21 +113,16 @@ def attention_bwd(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-    fused: bool = False,
 ) -> None:
     """Launch the backward kernels, which fill the gradients.
 
-    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`. `fused`: one kernel for dk, dv
-    and the parts of dq. Their memory is 4 · numel(dq) bytes for each of `key_shares`.
+    `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
     """
     batch, heads_q, seqlen_q = problem.batch, problem.heads_q, problem.seqlen_q
     # Kernels that treat each row for itself see packed sequences as one sample.
     row_sizes = (1, heads_q, problem.total_q) if problem.varlen else (batch, heads_q, seqlen_q)
     dq, dk, dv, dbias, dsinks, delta = gradients
-    tiles = fused_tiles(problem) if fused else bwd_tiles(problem)
-    shares = key_shares(problem, tiles["dkdv"].block_n, cube_cores(problem.arch, dq.device)) if fused else 0
-    parts = torch.zeros((shares, *dq.shape), dtype=torch.float32, device=dq.device) if fused else None
-    part_strides = (0, 0, 0, 0) if parts is None else (parts.stride(0), *addressed(parts[0], problem.layout)[1])
+    tiles = bwd_tiles(problem)
     delta = torch.empty_like(lse) if delta is None else delta
     dlse = None if dlse is None else dlse.contiguous()
     slopes = tensors.alibi_slopes
@@ -164,7 +144,6 @@ def attention_bwd(
     cut = {**shared, **cut_columns(problem.head_dim, widest_product(problem.dtype))}
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
-    grad_scale = scalars[-1]
     sizes = (*scalars, *attention_sizes(problem))
     rows = preprocess_rows(problem)
     with device_guard(q):
@@ -178,40 +157,29 @@ def attention_bwd(
             SEQ_LENS=problem.seq_lens, HAS_DLSE=dlse is not None,
         )  # fmt: skip
         tile = tiles["dkdv"]
-        tasks = (shares if fused else triton.cdiv(problem.seqlen_k, tile.block_n)) * batch * problem.heads_kv
+        tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * batch * problem.heads_kv
         flags = _flags(problem, "dkdv")
         del flags["MASKED"]  # each of its tiles is asked about a mask
         _bwd_dkdv_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
-            dk, dv, parts, parts,
+            dk, dv,
             *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dk"], *stride["dv"],
-            *part_strides, *feature_strides,
-            *sizes, heads_together(problem, "dkdv"), shares,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, FUSED=fused, **cut, **flags,
+            *feature_strides,
+            *sizes, heads_together(problem, "dkdv"),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **cut, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
-        if fused:
-            rows = sum_rows(problem)
-            tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
-            _bwd_dq_sum_kernel[(vector_programs(problem.arch, q.device, tasks),)](
-                parts, dq,
-                *part_strides, *stride["dq"],
-                shares, grad_scale, *row_sizes,
-                HEAD_DIM=problem.head_dim, BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_M=rows,
-                INTERPRET=INTERPRETED,
-            )  # fmt: skip
-        else:
-            tile = tiles["dq"]
-            tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
-            _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-                q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
-                dq,
-                *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
-                *feature_strides,
-                *sizes, heads_together(problem, "dq"),
-                BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **cut, **_flags(problem, "dq"),
-                **launch_options(tile, problem.arch),
-            )  # fmt: skip
+        tile = tiles["dq"]
+        tasks = triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q
+        _bwd_dq_kernel[(cube_programs(problem.arch, q.device, tasks),)](
+            q, k, v, dout, lse, delta, *lengths, slopes, bias.tensor, tensors.rng_state,
+            dq,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *stride["dq"],
+            *feature_strides,
+            *sizes, heads_together(problem, "dq"),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **cut, **_flags(problem, "dq"),
+            **launch_options(tile, problem.arch),
+        )  # fmt: skip
         tensors = tensors._replace(q=q, k=k, v=v)
         if dbias is not None:
             _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, slope_stride, sizes, shared)

@@ -2,10 +2,6 @@
 
 So grouped-query gradients are summed in the accumulator, and the result is the same from run to run. Scores are held
 transposed, [BLOCK_N, BLOCK_M]: both products that accumulate take their left operand as the vector cores leave it.
-
-FUSED adds dq. A task is then a *share* of the tiles of keys of a head, and each share sums its part of dq in memory of
-its own, tile of keys after tile of keys; bwd_dq_sum.py adds the shares up. Nothing is added atomically: this compiler
-splits a store over both vector cores, but has each of them add the whole of what is added atomically.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_
 from diyfa.backends.npu.attention.primitives import (
     add_bias,
     base_of,
-    block_of_share,
     cap_derivative,
     dot,
     dot_add,
@@ -32,7 +27,6 @@ from diyfa.backends.npu.attention.primitives import (
     row_range,
     score_tile,
     sequence,
-    shares_of,
     store_tile,
     task_in,
     task_of,
@@ -47,22 +41,20 @@ def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
     seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
-    parts_ptr, new_parts_ptr,  # of dq, (shares, ...) fp32, zero before: one memory, a name to read and one to write by
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_part, stride_pb, stride_ph, stride_pm,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
-    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together, shares,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     REST: tl.constexpr,  # columns of q, k, dk and dq beyond BLOCK_D, where one product is not enough; else 0
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, FUSED: tl.constexpr, INTERPRET: tl.constexpr,
+    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of each tile of keys. FUSED: and each share's part of dq, without the scale."""
+    """dk and dv of each tile of keys."""
     PAD_D: tl.constexpr = HEAD_DIM < BLOCK_D
     PAD_REST: tl.constexpr = HEAD_DIM != BLOCK_D + REST
     PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
@@ -75,16 +67,9 @@ def _bwd_dkdv_kernel(
         blocks, tasks = tasks_of(
             cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, BLOCK_N, VARLEN, BY_SAMPLE
         )
-        tiles = 1  # of keys, in a task
-        if FUSED:
-            tiles, tasks = shares_of(blocks, shares, sample, batch, heads_kv, BY_SAMPLE)
-        for visit in range(turns_before(dealt) * tiles, turns_before(dealt + tasks) * tiles):
-            task = task_in(visit // tiles) - dealt
-            if FUSED:
-                b, hk, share = task_of(task, sample, shares, batch, heads_kv, together, BY_SAMPLE, False)
-                block = block_of_share(share, shares, visit % tiles)
-            else:
-                b, hk, block = task_of(task, sample, blocks, batch, heads_kv, together, BY_SAMPLE, False)
+        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
+            task = task_in(turn) - dealt
+            b, hk, block = task_of(task, sample, blocks, batch, heads_kv, together, BY_SAMPLE, False)
             n0 = block * BLOCK_N
             start_q, start_k, sq, sk = sequence(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
@@ -97,8 +82,6 @@ def _bwd_dkdv_kernel(
                 n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
             )
             row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
-            if FUSED:  # not every share has the last of its tiles
-                row_blocks = tl.where(block < blocks, row_blocks, 0)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
             v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
             dk_base = base_of(dk_ptr, b, hk, start_k, stride_dkb, stride_dkh, stride_dkn, VARLEN)
@@ -177,39 +160,10 @@ def _bwd_dkdv_kernel(
                     ds = ds * cap_derivative(capped, softcap_inverse)
                 ds = drop_columns(ds, row0, sq, BLOCK_M)
                 dv = dot_add(narrow(kept, dout.dtype, INTERPRET), dout, dv, INTERPRET)
-                if FUSED:  # a sum over keys, so what lies beyond the last one must go from ds too
-                    ds = masked(
-                        ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT, True, ALWAYS_MASK,
-                    )  # fmt: skip
                 ds = narrow(ds, q.dtype, INTERPRET)
-                if FUSED:
-                    # With one pointer for both the compiler does not split the work over both vector cores.
-                    first = stride_part.to(tl.int64) * share
-                    part_base = base_of(parts_ptr + first, b, h, start_q, stride_pb, stride_ph, stride_pm, VARLEN)
-                    part_block = tl.make_block_ptr(
-                        part_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
-                    )
-                    new_base = base_of(new_parts_ptr + first, b, h, start_q, stride_pb, stride_ph, stride_pm, VARLEN)
-                    new_block = tl.make_block_ptr(
-                        new_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
-                    )
-                    more = dot(tl.trans(ds), k, INTERPRET)  # [BLOCK_M, BLOCK_D]
-                    store_tile(new_block, load_tile(part_block, PAD_D) + more, PAD_D)
-                    if REST:
-                        part_rest_block = tl.make_block_ptr(
-                            part_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
-                        )
-                        new_rest_block = tl.make_block_ptr(
-                            new_base, (sq, HEAD_DIM), (stride_pm, 1), (row0, BLOCK_D), (BLOCK_M, REST), (1, 0)
-                        )
-                        more_rest = dot(tl.trans(ds), k_rest, INTERPRET)  # [BLOCK_M, REST]
-                        store_tile(new_rest_block, load_tile(part_rest_block, PAD_REST) + more_rest, PAD_REST)
                 dk = dot_add(ds, q, dk, INTERPRET)
                 if REST:
                     dk_rest = dot_add(ds, q_rest, dk_rest, INTERPRET)
-            if FUSED:  # the next tile of keys reads what this one wrote
-                tl.debug_barrier()
             # Nothing for keys that no row sees and for keys beyond the sequence.
             seen = tl.where(row_blocks > 0, (sk - n0) if SEQ_LENS else BLOCK_N, 0)
             dk = first_rows(dk, seen, BLOCK_N) * grad_scale

@@ -159,22 +159,6 @@ def task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE: tl.constexp
 
 
 @triton.jit
-def shares_of(blocks, shares, sample, batch, heads, BY_SAMPLE: tl.constexpr):
-    """Work of `sample` where a task is a share of a head's `blocks` -> (blocks of a share at most, tasks)."""
-    tasks = shares * heads
-    if not BY_SAMPLE:
-        tasks = tasks * batch
-    return tl.cdiv(blocks, shares), tasks
-
-
-@triton.jit
-def block_of_share(share, shares, visit):
-    """The block that `share` takes in its `visit`: dealt back and forth, as tasks are to programs. In the last visit
-    it may be beyond the last block."""
-    return visit * shares + share + visit % 2 * (shares - 1 - 2 * share)
-
-
-@triton.jit
 def effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS: tl.constexpr):
     """Query rows and keys of sample `b` that take part, never more than the tensors have."""
     sq = seqlen_q

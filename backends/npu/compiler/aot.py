@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -382,28 +381,23 @@ def attention_job(
 ) -> Job:
     """The job of `kernel` for `problem`, with the table's tile unless one is given.
 
-    `kernel`: "fwd", "dq", "dkdv", "dbias", or "fused", which is dkdv with dq. `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1
-    has it; of the tables only the fused backward's depends on that.
+    `kernel`: "fwd", "dq", "dkdv" or "dbias". `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1 has it.
     `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`); float32 needs the most memory.
     """
     from diyfa.backends.npu.attention import bwd, fwd
     from diyfa.backends.npu.runtime.compat import cut_columns, padded_head_dim
 
-    fused = kernel == "fused"
-    step = "dkdv" if fused else kernel
-    tile_of = configs.fused_tile if fused else partial(configs.attention_tile, kernel=step)
-    tile = tile or tile_of(problem, always_mask=always_mask)
+    tile = tile or configs.attention_tile(problem, kernel, always_mask)
     function = {
         "fwd": fwd._fwd_kernel,
         "dq": bwd._bwd_dq_kernel,
         "dkdv": bwd._bwd_dkdv_kernel,
         "dbias": bwd._bwd_dbias_kernel,
-    }[step]
-    flags = configs.attention_flags(problem, step)
+    }[kernel]
+    flags = configs.attention_flags(problem, kernel)
     constants: dict[str, Any] = {
         **flags,
         "ALWAYS_MASK": always_mask,
-        "FUSED": fused,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),
@@ -413,15 +407,13 @@ def attention_job(
         "BIAS": bias if problem.bias else "",
         "INTERPRET": False,
     }
-    if step in ("dq", "dkdv"):
+    if kernel in ("dq", "dkdv"):
         constants |= cut_columns(problem.head_dim, configs.widest_product(problem.dtype))
     constants |= _absent(problem)
-    constants |= {} if fused else {"parts_ptr": None, "new_parts_ptr": None}
     signature = _signature(function, _TRITON_DTYPES[problem.dtype])
     signature |= {name: "*" + _TRITON_DTYPES[bias_dtype] for name in ("bias_ptr", "dbias_ptr") if name in signature}
-    signature |= dict.fromkeys(("parts_ptr", "new_parts_ptr"), "*fp32") if fused else {}
     return Job(
-        kernel={"fwd": "attention_fwd/v2", "fused": "attention_bwd/fused"}.get(kernel, f"attention_bwd/v2/{kernel}"),
+        kernel="attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}",
         case=_case(problem, tile, bias, always_mask),
         function=function,
         signature=signature,
@@ -498,22 +490,6 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
         _signature(function, _TRITON_DTYPES[problem.dtype]),
         constants,
     )
-
-
-def dq_sum_job(problem: AttentionProblem) -> Job:
-    """The job of the end of the fused backward: dq, the sum of its parts."""
-    from diyfa.backends.npu.attention import bwd
-    from diyfa.backends.npu.runtime.compat import padded_head_dim
-
-    function = bwd._bwd_dq_sum_kernel
-    constants: dict[str, Any] = {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_M": configs.sum_rows(problem),
-        "INTERPRET": False,
-    }
-    signature = _signature(function, _TRITON_DTYPES[problem.dtype]) | {"parts_ptr": "*fp32"}
-    return Job("attention_bwd/fused/sum", f"{problem.dtype} D={problem.head_dim}", function, signature, constants)
 
 
 def dbias_rows_job(dims: str, sinks: bool, has_dlse: bool, bias_dtype: str = "float32", masked: bool = False) -> Job:
@@ -679,17 +655,9 @@ HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-FUSED_CASES: tuple[dict[str, Any], ...] = (
-    {"head_dim": 80, "window_right": 0},
-    {"head_dim": 40, "dtype": "bfloat16"},
-    {"layout": VARLEN, "window_right": 0},
-)
-
-
 def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
     """The jobs of one call: `changes` as for `example`, with the dimensions of a bias in "bias". By default of every
-    kernel but the fused backward.
-    """
+    kernel."""
     dims = changes.get("bias", "")
     width = changes.get("head_dim", 128)
     problem = example(target, **{"head_dim_v": min(width, 512), **changes, "bias": "float32" if dims else ""})
@@ -711,7 +679,6 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     lean = configs.family(target) is not NPUArch.A2 and not full
     yield from tile_jobs(target) if lean else every_job(target, full)
     yield from narrower_jobs(target)
-    yield from fused_jobs(target, full)
     yield from always_masked_jobs(target)
     yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
@@ -753,19 +720,6 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
             yield job
 
 
-def fused_jobs(target: str, full: bool = False) -> Iterator[Job]:
-    """The fused backward with every tile of dk/dv, in the most demanding mode that uses it (`full`: in every mode)."""
-    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
-        if configs.fused_unfit(example(target, head_dim=head_dim)):
-            continue
-        changes = {"dtype": dtype, "head_dim": head_dim}
-        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]
-        jobs = [job for case in cases for job in attention_jobs(target, case, ("fused",))]
-        yield from jobs if full else each_tile_once(jobs)
-    for case in FUSED_CASES:
-        yield from attention_jobs(target, case, ("fused",))
-
-
 def always_masked_jobs(target: str) -> Iterator[Job]:
     """Every tile that is another one with a mask in every tile, with what needs the most memory."""
     for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):
@@ -773,7 +727,7 @@ def always_masked_jobs(target: str) -> Iterator[Job]:
         dims = case.get("bias", "")
         width = {"head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
         problem = example(target, **{**case, "dtype": dtype, **width, "bias": "float32" if dims else ""})
-        for kernel in ("fwd", "dkdv", "dq", "fused"):
+        for kernel in ("fwd", "dkdv", "dq"):
             job, other = (attention_job(problem, kernel, bias=dims, always_mask=always) for always in (True, False))
             if job.tile != other.tile:
                 yield job
@@ -819,10 +773,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
     for dtype in configs.DTYPE_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
-        yield dq_sum_job(example(target, dtype=dtype, head_dim=configs.HEAD_DIM_CLASSES[-1]))
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
-    yield dq_sum_job(example(target, head_dim=256))
-    yield dq_sum_job(example(target, head_dim=40))
     yield dsinks_job()
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
         yield dbias_rows_job(dims, sinks, has_dlse)
@@ -853,7 +804,7 @@ def compile_all(
     `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
     that names nothing, CompilerMissing when a compiler is not installed.
     """
-    from diyfa.backends.npu.runtime.selection import selected_jobs
+    from diyfa.backends.npu.compiler.selection import selected_jobs
 
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")

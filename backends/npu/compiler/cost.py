@@ -16,7 +16,6 @@ from typing import Any
 
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.compiler.hivm import Module, Product, Work
-from diyfa.backends.npu.tables.configs import key_shares
 from diyfa.problem import AttentionProblem
 
 KIB = 1024
@@ -64,7 +63,7 @@ RATES: dict[str, Rates] = {
 _FAMILY_RATES = {NPUArch.A2: "Ascend910B3", NPUArch.A3: "Ascend910_9362", NPUArch.A5: "Ascend950PR_9589"}
 
 # Products of [queries, keys] tiles in each kernel, for the floating-point operations that count as useful.
-PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4, "dbias": 2, "fused": 5}
+PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4, "dbias": 2}
 
 
 def rates(chip: str) -> Rates:
@@ -162,7 +161,6 @@ class Task:
 def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_n: int) -> Iterator[Task]:
     """The tasks of one head, from the first block on. Windows other than causal are not told from full attention.
 
-    fused: as dkdv, a tile of keys each, whatever share it belongs to.
     dbias: the tiles of a bias [queries, keys] that all heads of all samples share, a row of them as one.
     """
     rows, keys = problem.seqlen_q, problem.seqlen_k
@@ -174,7 +172,7 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
             cut = sum(n0 + block_n > row0 + offset for n0 in seen) if problem.causal else 0
             yield Task(shared * len(seen), shared * cut)
         return
-    if kernel in ("dkdv", "fused"):
+    if kernel == "dkdv":
         group = problem.heads_q // problem.heads_kv
         for n0 in range(0, keys, block_n):
             low = max(0, n0 - offset) // block_m * block_m if problem.causal else 0
@@ -238,10 +236,7 @@ def _tensor_bytes(problem: AttentionProblem, kernel: str, width: int) -> float:
     k = problem.batch * problem.heads_kv * problem.seqlen_k * width
     d, dv = problem.head_dim, problem.head_dim_v
     bias = 4 * problem.seqlen_q * problem.seqlen_k  # its gradient; the bias itself is left out, as in every kernel
-    extra = {
-        "fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv + bias,
-        "fused": q * dv + k * (d + dv),
-    }  # fmt: skip
+    extra = {"fwd": q * dv, "dq": q * (d + dv), "dkdv": q * dv + k * (d + dv), "dbias": q * dv + bias}
     return q * d + k * (d + dv) + extra[kernel]
 
 
@@ -253,7 +248,7 @@ def predict(
     block_n: int,
     zigzag: bool = True,
 ) -> Prediction:
-    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias", "fused") as compiled into `module` for `problem`.
+    """Predicted time of `kernel` ("fwd", "dq", "dkdv", "dbias") as compiled into `module` for `problem`.
 
     Where the kernel has two loops the first is that of full tiles, the second that of masked ones; where a second loop
     was folded away, masked tiles are in the task.
@@ -272,11 +267,8 @@ def predict(
         (task.tiles - task.masked) * per_tile + task.masked * per_cut + around
         for task in attention_tasks(problem, kernel, block_m, block_n)
     ]
-    heads = problem.batch * (problem.heads_kv if kernel in ("dkdv", "fused") else problem.heads_q)
+    heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
     programs = spec.cube_cores
-    shares = key_shares(problem, block_n, programs) if kernel == "fused" else 0
-    if kernel == "fused":  # dealt back and forth, as tasks are to programs
-        costs = deal(costs, shares)
     if kernel == "dbias":  # so many small tasks that dealing evens them out
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
@@ -291,8 +283,6 @@ def predict(
     if programs * module.workspace > speed.l2_bytes:  # then what passes between the cores goes to device memory too
         tiles = sum(task.tiles for task in attention_tasks(problem, kernel, block_m, block_n)) * heads
         compulsory += tiles * (full.tile.workspace_read + full.tile.workspace_written)
-    # Of dq each share's copy is cleared, added to and read again.
-    compulsory += 3 * 4 * shares * problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim
     device = compulsory / (speed.memory * spec.cube_cores * speed.hertz)
     flops = useful_flops(problem, kernel)
     bottleneck = "device memory" if device > seconds else plain.bottleneck

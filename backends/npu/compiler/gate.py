@@ -37,7 +37,7 @@ _A5 = frozenset({NPUArch.A5})
 EXCEPTIONS: tuple[GateException, ...] = (
     GateException(
         _A2_A3,
-        r"^attention_bwd/(v2/dkdv|fused) float32 .* 16x16$",
+        r"^attention_bwd/v2/dkdv float32 .* 16x16$",
         True,
         2,
         "the accumulators of dk and dv in fp32 leave room for a workspace of two tiles of 16x16 only",
@@ -58,7 +58,7 @@ EXCEPTIONS: tuple[GateException, ...] = (
     ),
     GateException(
         _A2_A3,
-        r"^attention_(fwd/v1|bwd/fused) ",
+        r"^attention_fwd/v1 ",
         True,
         0,
         "1.1.0 pipelines no loop that stores to a tensor, but under an `if`; there 1.2.0 does not",

@@ -255,7 +255,7 @@ class Search:
         self.pool = ThreadPoolExecutor(jobs)
         self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
         for job in aot.shipped_jobs(target, full=True):
-            if job.problem is not None and job.step != "fused":  # whose tile is that of dkdv, chosen without dq
+            if job.problem is not None:
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
     def compile(self, place: Place, found: Iterable[configs.AttentionTile]) -> list[Candidate]:
@@ -389,13 +389,11 @@ class Search:
             )
             if used.module is None or (candidate.accepted and not used.accepted):
                 return False
-        others = [place.job(candidate.tile, "fused")] if place.kernel == "dkdv" else []  # which takes the rows of dkdv
-        if configs.fused_unfit(place.problem()):
-            others = []
-        if place.kernel == "dbias":  # the sum over rows at the end makes another kernel
-            others = [aot.attention_job(place.problem(), "dbias", candidate.tile, bias="k")]
-        used = [self.candidate(job, candidate.tile) for job in others]
-        return all(other.module is not None and (other.accepted or not candidate.accepted) for other in used)
+        if place.kernel != "dbias":
+            return True
+        # The sum over rows at the end makes another kernel.
+        other = self.candidate(aot.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
+        return other.module is not None and (other.accepted or not candidate.accepted)
 
     def row(self, place: Place) -> tiles.Row | None:
         """The best candidate as a row; None when nothing passes."""

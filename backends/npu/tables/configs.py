@@ -273,13 +273,11 @@ def widest_head_dim(key: TileKey) -> int:
     return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
 
 
-# With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys). The
-# fused backward has the tiles of dk/dv.
+# With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys).
 _ALWAYS_MASKED = {
     TileKey(NPUArch.A2, "fwd", 2, 256, "tail"): (64, 128),
     TileKey(NPUArch.A2, "fwd", 2, 256, "causal"): (64, 128),
     TileKey(NPUArch.A2, "dkdv", 2, 64, "even"): (64, 128),
-    TileKey(NPUArch.A2, "fused", 2, 64, "causal"): (64, 128),
 }
 
 
@@ -289,15 +287,10 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     """
     key = attention_key(problem, kernel)
     tile = _RULED[key._replace(cores=0)] if problem.head_dim > widest_head_dim(key) else ATTENTION_TILES[key]
-    return _for_mask(tile, key, kernel, always_mask)
-
-
-def _for_mask(tile: AttentionTile, key: TileKey, kernel: str, always_mask: bool | None) -> AttentionTile:
-    """`tile`, or what `kernel` has instead of it with a mask in every tile."""
     if not (ALWAYS_MASK if always_mask is None else always_mask):
         return tile
     chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
-    shape = _ALWAYS_MASKED.get(key._replace(family=chip, kernel=kernel, cores=0), (tile.block_m, tile.block_n))
+    shape = _ALWAYS_MASKED.get(key._replace(family=chip, cores=0), (tile.block_m, tile.block_n))
     return replace(tile, block_m=shape[0], block_n=shape[1])
 
 
@@ -331,19 +324,6 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     """The tiles of the backward kernels with matrix products."""
     kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
-
-
-def fused_tile(problem: AttentionProblem, always_mask: bool | None = None) -> AttentionTile:
-    """The tile of the fused backward; `always_mask` as for `attention_tile`."""
-    key = attention_key(problem, "dkdv")
-    tile = _for_mask(ATTENTION_TILES[key], key, "dkdv", always_mask)
-    return _for_mask(tile, key, "fused", always_mask)
-
-
-def fused_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
-    """The tiles of the fused backward's kernels with matrix products."""
-    tiles = {"dkdv": fused_tile(problem)}
-    return tiles | ({"dbias": attention_tile(problem, "dbias")} if problem.bias_grad else {})
 
 
 def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
@@ -387,15 +367,6 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
     return operands[kernel] * width <= spec.l1 and accumulators[kernel] * 4 <= spec.l0c
 
 
-def key_shares(problem: AttentionProblem, block_n: int, cores: int) -> int:
-    """Into how many shares the fused backward deals the tiles of keys of a head: the fewest with which the busiest of
-    `cores` cube cores has at most a tenth more to do than with the best number. Each costs a copy of dq in fp32.
-    """
-    blocks, heads = -(-problem.seqlen_k // block_n), problem.batch * problem.heads_kv
-    busiest = {n: -(-heads * n // cores) * -(-blocks // n) for n in range(1, max(1, min(blocks, cores)) + 1)}
-    return next(n for n, tiles in busiest.items() if 10 * tiles <= 11 * min(busiest.values()))
-
-
 def widest_product(dtype: str) -> int:
     """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
     wider heads come from two, see `compat.cut_columns`."""
@@ -410,26 +381,9 @@ def always_mask_unfit(problem: AttentionProblem) -> str | None:
     return None
 
 
-def fused_unfit(problem: AttentionProblem) -> str | None:
-    """Why the accumulators of the fused backward do not fit L0C, if they do not.
-
-    The 950's compiler keeps two copies of dq's beside those of dk and dv: with columns of 576 and 512, tiles of 32x16
-    would need 288 KiB of its 256, and tiles of 16x16 it does not compile.
-    """
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if family(problem.arch) is NPUArch.A5 and widest > 256:
-        return f"dq, dk and dv of head_dim {widest} do not fit the 950's L0C together, and 256 is the most that does"
-    return None
-
-
 def preprocess_rows(problem: AttentionProblem) -> int:
     """Rows of out and dout a vector program holds at a time."""
     return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
-
-
-def sum_rows(problem: AttentionProblem) -> int:
-    """Rows of dq in fp32 that a vector program adds up at a time."""
-    return PREPROCESS_ROWS // 2 if problem.head_dim <= 256 else PREPROCESS_ROWS // 4
 
 
 def softcap_form(problem: AttentionProblem) -> str:

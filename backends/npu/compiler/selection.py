@@ -9,7 +9,7 @@ from typing import Any
 from diyfa.backends.npu.compiler.aot import Job, attention_job, example, mode_case
 from diyfa.backends.npu.tables import configs
 
-KERNELS = ("fwd", "dq", "dkdv", "dbias", "fused")
+KERNELS = ("fwd", "dq", "dkdv", "dbias")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int
     dims = case.get("bias", "")
     width = {"head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
     problem = example(target, **{**case, "bias": "float32" if dims else "", "dtype": dtype, **width})
-    row = configs.fused_tile(problem) if kernel == "fused" else configs.attention_tile(problem, kernel)
+    row = configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
         # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.
         yield replace(attention_job(problem, kernel, tile, bias=dims), gated=tile is row)
