@@ -6,8 +6,8 @@
 
 No device is needed, only the two compilers (docs/npu.md), and nothing is timed: shares of the cube cores' peak are
 what backends/npu/compiler/cost.py predicts for 2 x 16 heads, 8192 rows and keys, float16. Writes one JSON file with
-versions and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of docs/npu.md from
-such a file, --rows its table of tiles, which needs no compiler.
+versions and date to benchmarks/results/, which `diyfa report` reads; --markdown prints the table of
+docs/log/ascend-tiles.md from such a file, --rows its table of tiles, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 
 def rows_of_the_table() -> str:
-    """The tiles of the 910B and A3, then of the 950, as docs/npu.md shows them."""
+    """The tiles of the 910B and A3, then of the 950, as docs/log/ascend-tiles.md shows them."""
     from diyfa.arch import NPUArch
 
     return "\n\n".join([_rows_of(NPUArch.A2, "A2, A3"), _rows_of(NPUArch.A5, "950")])

@@ -79,13 +79,13 @@ def test_what_is_shipped_compiled_and_fits(document: dict[str, Any]) -> None:
 
 def test_the_docs_show_the_tiles_that_are_shipped() -> None:
     """When it fails: python benchmarks/npu_tiles.py --rows."""
-    text = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/log/ascend-tiles.md").read_text(encoding="utf-8")
     shown = text.split("<!-- tiles -->\n")[1].split("<!-- end of tiles -->")[0].strip()
     assert shown == script().rows_of_the_table()
 
 
 def test_the_docs_show_it(document: dict[str, Any]) -> None:
-    text = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/log/ascend-tiles.md").read_text(encoding="utf-8")
     shown = text.split("<!-- compiled -->\n")[1].split("<!-- end of compiled -->")[0].strip()
     assert shown == script().markdown(document)
     assert RECORD.name in text

@@ -19,7 +19,7 @@ from diyfa.reference import reference_attention
 
 ROOT = Path(__file__).parents[2]
 READMES = ["README.md", "README.zh-CN.md"]
-PAGES = [*READMES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [*READMES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def feature_table(readme):
@@ -223,7 +223,7 @@ def test_the_fused_attention_example_runs():
 
 
 def test_the_index_and_the_site_name_every_page():
-    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"index.md"}
     index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    assert pages == set(re.findall(r"\]\(([\w-]+\.md)", index))
-    assert pages == set(re.findall(r": ([\w-]+\.md)", site)) - {"index.md"}
+    assert pages == set(re.findall(r"\]\(([\w/-]+\.md)", index))
+    assert pages == set(re.findall(r": ([\w/-]+\.md)", site)) - {"index.md"}
