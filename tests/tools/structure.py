@@ -1,0 +1,131 @@
+"""How large the rooms of the code are, and what in them is hard to carry: `python tests/tools/structure.py [FOLDER]`.
+
+Of a checkout, by default this one: lines and modules of each folder of non-test code, functions with many parameters,
+the longest functions, caches, and files that reach into private parts of PyTorch or Triton.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_HOST_PARAMETERS = 10
+MOST_GLUON_PARAMETERS = 15
+# What users call, where each argument has a name of its own; the schemas of operators are lists by nature.
+PUBLIC = {
+    "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/selector.py", "diyfa/reference.py",
+    "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py", "diyfa/integrations/npu_fusion_attention.py",
+}  # fmt: skip
+LIBRARIES = {"torch", "triton", "gl", "tl", "gluon"}
+
+
+@dataclass(frozen=True)
+class Function:
+    file: str
+    name: str
+    parameters: int
+    lines: int
+    language: str  # "gluon", "triton" or "host"
+
+
+def sources(root: Path) -> dict[str, ast.Module]:
+    """Path -> syntax tree, of all code that is installed."""
+    files = [*(root / "diyfa").rglob("*.py"), *(root / "backends").rglob("*.py")]
+    inside = sorted({f for f in files if "diyfa/backends" not in f.as_posix()})
+    return {f.relative_to(root).as_posix(): ast.parse(f.read_text(), str(f)) for f in inside}
+
+
+def _language(node: ast.FunctionDef) -> str:
+    words = " ".join(ast.unparse(each) for each in node.decorator_list)
+    if "gluon.jit" in words:
+        return "gluon"
+    return "triton" if re.search(r"triton\.jit|\bkernel\b", words) else "host"
+
+
+def functions(trees: dict[str, ast.Module]) -> Iterator[Function]:
+    """Every function and method; `self` and `cls` do not count as parameters."""
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len([name for name in names if name not in ("self", "cls", "ctx")])
+                yield Function(file, node.name, count, (node.end_lineno or 0) - node.lineno + 1, _language(node))
+
+
+def is_public(function: Function) -> bool:
+    """Whether users or PyTorch call it by these parameters."""
+    own_schema = function.file == "diyfa/ops.py" and function.name in ("_matmul", "_matmul_fake", "matmul")
+    return own_schema or (function.file in PUBLIC and not function.name.startswith("_")) or "/cli/" in function.file
+
+
+def too_many_parameters(found: list[Function]) -> list[Function]:
+    host = [f for f in found if f.language == "host" and f.parameters > MOST_HOST_PARAMETERS and not is_public(f)]
+    return host + [f for f in found if f.language == "gluon" and f.parameters > MOST_GLUON_PARAMETERS]
+
+
+def caches(trees: dict[str, ast.Module]) -> list[str]:
+    """Functions that remember results, and dictionaries of a module that begin empty."""
+    found = []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                words = [ast.unparse(each) for each in node.decorator_list]
+                if any(re.match(r"(functools\.)?(lru_)?cache\b", word) for word in words):
+                    found.append(f"{file}:{node.name}")
+        for statement in tree.body:
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                empty = ast.unparse(statement.value) in ("{}", "OrderedDict()", "WeakKeyDictionary()", "set()")
+                if empty:
+                    found.append(f"{file}:{ast.unparse(getattr(statement, 'target', None) or statement.targets[0])}")
+    return found
+
+
+def private_parts(trees: dict[str, ast.Module]) -> list[str]:
+    """Files that name a part of PyTorch or Triton that begins with an underscore."""
+    found = []
+    for file, tree in trees.items():
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                dotted = ast.unparse(node)
+                chain = dotted.split(".") if re.fullmatch(r"[\w.]+", dotted) else [""]
+                if chain[0] in LIBRARIES and any(re.match(r"_[a-zA-Z]", part) for part in chain[1:]):
+                    names.add(".".join(chain))
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
+                parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                names |= {part for part in parts if re.match(r"_[a-zA-Z]", part)}
+        if names:
+            found.append(f"{file}: {', '.join(sorted(names))}")
+    return found
+
+
+def main(root: Path) -> None:
+    trees = sources(root)
+    found = list(functions(trees))
+    lines: dict[str, list[int]] = {}
+    for file in trees:
+        lines.setdefault(str(Path(file).parent), []).append((root / file).read_text().count("\n"))
+    print(f"{'room':32} {'modules':>8} {'lines':>8}")
+    for room, counts in lines.items():
+        print(f"{room:32} {len(counts):8} {sum(counts):8}")
+    print(f"{'all':32} {len(trees):8} {sum(map(sum, lines.values())):8}")
+    for title, names in {
+        f"host functions over {MOST_HOST_PARAMETERS} parameters, Gluon functions over {MOST_GLUON_PARAMETERS}": [
+            f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
+        ],
+        "longest functions": [f"{f.file}:{f.name} {f.lines}" for f in sorted(found, key=lambda f: -f.lines)[:10]],
+        "caches": caches(trees),
+        "private parts of PyTorch and Triton": private_parts(trees),
+    }.items():
+        print(f"\n{title}: {len(names)}")
+        for name in names:
+            print(f"  {name}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
