@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 KIB = 1024
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of what kernels multiply
 
 
 class GPUArch(Enum):

@@ -53,6 +53,7 @@ def _backward(
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
     dbias = None  # in the precision of the sums
     if gradients.dbias is not None:
+        assert call.bias is not None
         dbias = torch.zeros(call.bias.shape, dtype=call.dtype)
     delta = _delta(call, out, lse, dout, dlse)
     if gradients.delta is not None:
@@ -99,10 +100,11 @@ def _backward(
         dv_rows[:, :, n0:n1] = dv_tile
 
     call.grouped(dq_rows).copy_(dq_acc.mul_(tensors.sm_scale))
-    if dbias is not None:
+    if dbias is not None and gradients.dbias is not None:
         gradients.dbias.copy_(dbias.reshape(gradients.dbias.shape))
     if gradients.dsinks is None:
         return None
+    assert tensors.sinks is not None
     sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
     sink_weight.masked_fill_(lse == INF, 0.0)  # where an infinite sink would leave inf - inf
     return -(sink_weight * delta).sum((0, 2))
@@ -134,7 +136,7 @@ def backward(
             added = _backward(
                 part.call, part.queries(out), part.statistics(lse), part.queries(dout), own_dlse, own
             )  # fmt: skip
-            if dsinks is not None:
+            if dsinks is not None and added is not None:
                 dsinks += added
-    if dsinks is not None:
+    if dsinks is not None and gradients.dsinks is not None:
         gradients.dsinks.copy_(dsinks)

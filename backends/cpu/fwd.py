@@ -98,8 +98,8 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             p, m, alpha = _online_softmax_update(s, m)
             l = l * alpha + p.sum(-1, keepdim=True)  # noqa: E741
             acc = acc * alpha + _weighted_values(call, p, seen, m0, m1, n0, n1)
-        m, l, alpha = _add_sink(call, m, l)  # noqa: E741
-        acc *= alpha
+        m, l, at_end = _add_sink(call, m, l)  # noqa: E741
+        acc *= at_end
         acc /= l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = acc.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
@@ -133,8 +133,8 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             state[index] = (o, m, l)
     for (m0, m1), (o, m, l) in zip(blocks, state, strict=True):  # noqa: E741
         l_old = l
-        m, l, alpha = _add_sink(call, m, l)  # noqa: E741
-        o *= l_old * alpha / l.masked_fill(l == 0, 1.0)
+        m, l, at_end = _add_sink(call, m, l)  # noqa: E741
+        o *= l_old * at_end / l.masked_fill(l == 0, 1.0)
         out_rows[:, :, :, m0:m1] = o.unflatten(2, (call.group, -1))
         lse_rows[:, :, :, m0:m1] = _log_sum_exp(m, l).squeeze(-1).unflatten(2, (call.group, -1))
     _end_sequences(call, out, lse)

@@ -103,6 +103,7 @@ def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words 
     """Dropout's words of every sample (or packed sequence) and query head, [B, H] each; None without dropout."""
     if not problem.dropout:
         return None
+    assert tensors.rng_state is not None
     seed, offset = tensors.rng_state.tolist()
     return head_keys(problem.batch, problem.heads_q, seed, offset)
 

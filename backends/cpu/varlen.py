@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ def _ends(cu_seqlens: torch.Tensor, total: int) -> list[tuple[int, int]]:
 
 def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[Sequence]:
     """The sequences of a packed batch that have queries; one without leaves every gradient as it was, zero."""
+    assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
     ends_q, ends_k = _ends(tensors.cu_seqlens_q, problem.total_q), _ends(tensors.cu_seqlens_k, problem.total_k)
     keys = dropout_keys(problem, tensors)
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(ends_q, ends_k, strict=True)):
@@ -56,5 +57,5 @@ def sequences(problem: AttentionProblem, tensors: AttentionTensors) -> Iterator[
             cu_seqlens_k=None,
         )
         alone = problem.replace(layout="bshd", batch=1, seqlen_q=q1 - q0, seqlen_k=k1 - k0, total_q=0, total_k=0)
-        own_keys = None if keys is None else tuple(key[b : b + 1] for key in keys)
+        own_keys: Any = None if keys is None else tuple(key[b : b + 1] for key in keys)
         yield Sequence(Call(alone, own, own_keys), slice(q0, q1), slice(k0, k1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
 
 
-def _sm90_forward(*arguments: object) -> None:
+def _sm90_forward(*arguments: Any) -> None:
     from diyfa.backends.cuda.hopper import (
         fwd as fwd_sm90,  # imports a Gluon that not every Triton has; `sm90.unsupported` asked
     )
@@ -35,7 +36,7 @@ def _sm90_forward(*arguments: object) -> None:
     fwd_sm90.attention_forward(*arguments)
 
 
-def _sm90_repeat(*arguments: object) -> object:
+def _sm90_repeat(*arguments: Any) -> Any:
     from diyfa.backends.cuda.hopper import fwd as fwd_sm90
 
     return fwd_sm90.repeat(*arguments)

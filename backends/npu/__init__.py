@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diyfa.arch import npu_spec
+from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.problem import (
     AttentionProblem,
@@ -60,8 +60,8 @@ def _launch_matmul(*args: Any) -> Any:
 
 
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
-    if problem.dtype not in configs.DTYPE_BYTES:
-        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(configs.DTYPE_BYTES)}"
+    if problem.dtype not in ELEMENT_BYTES:
+        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
     widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
@@ -69,8 +69,8 @@ def _attention_unsupported(problem: AttentionProblem) -> str | None:
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
-    if problem.compute_dtype not in configs.DTYPE_BYTES or problem.dtype not in configs.DTYPE_BYTES:
-        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(configs.DTYPE_BYTES)}"
+    if problem.compute_dtype not in ELEMENT_BYTES or problem.dtype not in ELEMENT_BYTES:
+        return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
     if problem.compute_dtype == "float32" and problem.precision == "tf32":
         return 'Ascend NPUs have no tf32; use precision="ieee", or None to compute in float16'
     if problem.block is not None and not configs.matmul_fits(configs.matmul_tile(problem), problem):
@@ -149,7 +149,7 @@ class NPUBackend:
 
 @cache
 def _device_name(index: int) -> str:
-    return torch.npu.get_device_name(index)
+    return getattr(torch, "npu").get_device_name(index)  # noqa: B009
 
 
 backend = NPUBackend()

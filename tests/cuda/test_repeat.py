@@ -305,6 +305,15 @@ def test_a_tile_that_is_forced_is_launched(recorder, ways):
     assert not ways and recorder.calls[-1][-12:] == usual[-12:]
 
 
+def test_forced_tiles_nest():
+    outer, inner = (configs.AttentionConfig(n, 32, 4, 2, "portable") for n in (32, 64))
+    with attention_launch.use_config("fwd", outer):
+        with attention_launch.use_config("fwd", inner):
+            assert attention_launch._forced["fwd"] == inner
+        assert attention_launch._forced["fwd"] == outer
+    assert "fwd" not in attention_launch._forced
+
+
 def test_gradients_that_lie_otherwise(recorder, ways):
     """Strides are part of what is repeated; an address that is not aligned, or a copy, is not repeated."""
     q, k, v = qkv(grad=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from diyfa.arch import NPUArch, npu_spec
+from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
 from diyfa.backends.npu.compiler import gate
 from diyfa.backends.npu.tables import configs
 
@@ -135,7 +135,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
 def test_forward_is_bound_and_pipelined(target: str) -> None:
     """Said once more without the table of exceptions: both vector cores, four workspace buffers."""
     found = [r for r in reports(target) if r["kernel"] == "attention_fwd/v2"]
-    dtypes = ("float16", "float32") if target == A3 else configs.DTYPE_BYTES
+    dtypes = ("float16", "float32") if target == A3 else ELEMENT_BYTES
     for dtype, head_dim in itertools.product(dtypes, configs.HEAD_DIM_CLASSES):
         assert any(r["case"].startswith(f"{dtype} D={head_dim} ") for r in found), (dtype, head_dim)
     assert {r["compiler"] for r in found} == {f"ascendnpu-ir {version}" for version in releases(target)}
@@ -164,7 +164,7 @@ def test_every_tile_of_the_table_is_compiled(target: str) -> None:
 def _tile_class(case: str) -> tuple[int, int, str]:
     """(operand bytes, head dim, tile) of a report's case."""
     dtype, head_dim, *_, tile = case.split()
-    return configs.DTYPE_BYTES[dtype], int(head_dim.removeprefix("D=")), tile
+    return ELEMENT_BYTES[dtype], int(head_dim.removeprefix("D=")), tile
 
 
 @needs_compilers

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diyfa.arch import gpu_spec
+from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
 from diyfa.problem import AttentionProblem
-
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Optional features are compile-time flags: a call without them runs none of their
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -365,7 +366,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
         boxes: tuple[Box | None, ...] = (None,) * 15
         if config.form == "tma":
             rows = (config.block_m, config.block_n, config.block_n)
-            widths = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
+            widths: Any = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
             boxes = (
                 *(box(x, problem.layout, *tile) for x, *tile in zip((q, k, v), rows, widths, strict=True)),
                 *boxes[3:],

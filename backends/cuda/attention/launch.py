@@ -124,11 +124,15 @@ def launch_key(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[ob
 @contextmanager
 def use_config(kind: str, config: AttentionConfig) -> Iterator[None]:
     """Launch every kernel of `kind` ("fwd", "dkdv", "dq") with this tile inside the block: for sweeps and tests."""
+    outer = _forced.get(kind)
     _forced[kind] = config
     try:
         yield
     finally:
-        del _forced[kind]
+        if outer is None:
+            del _forced[kind]
+        else:
+            _forced[kind] = outer
 
 
 def choice() -> object:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.runtime.tensor_maps import Box
+from diyfa.backends.cuda.runtime.versions import TRITON
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
 
 POINTER = tl.constexpr(0)
@@ -39,8 +40,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 def _has_block_pointers() -> bool:
     """Triton 3.9 still has the name but raises when it is used."""
-    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    return version < (3, 9) and hasattr(tl, "make_block_ptr")
+    return TRITON < (3, 9) and hasattr(tl, "make_block_ptr")
 
 
 # The form for every GPU without TMA, and for tensors that TMA cannot describe.

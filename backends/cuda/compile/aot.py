@@ -110,6 +110,8 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
     Not for use beside other threads that print: ptxas's log reaches us through `sys.stdout`.
     """
     limits = gpu_spec(arch)
+    if limits is None:
+        raise ValueError(f"unknown architecture {arch!r}")
     where, source = target(arch), _source(spec)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     log = io.StringIO()

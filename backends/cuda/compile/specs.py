@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1
@@ -91,7 +92,8 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     for d, bias in ((64, half), (128, "float32")):
         yield _problem(arch, half, d).replace(bias=bias, window_left=128, window_right=64, **everything)
     # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
-    for d in (64, 128, 256) if gpu_spec(arch).has_wgmma else (256,):
+    spec = gpu_spec(arch)
+    for d in (64, 128, 256) if spec is not None and spec.has_wgmma else (256,):
         yield _problem(arch, half, d).replace(bias=half)
     yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
@@ -195,7 +197,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         return
     # Every compiled form in one dtype; the other dtype, keys that end inside a block, sequences of other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
-    for (d, causal), dtype, changes in (
+    cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
         *(
             (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
             for case, rows in sm90.CONFIGS.items()
@@ -227,8 +229,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", {"alibi": True}) for case in ((192, True), (256, False), (256, True))),
         ((128, True), "float16", {"alibi": True} | packed),
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
-    ):
-        problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096} | changes)
+    ]
+    for (d, causal), dtype, changes in cases:
+        problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not sm90.refuses(problem):
             yield _hopper_spec(problem, sm90.config_of(problem))
 
@@ -242,7 +245,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     constants = fwd_sm90.constants(problem, config, False)
     blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
     blocks["o_tensor"] = sm90.CONSUMER_ROWS
-    signature = {}
+    signature: dict[str, str] = {}
     for name, rows in blocks.items():
         ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
         rank = 5 if ragged else 4
@@ -255,7 +258,10 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     else:
         signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
     for name, there in (("slopes_ptr", problem.alibi), ("sinks_ptr", problem.sinks)):
-        (signature if there else constants)[name] = "*fp32" if there else None
+        if there:
+            signature[name] = "*fp32"
+        else:
+            constants[name] = None
     if config.direct:
         signature["o_ptr"] = f"*{element}"
     else:
@@ -303,14 +309,12 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
         yield _preprocess(problem, False)
     for problem in feature_problems(arch):
-        config = default_config("fwd", problem)
-        if config is not None:
-            config = _with_feature_budget("fwd", problem, config)
+        if (tile := default_config("fwd", problem)) is not None:
+            config = _with_feature_budget("fwd", problem, tile)
             yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
         for kind, fn in backward:
-            config = default_config(kind, problem)
-            if config is not None:
-                config = _with_feature_budget(kind, problem, config)
+            if (tile := default_config(kind, problem)) is not None:
+                config = _with_feature_budget(kind, problem, tile)
                 yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
         yield _preprocess(problem, True)
         if problem.bias_grad:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from diyfa.arch import GPUArch, GPUSpec, gpu_spec
+from diyfa.arch import ELEMENT_BYTES, GPUArch, GPUSpec, gpu_spec
 from diyfa.problem import MatmulProblem
-
-ELEMENT_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -137,12 +135,12 @@ def kind_of(problem: MatmulProblem) -> str:
 
 def shared_bytes(config: MatmulConfig, problem: MatmulProblem) -> int:
     """Shared memory of the ring of operand tiles, or of the result's tile on its way out where that is larger."""
-    size = ELEMENT_SIZE[problem.dtype]
+    size = ELEMENT_BYTES[problem.dtype]
     step = (config.block_m + config.block_n) * config.block_k
     ring = step * size * config.num_stages
     if problem.compute_dtype != problem.dtype:  # operands pass through shared memory again after the cast
-        ring += step * ELEMENT_SIZE[problem.compute_dtype]
-    tile = config.block_m * config.block_n * ELEMENT_SIZE[problem.out_dtype]
+        ring += step * ELEMENT_BYTES[problem.compute_dtype]
+    tile = config.block_m * config.block_n * ELEMENT_BYTES[problem.out_dtype]
     if config.form == "pointers":
         return max(ring, tile)
     return ring + (tile // 2 if config.store_halves else tile)  # a descriptor stores from shared memory

@@ -20,11 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.arch import gpu_spec
+from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
 from diyfa.backends.cuda.compile.aot import CompileSpec
 from diyfa.backends.cuda.matmul.configs import (
-    ELEMENT_SIZE,
     MatmulConfig,
     candidates,
     default_config,
@@ -254,6 +253,7 @@ def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> t
 def _launch(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
     c = a.new_empty((problem.m, problem.n), dtype=TORCH_DTYPE[problem.out_dtype])
     config = default_config(problem, form)
+    assert config is not None, "`unsupported` has asked"
     with on_device(a):
         if problem.autotune and problem.block is None:
             config = tune.best(
@@ -295,7 +295,7 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
         return f"reads float16 and bfloat16 as they are, not {problem.dtype} computed in {problem.compute_dtype}"
     if not problem.aligned:
         return "an input's strides or base address are not multiples of 16 bytes"
-    if problem.n * ELEMENT_SIZE[problem.out_dtype] % 16:
+    if problem.n * ELEMENT_BYTES[problem.out_dtype] % 16:
         return f"rows of the result ({problem.n} x {problem.out_dtype}) are not a multiple of 16 bytes"
     if problem.m <= FEW_ROWS and problem.block is None:
         return f"with {problem.m} rows reading b is all the work, which the pointer form splits along its depth"

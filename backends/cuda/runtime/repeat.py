@@ -27,7 +27,7 @@ def allocator_of(device_type: str) -> Allocate:
     compilers: Any = torch._C._dynamo.guards
     fast = getattr(compilers, f"_empty_strided_{device_type}", None)
     if fast is not None:
-        return fast  # type: ignore[no-any-return]
+        return fast
     return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
 
 

@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType
 from typing import Any
 
-import triton
-
 from diyfa.backends.cuda.runtime.tensor_maps import Box, TensorMaps
+from diyfa.backends.cuda.runtime.versions import TRITON
 
-TRITON = (3, 6)
-# In other versions the arguments of the function in C, and who knows it, differ.
-IS_KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) == TRITON
+IS_KNOWN = TRITON == (3, 6)  # elsewhere the arguments of the function in C, and who knows it, differ
 
 # (stream, addresses of all tensors, None for one that is not there) -> launched on the current device. What is not read
 # through TMA may also be a tensor.
@@ -40,8 +37,11 @@ def _function_and_maps(launcher: Any, boxes: Sequence[Box | None]) -> tuple[Any,
     described = iter(metadata)
     maps: list[TensorMaps | None] = []
     for box in boxes:
-        one = None if box is None else next(described)
-        maps.append(None if box is None else TensorMaps(box, one, TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]]))
+        if box is None:
+            maps.append(None)
+        else:
+            one = next(described)
+            maps.append(TensorMaps(box, one, TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]]))
     return inside["launcher"], maps
 
 

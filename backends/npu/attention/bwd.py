@@ -12,6 +12,8 @@ loop, the padding) is said there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 
@@ -44,7 +46,7 @@ from diyfa.backends.npu.tables.configs import (
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
-def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool]:
+def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool | str]:
     """The forward's flags but the sinks: a sink changes lse, and nothing else that the backward kernels read."""
     flags = attention_flags(problem, kernel)
     del flags["SINKS"]
@@ -60,7 +62,7 @@ def _launch_dbias(
     dlse: torch.Tensor | None,
     bias: Bias,
     dbias: torch.Tensor,
-    stride: dict[str, tuple[int, ...]],
+    stride: Mapping[str, tuple[int, ...]],
     slope_stride: int,
     sizes: tuple[float, ...],
     shared: dict[str, object],

@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from diyfa.arch import NPUArch, npu_spec
+from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
 from diyfa.backends.npu.compiler import gate, hivm, l0
 from diyfa.backends.npu.compiler.metrics import limits, metrics
 from diyfa.backends.npu.tables import configs, configs_v1
@@ -680,7 +680,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from tile_jobs(target) if lean else every_job(target, full)
     yield from narrower_jobs(target)
     yield from always_masked_jobs(target)
-    yield from v1_jobs(target, [dtype for dtype in configs.DTYPE_BYTES if not (lean and dtype == "bfloat16")])
+    yield from v1_jobs(target, [dtype for dtype in ELEMENT_BYTES if not (lean and dtype == "bfloat16")])
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
 
@@ -737,7 +737,7 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
     """Every mode of the table and every feature of the attention kernels."""
     head_dims = configs.HEAD_DIM_CLASSES
     changes: list[dict[str, Any]] = []
-    for dtype in configs.DTYPE_BYTES:
+    for dtype in ELEMENT_BYTES:
         cases = dict(MODE_CASES)
         if dtype == "bfloat16" and not full:  # the rows are float16's
             cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
@@ -746,7 +746,7 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
             own = mode_case("dbias", "featured")
             for d, case in itertools.product(head_dims, (own, {**mode_case("dbias", "crowded"), "bias": "k"})):
                 yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
-    for dtype in configs.DTYPE_BYTES if full else ("float16",):
+    for dtype in ELEMENT_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         changes += [
             {"dtype": dtype, "head_dim": head_dim, **case}
@@ -759,7 +759,11 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
 
 def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
     """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
-    features = ({}, {"window_right": 0}, {"window_left": 256, "window_right": 128, "seq_lens": True})
+    features: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_right": 0},
+        {"window_left": 256, "window_right": 128, "seq_lens": True},
+    )
     for dtype in dtypes:
         for head_dim in (64, 128, 256):
             yield from (v1_job(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features)
@@ -770,7 +774,7 @@ def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
 
 def helper_jobs(target: str) -> Iterator[Job]:
     """The kernels without matrix products."""
-    for dtype in configs.DTYPE_BYTES:
+    for dtype in ELEMENT_BYTES:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)

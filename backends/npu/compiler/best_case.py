@@ -9,10 +9,10 @@ takes a margin off (`search.VECTOR_PART`).
 
 from __future__ import annotations
 
-from diyfa.arch import NPUArch, npu_spec
+from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
 from diyfa.backends.npu.compiler import cost
 from diyfa.backends.npu.compiler.hivm import Loop, Module, Product, VectorCall, Work
-from diyfa.backends.npu.tables.configs import DTYPE_BYTES, AttentionTile
+from diyfa.backends.npu.tables.configs import AttentionTile
 from diyfa.problem import AttentionProblem
 
 FP32_BYTES = 4  # of a score, a partial result, lse and delta; the gate's attn_bias is in fp32 too
@@ -25,7 +25,7 @@ def least_work(problem: AttentionProblem, kernel: str, rows: int, keys: int, key
     """
     spec = npu_spec(problem.arch)
     through_memory = spec is not None and spec.arch is not NPUArch.A5  # the 950 has a way between its cores
-    width, d, dv = DTYPE_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    width, d, dv = ELEMENT_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
     scores, bits = rows * keys, 8 * width
     products = {
         "fwd": [(rows, keys, d), (rows, dv, keys)],

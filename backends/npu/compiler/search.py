@@ -32,7 +32,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from diyfa.arch import NPU_SPECS, NPUArch, npu_spec
+from diyfa.arch import ELEMENT_BYTES, NPU_SPECS, NPUArch, npu_spec
 from diyfa.backends.npu.compiler import aot, best_case, cost, gate, hivm
 from diyfa.backends.npu.compiler.metrics import REFERENCE
 from diyfa.backends.npu.tables import configs, tiles
@@ -51,8 +51,20 @@ VECTOR_PART = 0.75
 SHORTLIST = 3  # shapes that are tried with other options
 PRODUCT_MEMORIES = ("cc", "cbuf")  # what the compiler calls L0C and L1
 RESCUED = 4  # how many times the best shape's size a shape may have that is tried with other options
-OPTIONS = ({"workspace_buffers": 2}, {"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"cube_loop": 2})
-RESCUE = ({"vector_loop": 1}, {"vector_loop": 2}, {"vector_loop": 4}, {"workspace_buffers": 2}, {"cube_loop": 2})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"workspace_buffers": 2},
+    {"vector_loop": 1},
+    {"vector_loop": 2},
+    {"vector_loop": 4},
+    {"cube_loop": 2},
+)
+RESCUE: tuple[dict[str, Any], ...] = (
+    {"vector_loop": 1},
+    {"vector_loop": 2},
+    {"vector_loop": 4},
+    {"workspace_buffers": 2},
+    {"cube_loop": 2},
+)
 # Chips with the memories of another one, for which the same compilations are ranked.
 SIBLINGS = {
     "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
@@ -162,7 +174,7 @@ class Place:
 
     @property
     def key(self) -> tiles.RowKey:
-        return tiles.RowKey(self.kernel, configs.DTYPE_BYTES[self.dtype], self.head_dim, self.mode)
+        return tiles.RowKey(self.kernel, ELEMENT_BYTES[self.dtype], self.head_dim, self.mode)
 
     @property
     def case(self) -> dict[str, Any]:
@@ -417,7 +429,7 @@ class Search:
         return tiles.Row(
             chips=tuple(sorted(tiles.chip_class(chip) for chip in chips)),
             kernel=place.kernel,
-            width=configs.DTYPE_BYTES[place.dtype],
+            width=ELEMENT_BYTES[place.dtype],
             head_dim=place.head_dim,
             mode=place.mode,
             block_m=winner.tile.block_m,

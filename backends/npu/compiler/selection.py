@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from diyfa.arch import ELEMENT_BYTES
 from diyfa.backends.npu.compiler.aot import Job, attention_job, example, mode_case
 from diyfa.backends.npu.tables import configs
 
@@ -28,7 +29,7 @@ class Selection:
     def __post_init__(self) -> None:
         known: dict[str, tuple[Any, ...]] = {
             "kernel": KERNELS,
-            "dtype": tuple(configs.DTYPE_BYTES),
+            "dtype": tuple(ELEMENT_BYTES),
             "mode": configs.MODES,
         }
         for name, values in known.items():
@@ -50,7 +51,7 @@ class Selection:
             yield row
             return
         for rows, keys in self.tile or ((row.block_m, row.block_n),):
-            shape = {"block_m": rows, "block_n": keys, "measured": "asked for"}
+            shape: dict[str, Any] = {"block_m": rows, "block_n": keys, "measured": "asked for"}
             yield replace(row, bound=False, pipelined=0, **shape, **options)
 
 

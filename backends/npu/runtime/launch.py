@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from diyfa.arch import npu_spec
+from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS
-from diyfa.backends.npu.tables.configs import DTYPE_BYTES, AttentionTile, MatmulTile
+from diyfa.backends.npu.tables.configs import AttentionTile, MatmulTile
 from diyfa.problem import AttentionProblem, bhsd_strides
 
 # How much of what all cores share before device memory the operands of one part of the work may take: an assumption,
@@ -64,7 +64,7 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.seqlen_q * group if kernel == "dkdv" else problem.seqlen_k
-    row_bytes = (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ELEMENT_BYTES[problem.dtype]
     by_sample = problem.varlen or problem.seq_lens
     heads = problem.heads_kv * (1 if by_sample else problem.batch)
     parts = -(-heads * rows * row_bytes // CACHE_BYTES)
@@ -74,7 +74,7 @@ def heads_together(problem: AttentionProblem, kernel: str) -> int:
 
 def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current: Triton launches on the current device, whatever the tensors'."""
-    return nullcontext() if x.device.type == "cpu" else torch.npu.device(x.device)
+    return nullcontext() if x.device.type == "cpu" else getattr(torch, "npu").device(x.device)  # noqa: B009
 
 
 def addressed(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from diyfa.arch import NPUArch, NPUSpec, npu_spec
+from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.compiler import l0
 from diyfa.backends.npu.tables import tiles
 from diyfa.dropout import drop_threshold
@@ -25,7 +25,6 @@ PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a 
 # A run-time `if` around the mask spares tiles that need none, and is what to suspect first when results are wrong on a
 # device but right in the interpreter: with DIYFA_NPU_ALWAYS_MASK=1 every tile is masked, without an `if`.
 ALWAYS_MASK = os.environ.get("DIYFA_NPU_ALWAYS_MASK", "0") == "1"
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ def attention_key(problem: AttentionProblem, kernel: str) -> TileKey:
     chip = NPUArch.A5 if spec is not None and spec.arch is NPUArch.A5 else NPUArch.A2
     widest = max(problem.head_dim, problem.head_dim_v)
     head_dim = next(d for d in HEAD_DIM_CLASSES if widest <= d)
-    row = TileKey(chip, kernel, DTYPE_BYTES[problem.dtype], head_dim, modes(kernel)[0])
+    row = TileKey(chip, kernel, ELEMENT_BYTES[problem.dtype], head_dim, modes(kernel)[0])
     mode = attention_mode(problem, ATTENTION_TILES[_own(row, spec)].block_n)
     if kernel == "dkdv" and mode == "tail":  # each key has its own row of the result, and rows beyond are not stored
         mode = "even"
@@ -355,7 +354,7 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
     spec = npu_spec(problem.arch)
     if spec is None:
         return False
-    width, d, dv = DTYPE_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
+    width, d, dv = ELEMENT_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
     rows, keys = tile.block_m, tile.block_n
     operands = {
         "fwd": rows * d + keys * (d + dv) + rows * keys,
@@ -370,7 +369,7 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
 def widest_product(dtype: str) -> int:
     """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
     wider heads come from two, see `compat.cut_columns`."""
-    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, DTYPE_BYTES[dtype]))
+    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, ELEMENT_BYTES[dtype]))
 
 
 def always_mask_unfit(problem: AttentionProblem) -> str | None:
@@ -446,13 +445,13 @@ def matmul_tile(problem: MatmulProblem) -> MatmulTile:
     """The caller's tile, or the table's for the width of the wider of input and compute dtype."""
     if problem.block is not None:
         return MatmulTile(*problem.block, measured="asked for by the caller")
-    return MATMUL_TILES[max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])]
+    return MATMUL_TILES[max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])]
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
     """Whether the accumulator fits L0C, two stages of both operand tiles L1, and pieces of them L0A and L0B."""
     spec = npu_spec(problem.arch)
-    width = max(DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.compute_dtype])
+    width = max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])
     operands = (tile.block_m + tile.block_n) * tile.block_k * width
     streamed = l0.longest_piece(tile.block_m, tile.block_n, width) > 0
     return spec is not None and streamed and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1

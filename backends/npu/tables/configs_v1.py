@@ -6,8 +6,10 @@ always compiled in, so there is one row for each operand width and head-dim clas
 
 from __future__ import annotations
 
-from diyfa.arch import NPUArch
-from diyfa.backends.npu.tables.configs import DTYPE_BYTES, AttentionTile, family
+from typing import Any
+
+from diyfa.arch import ELEMENT_BYTES, NPUArch
+from diyfa.backends.npu.tables.configs import AttentionTile, family
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "window", "seq_lens", "gqa", "head_dim_v"})
@@ -27,13 +29,13 @@ _SHAPES: dict[tuple[int, int], tuple[int, int]] = {
 def v1_tile(problem: AttentionProblem) -> AttentionTile:
     """The tile for `problem`. The compiler binds and pipelines nothing on the 950, which takes the same tiles."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    width = DTYPE_BYTES[problem.dtype]
+    width = ELEMENT_BYTES[problem.dtype]
     rows, keys = next(shape for (w, head_dim), shape in _SHAPES.items() if w == width and widest <= head_dim)
     on_950 = family(problem.arch) is NPUArch.A5
     return AttentionTile(rows, keys, bound=not on_950, pipelined=0 if on_950 else 4)
 
 
-def v1_flags(problem: AttentionProblem) -> dict[str, bool]:
+def v1_flags(problem: AttentionProblem) -> dict[str, Any]:
     """The compile-time features of a call."""
     return {
         "CAUSAL": problem.causal,
