@@ -98,6 +98,12 @@ ATTENTION = {
     "lens_2d": ((Q, K, V), {"seq_lens": lens(8, 8)[None]}, ValueError, r"seq_lens must have shape"),
     "lens_zero": ((Q, K, V), {"seq_lens": lens(0, 8)}, ValueError, r"0 < length <= 8, got values from 0 to 8"),
     "lens_beyond": ((Q, K, V), {"seq_lens": lens(8, 9)}, ValueError, r"0 < length <= 8"),
+    "lens_parameter": (
+        (Q, K, V),
+        {"seq_lens": torch.nn.Parameter(lens(8, 9), requires_grad=False)},
+        ValueError,
+        r"0 < length <= 8",
+    ),
     "lens_device": ((Q, K, V), {"seq_lens": lens(8, 8).to("meta")}, ValueError, r"same device"),
     "lens_3d": ((Q[0, :3], K[0, :3], V[0, :3]), {"seq_lens": lens(8, 8)}, ValueError, r"multiple of the batch 2"),
     "alibi_type": ((Q, K, V), {"alibi_slopes": [0.5] * 4}, TypeError, r"alibi_slopes must be a torch\.Tensor"),
