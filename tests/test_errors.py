@@ -90,6 +90,7 @@ ATTENTION = {
     "dropout_one": ((Q, K, V), {"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\)"),
     "dropout_type": ((Q, K, V), {"dropout_p": "0"}, TypeError, r"dropout_p must be a number"),
     "window_negative": ((Q, K, V), {"window": (-2, 0)}, ValueError, r"window sizes must be -1.*\(-2, 0\)"),
+    "window_negative_right": ((Q, K, V), {"window": (0, -2)}, ValueError, r"window sizes must be -1.*\(0, -2\)"),
     "window_single": ((Q, K, V), {"window": 3}, TypeError, r"window must be a pair"),
     "window_triple": ((Q, K, V), {"window": (1, 2, 3)}, TypeError, r"window must be a pair"),
     "lens_type": ((Q, K, V), {"seq_lens": [8, 8]}, TypeError, r"seq_lens must be a torch\.Tensor"),
