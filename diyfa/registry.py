@@ -74,14 +74,16 @@ def load_backend(name: str) -> Backend:
             package = "triton-ascend" if name == "npu" else "triton"
             raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
         backend = importlib.import_module(BUILTIN_BACKENDS[name]).backend
+        follows = isinstance(backend, Backend)
     elif name in _plugins():
         try:
             backend = _plugins()[name].load()
+            follows = isinstance(backend, Backend) and all(isinstance(x, Kernel) for x in backend.kernels)
         except (Exception, SystemExit) as error:  # another's code raises whatever it likes; all of it is reported
             raise ImportError(f"backend {name!r} does not load: {type(error).__name__}: {error}") from error
     else:
         raise ValueError(f"no backend called {name!r}; there are: {', '.join(backend_names())}")
-    if not isinstance(backend, Backend):
+    if not follows:
         raise TypeError(f"backend {name!r} does not follow diyfa.problem.Backend: {backend!r}")
     _loaded[name] = backend
     return backend
@@ -223,6 +225,14 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _reason_against(other: Backend, device: torch.device) -> str | None:
+    """Why a backend that was not asked for does not take tensors on `device`, or None; what its code raises is one."""
+    try:
+        return other.accepts(device)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def explain_choice(
     op: str, problem: Any, device: torch.device, backend: str = "", variant: str = "auto"
 ) -> Explanation:
@@ -242,7 +252,7 @@ def explain_choice(
         except (ImportError, TypeError) as error:
             alternatives.append(Alternative(name, "*", str(error)))
             continue
-        if other is not chosen_backend and (reason := other.accepts(device)):
+        if other is not chosen_backend and (reason := _reason_against(other, device)):
             alternatives.append(Alternative(name, "*", reason))
             continue
         for kernel in _of_op(other, op):

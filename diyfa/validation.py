@@ -174,7 +174,7 @@ def check_scalars(sm_scale: float | None, softcap: float, dropout_p: float, scal
 
 def is_capturing(x: torch.Tensor) -> bool:
     """Whether a device graph is being captured on the current stream of x's device type, or a graph is traced."""
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return True
     module = getattr(torch, x.device.type, None)
     capturing = getattr(module, "is_current_stream_capturing", None)
@@ -187,6 +187,9 @@ _lengths_read = WeakTensorKeyDictionary()
 
 def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
     """The smallest and the largest value, read once for each tensor and version of its contents."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_batchedtensor(lengths):  # under torch.vmap: those of all calls at once
+        lengths = functorch.get_unwrapped(lengths)
     if lengths.is_inference():  # has no version
         values = lengths.cpu()
         return int(values.min()), int(values.max())

@@ -462,6 +462,24 @@ def test_vmap_without_gradients() -> None:
     assert torch.equal(got, torch.stack([diyfa.flash_attention(x, k, v, causal=True, **CPU) for x in q]))
 
 
+def test_vmap_over_lengths() -> None:
+    """They are checked as those of one call are, whichever dimension is mapped."""
+    q, k, v = tensors((3, 2, 2, 5, 8), (3, 2, 2, 5, 8), (3, 2, 2, 5, 8), grad=False)
+    lengths = torch.tensor([[1, 2], [5, 3], [4, 4]], dtype=torch.int32)
+    expected = torch.stack(
+        [diyfa.flash_attention(*x, seq_lens=n, **CPU) for *x, n in zip(q, k, v, lengths, strict=True)]
+    )
+
+    def attend(q, k, v, lengths):
+        return diyfa.flash_attention(q, k, v, seq_lens=lengths, **CPU)
+
+    assert torch.equal(torch.vmap(attend)(q, k, v, lengths), expected)
+    assert torch.equal(torch.vmap(attend, in_dims=(0, 0, 0, 1))(q, k, v, lengths.t().contiguous()), expected)
+    lengths[1, 0] = 6
+    with pytest.raises(ValueError, match="0 < length <= 5, got values from 1 to 6"):
+        torch.vmap(attend)(q, k, v, lengths)
+
+
 def test_gradients_of_what_vmap_returns(opaque) -> None:
     q, k, a, b = tensors((3, 1, 2, 5, 8), (1, 2, 5, 8), (3, 16, 16), (16, 16))
 

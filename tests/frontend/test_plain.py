@@ -145,10 +145,11 @@ def test_dropout_draws_at_every_call(launches):
     assert not launches
 
 
-def test_gradients_go_through_autograd(launches):
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_gradients_go_through_autograd(launches, which):
     q, k, v = qkv()
     attend(q, k, v)
-    q.requires_grad_()
+    (q, k, v)[which].requires_grad_()
     out = attend(q, k, v)
     assert out.requires_grad
     with torch.no_grad():

@@ -208,12 +208,29 @@ def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.load_backend("broken")
 
 
+def test_explain_reports_what_another_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty:
+        name, device_type, kernels = "faulty", "meta", ()
+        arch = unsupported = None
+
+        def accepts(self, device: torch.device) -> str | None:
+            raise RuntimeError("no driver")
+
+    monkeypatch.setattr(registry, "_plugins", lambda: {"faulty": None})
+    monkeypatch.setitem(registry._loaded, "faulty", Faulty())
+    q = torch.randn(1, 2, 4, 8)
+    (said,) = [a for a in diyfa.explain(q, q, q, backend="cpu").alternatives if a.backend == "faulty"]
+    assert (said.kernel, said.reason) == ("*", "RuntimeError: no driver")
+
+
 BROKEN = {
     "value": 'raise ValueError("no such chip")',
     "attribute": "import torch\ntorch.no_such_function",
     "syntax": "def (",
     "exit": 'raise SystemExit("driver missing")',
     "protocol": "backend = object()",
+    "property": "class Bad:\n    kernels = property(lambda self: 1 / 0)\n    accepts = arch = unsupported = print\n"
+    "    name, device_type = 'bad', 'meta'\nbackend = Bad()",
 }
 USE_BROKEN = """
 import sys, torch, diyfa
@@ -255,6 +272,7 @@ def test_a_broken_plugin_breaks_nothing_else(name: str, tmp_path: Path) -> None:
         "syntax": "backend 'bad' does not load: SyntaxError",
         "exit": "backend 'bad' does not load: SystemExit: driver missing",
         "protocol": "backend 'bad' does not follow diyfa.problem.Backend",
+        "property": "backend 'bad' does not load: ZeroDivisionError: division by zero",
     }
     assert reason.startswith(expected[name])
 

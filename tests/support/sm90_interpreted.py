@@ -70,6 +70,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = N
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(sm90, "SHORT_WALK", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
     choice = lru_cache(FROM_THE_TABLE) if config is None else lambda problem: config
