@@ -42,13 +42,16 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def available_targets() -> dict[str, Target]:
-    """Targets by backend name: DIYFA_TEST_BACKENDS (comma-separated) or, by default, cpu and cuda.
+def _has_npu() -> bool:
+    npu = getattr(torch, "npu", None)
+    return npu is not None and npu.is_available()
 
-    An NPU is tested when asked for by name: it needs torch_npu, in an environment of its own.
-    """
+
+def available_targets() -> dict[str, Target]:
+    """Targets by backend name: DIYFA_TEST_BACKENDS (comma-separated) or, by default, all three, npu only where its
+    kernels run in the interpreter on CPU tensors: npu tensors need torch_npu, in an environment of its own."""
     asked = os.environ.get("DIYFA_TEST_BACKENDS", "")
-    names = [name.strip() for name in asked.split(",") if name.strip()] if asked else ["cpu", "cuda"]
+    names = [name.strip() for name in asked.split(",") if name.strip()] if asked else ["cpu", "cuda", "npu"]
     found = {}
     for name in names:
         if name == "cpu":
@@ -57,7 +60,11 @@ def available_targets() -> dict[str, Target]:
             gpu = torch.cuda.is_available()
             found[name] = Target("cuda", "cuda" if gpu else "cpu", not gpu)
         elif name == "npu":
-            found[name] = Target("npu", "npu", os.environ.get("TRITON_INTERPRET") == "1")
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+            if asked and _has_npu():
+                found[name] = Target("npu", "npu", interpreted)
+            elif asked or (interpreted and _exists("npu") and _has_triton()):
+                found[name] = Target("npu", "cpu", True)
         elif name not in ("cpu", "cuda"):
             raise ValueError(f"DIYFA_TEST_BACKENDS names an unknown backend: {name!r}")
     return found
@@ -76,9 +83,8 @@ def absent() -> list[str]:
         elif not _exists("cuda"):
             reason = "no diyfa.backends.cuda: not tested"
         lines.append(reason)
-    npu = getattr(torch, "npu", None)
-    if npu is None or not npu.is_available():
-        lines.append("no NPU (torch_npu finds none): npu kernels are tested with DIYFA_TEST_BACKENDS=npu")
+    if not _has_npu():
+        lines.append("no NPU (torch_npu finds none): npu kernels run in the Triton interpreter on CPU tensors")
     return lines
 
 
