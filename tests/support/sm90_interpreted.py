@@ -31,6 +31,7 @@ from diyfa.testing import (
 # What synchronises, each after what it imports of the others; the last one has the kernel.
 KERNEL_MODULES = (
     "gluon.barriers",
+    "gluon.ring",
     "gluon.scheduler",
     "gluon.tile_info",
     "hopper.mma",
@@ -70,6 +71,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = N
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(sm90, "SHORT_WALK", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
     choice = lru_cache(FROM_THE_TABLE) if config is None else lambda problem: config
