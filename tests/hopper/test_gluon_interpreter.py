@@ -12,6 +12,7 @@ from subprocesses import SUPPORT, run_python
 
 need_hopper_gluon()
 
+import gluon_aggregates  # noqa: E402
 import gluon_kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 from simulators.gluon import (  # noqa: E402
@@ -98,6 +99,33 @@ def test_a_mark_without_its_instruction_is_reported(bug: str, message: str) -> N
     for seed in SEEDS:
         with pytest.raises(InvalidOperand, match=message):
             double_rows(bug, seed, by_warp=True)
+
+
+def through_aggregates(bug: str = "", seed: int = 0) -> None:
+    out = torch.zeros(64, dtype=torch.int32)
+    kernel = InterpretedKernel(gluon_aggregates.through_partitions, seed)
+    kernel[(1,)](out, 9, FACTOR=5, BUG=bug)
+    assert out.tolist() == [5 * i - 1 for i in range(64)]  # (9 // 2 - 8) / 3
+
+
+def test_aggregates_go_through_partitions() -> None:
+    for seed in SEEDS:
+        through_aggregates(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("bug", "error", "message"),
+    [
+        ("no fill", Deadlock, "waits for parity 0"),
+        ("block", InvalidOperand, "no register tensors as arguments of workers"),
+        ("field missing", TypeError, "Job has the fields"),
+        ("wrong type", TypeError, "for attribute 'n'"),
+        ("float", TypeError, "for attribute 'FACTOR'"),
+    ],
+)
+def test_a_planted_bug_of_aggregates_is_reported(bug: str, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        through_aggregates(bug)
 
 
 def test_a_seed_is_an_interleaving() -> None:

@@ -73,7 +73,7 @@ def test_scores_rise_beyond_what_sums_hold(name: str, monkeypatch: pytest.Monkey
     """Without going through the flagged tiles again, these cases are wrong."""
     case, config = next((case, config) for case, config in CASES if case.name == name)
     source = source_of("hopper.fwd")
-    flagged = "if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:"
+    flagged = "if flags.any_flagged() != 0:"
     assert flagged in source
     kernels = load_kernel({"hopper.fwd": source.replace(flagged, "if False:")}, tmp_path)
     interpret(monkeypatch, replace(config, fixed_max=True), kernels=kernels)

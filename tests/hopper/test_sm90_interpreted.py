@@ -121,20 +121,20 @@ def mutant(tmp_path: Path, pattern: str, replacement: str | Callable[[re.Match[s
 
 MUTANTS = {
     "K is released before its product is done": (
-        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +release\(kv_empty\.index\(k_slot\), BY_WARP\)\n)",
+        r"( +s = warpgroup_mma_wait\(0, deps=\[s\]\)\n)( +ring\.release\(item\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o, PIECES_V, JOINED\)\n)( +release\(kv_empty\.index\(v_slot\), BY_WARP\)\n)",
+        r"( +o = finish_values\(o, config\.BOXES_V, config\.JOINED\)\n)( +ring\.release\(item - 1\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "scores are read while their product runs": (
-        r"s = warpgroup_mma_wait\(run_count\(PIECES_V, JOINED\)",
-        "s = warpgroup_mma_wait(run_count(PIECES_V, JOINED) + 1",
+        r"s = warpgroup_mma_wait\(run_count\(config\.BOXES_V, config\.JOINED\)",
+        "s = warpgroup_mma_wait(run_count(config.BOXES_V, config.JOINED) + 1",
         Race,
         {},
     ),
@@ -145,7 +145,7 @@ MUTANTS = {
         {},
     ),
     "Q is released although out follows it there": (
-        r"if \(OWN_O or DIRECT\) and Q_HELD < PIECES:  # the last",
+        r"if \(config\.OWN_O or config\.DIRECT\) and config\.Q_IN_REGISTERS < config\.BOXES:  # the last",
         "if True:  #",
         KernelBug,
         {"own_o": False},
@@ -158,7 +158,7 @@ MUTANTS = {
     ),
     "out leaves before it is visible": (r"(\.store\(out\)\n.*\n) +fence_async_shared\(\)\n", r"\1", Race, {}),
     "the next Q comes while this one is read": (
-        r"    if Q_HELD > 0:\n        fence_async_shared\(\)\n",
+        r"    if config\.Q_IN_REGISTERS > 0:\n        fence_async_shared\(\)\n",
         "",
         Race,
         {"piece": 64, "joined": True, "q_held": 1},
@@ -170,21 +170,21 @@ MUTANTS = {
         {"fixed_max": False},
     ),
     "nobody has the first turn": (
-        r"if PINGPONG and CONSUMER == CONSUMERS - 1:",
+        r"if INDEX == config\.CONSUMERS - 1:",
         "if False:",
         Deadlock,
         {"pingpong": True},
     ),
-    "V is waited for in K's parity": (
-        r"(wait_full\(kv_full\.index\(v_slot\), \()\(item - 1\)( // SLOTS)",
-        r"\1item\2",
+    "V is waited for in another round's parity": (
+        r"ring\.wait_full\(item - 1\)",
+        "ring.wait_full(item - 1 + ring.STAGES)",
         KernelBug,
         {},
     ),
-    "a slot is released by one consumer for all": (r"count=releases_of\(.*\)\)", "count=1)", KernelBug, {}),
+    "a stage is released by one consumer for all": (r"count=arrivals_to_free\(.*\)\)", "count=1)", KernelBug, {}),
     "barriers are not visible to TMA": (
-        r"    fence_async_shared\(\)\n    await_kernels",
-        "    await_kernels",
+        r"    fence_async_shared\(\)\n    wait_for_previous_kernels",
+        "    wait_for_previous_kernels",
         Race,
         {},
     ),
@@ -218,23 +218,23 @@ def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch:
 DYNAMIC_MUTANTS = {
     "the first to leave clears the counter": (r"== gl\.num_programs\(0\) - 1:", "== 0:", Race),
     "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
-    "all lanes take the first one's ticket for theirs": (
-        r"drawn = gl\.inline_asm[^)]*\)",
-        "drawn = ticket",
+    "no lane but the first has the number that is drawn": (
+        r"number = gl\.inline_asm[^)]*\)",
+        "number = drawn",
         InvalidOperand,
     ),
-    "a notice replaces one that nobody has read": (
-        r"int32, \[NOTICES, WORDS\]",
-        "int32, [1, WORDS]",
+    "a tile info replaces one that nobody has read": (
+        r"TileInfos\(words, written, COUNT\)",
+        "TileInfos(words, written, 1)",
         KernelBug,
     ),
-    "a notice is read before it is there": (r" +wait_full\(written\.index.*\n", "", KernelBug),
-    "a notice is there before it is written": (
-        r"( +notices\.index\(.*\)\.store.*\n)( +arrive_by_lane\(written.*\n)",
+    "a tile info is read before it is there": (r" +wait_full\(self\.written\.index.*\n", "", KernelBug),
+    "a tile info is there before it is written": (
+        r"( +self\.words\.index\(.*\)\.store.*\n)( +arrive_per_lane\(self\.written.*\n)",
         r"\2\1",
         KernelBug,
     ),
-    "a notice is read twice": (r"(turn \+= 1\n.*\n.* read_notice\()turn", r"\1turn - 1", KernelBug),
+    "a tile info is read twice": (r"(turn \+= 1\n.*\n.*tile_infos\.read\()turn", r"\1turn - 1", KernelBug),
 }
 
 

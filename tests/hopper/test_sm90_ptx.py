@@ -9,10 +9,10 @@ import triton
 from subprocesses import SUPPORT, run_python
 
 from diyfa.backends.cuda.gluon import inline_ptx as sm90_ptx
+from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, complete, completing
-from diyfa.backends.cuda.hopper import configs as sm90
 
-needs_triton = pytest.mark.skipif(not sm90.has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
+needs_triton = pytest.mark.skipif(not has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
 
 # ---- text in, text out: PTX as Triton 3.6 and 3.7 write it
 

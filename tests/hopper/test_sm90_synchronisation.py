@@ -34,13 +34,15 @@ SYNCHRONISING = (
     "_hand_over",
     "wait_full",
     "release",
-    "arrive_by_lane",
-    "await_kernels_before",
-    "_say",  # PTX: marks, the waits for kernels before and for stores
+    "arrive_per_lane",
+    "wait_for_previous_kernels",
+    "wait_for_stores",
+    "_inline_ptx",  # marks, the waits for kernels before and for stores
 )
+METHODS = ("init", "invalidate", "wait_empty", "wait_full", "release", "wait_turn", "hand_over")
 # These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck.
-HARMLESS = ("_say(_WAIT_BY_WARP)", "_say(_RELEASE_BY_WARP)", "_say(_ARRIVE_BY_LANE)")
+HARMLESS = ("_inline_ptx(_WAIT_PER_WARP)", "_inline_ptx(_RELEASE_PER_WARP)", "_inline_ptx(_ARRIVE_PER_LANE)")
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
 WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
@@ -62,10 +64,15 @@ FORMS = (
 )
 
 
+def is_synchronising(function: ast.expr) -> bool:
+    method = isinstance(function, ast.Attribute) and function.attr in METHODS
+    return method or ast.unparse(function) in SYNCHRONISING
+
+
 def statements(tree: ast.AST) -> list[ast.Expr]:
     """The statements that synchronise and do nothing else, in the order of the source."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    synchronising = [call for call in calls if ast.unparse(call.value.func) in SYNCHRONISING]
+    synchronising = [call for call in calls if is_synchronising(call.value.func)]
     needed = (call for call in synchronising if ast.unparse(call) not in HARMLESS)
     return sorted(needed, key=lambda call: call.lineno)
 

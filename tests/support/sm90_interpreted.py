@@ -31,6 +31,7 @@ from diyfa.testing import (
 # What synchronises, each after what it imports of the others; the last one has the kernel.
 KERNEL_MODULES = (
     "gluon.barriers",
+    "gluon.ring",
     "gluon.scheduler",
     "gluon.tile_info",
     "hopper.mma",

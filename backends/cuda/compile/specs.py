@@ -267,9 +267,9 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     else:
         constants["o_ptr"] = None
     if config.deal == "dynamic":
-        signature["tickets_ptr"] = "*i32"
+        signature["counter_ptr"] = "*i32"
     else:
-        constants["tickets_ptr"] = None
+        constants["counter_ptr"] = None
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))

@@ -23,7 +23,7 @@ from typing import Any
 
 import triton
 
-from diyfa.backends.cuda.hopper.configs import has_gluon
+from diyfa.backends.cuda.gluon.compat import has_gluon
 
 # Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]

@@ -1,106 +1,109 @@
-"""Which tile each program of the Hopper kernel takes next: Gluon helpers of `hopper/fwd.py`.
+"""The tile scheduler: which tile each program of a grid takes next.
 
 Tiles are numbered so that in each group of heads whose keys share the L2 cache the longest come first
-(`hopper/tiles.py`). DEAL says how the programs of a grid share the numbers:
+(`hopper/tiles.py`). A schedule says how programs share the numbers:
 
 * "static": every n-th, n programs. A grid of one program for each tile is this too. Under a causal mask the first
   program gets the longest of each round, so the programs of a persistent grid do not end together.
-* "balanced": rounds of one tile for each program. Each group of heads begins a round; every second round of a group
-  goes backwards, and every second group is the mirror image of the one before. What a round gives to the first
-  programs the next gives to the last, and so do groups: no program has more than 4 % above its share.
-* "dynamic": whoever comes first takes the next one. The producer draws a ticket when it comes to the last block of the
-  tile before; number of programs + ticket is its next tile.
+* "balanced": rounds of one tile for each program. Each group of heads begins a round. Every second round of a group
+  goes backwards, and every second group mirrors the one before. What a round gives to the first programs, the next
+  gives to the last, and so do groups: no program has more than 4 % above its share.
+* "dynamic": whoever comes first takes the next one. The producer draws a number from the tile counter when it comes to
+  the last block of the tile before; number of programs + that is its next tile.
 
-Only the producer deals; consumers read its notices (`gluon/tile_info.py`).
+Only the producer asks the scheduler; consumers read its tile infos (`gluon/tile_info.py`).
 
-The tickets come from two words in global memory: the next ticket, and how many programs have left. The last one to
-leave sets both to zero, so no launch has to clear them (`gluon/tile_counter.py` says whose words they are).
+The tile counter is two words in global memory: the next number, and how many programs have left. The last one to leave
+sets both to zero, so no launch has to clear them (`gluon/tile_counter.py` says whose words they are).
 """
 
-from __future__ import annotations
-
+# Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@gluon.jit
-def first_place(DEAL: gl.constexpr):
-    """Where a program begins: a place is a tile's number, or the number of a round."""
-    if DEAL == "balanced":
-        place = 0
-    else:
-        place = gl.program_id(0)
-    return place
+from diyfa.backends.cuda.gluon.compat import aggregate
 
 
-@gluon.jit
-def end_place(tiles, group, DEAL: gl.constexpr):
-    """The first place at which a program has nothing more to do; `group`: tiles of heads that take turns."""
-    if DEAL == "balanced":
-        programs = gl.num_programs(0)
-        end = tiles // group * gl.cdiv(group, programs) + gl.cdiv(tiles % group, programs)
-    else:
-        end = tiles
-    return end
+@aggregate
+class TileScheduler:
+    """A place is a tile's number, or where the schedule is balanced the number of a round."""
 
+    counter_ptr: gl.tensor | gl.constexpr  # None unless dynamic
+    SCHEDULE: gl.constexpr
 
-@gluon.jit
-def tile_number(place, tiles, group, DEAL: gl.constexpr):
-    """Place -> (a tile's number, whether the program has a tile in that round)."""
-    if DEAL == "balanced":
-        programs = gl.num_programs(0)
-        rounds = gl.cdiv(group, programs)  # of one group
-        backwards = (place % rounds + place // rounds) % 2 == 1
-        column = gl.where(backwards, programs - 1 - gl.program_id(0), gl.program_id(0))
-        in_group = place % rounds * programs + column
-        index = place // rounds * group + in_group
-        exists = (in_group < group) & (index < tiles)
-        index = gl.minimum(index, tiles - 1)  # lengths are read also for a tile that will be skipped
-    else:
-        index = place
-        exists = True
-    return index, exists
+    @gluon.jit
+    def first_place(self):
+        """Where a program begins."""
+        if self.SCHEDULE == "balanced":
+            place = 0
+        else:
+            place = gl.program_id(0)
+        return place
 
+    @gluon.jit
+    def end_place(self, tiles, group):
+        """The first place at which a program has nothing more to do; `group`: tiles of heads that take turns."""
+        if self.SCHEDULE == "balanced":
+            programs = gl.num_programs(0)
+            end = tiles // group * gl.cdiv(group, programs) + gl.cdiv(tiles % group, programs)
+        else:
+            end = tiles
+        return end
 
-@gluon.jit
-def draw_ticket(tickets_ptr, DEAL: gl.constexpr):
-    """Ask for a ticket without waiting for it. For partitions of one warp, whose first lane will have it.
+    @gluon.jit
+    def tile_number(self, place, tiles, group):
+        """Place -> (a tile's number, whether the program has a tile in that round)."""
+        if self.SCHEDULE == "balanced":
+            programs = gl.num_programs(0)
+            rounds = gl.cdiv(group, programs)  # of one group
+            backwards = (place % rounds + place // rounds) % 2 == 1
+            column = gl.where(backwards, programs - 1 - gl.program_id(0), gl.program_id(0))
+            in_group = place % rounds * programs + column
+            index = place // rounds * group + in_group
+            exists = (in_group < group) & (index < tiles)
+            index = gl.minimum(index, tiles - 1)  # lengths are read also for a tile that will be skipped
+        else:
+            index = place
+            exists = True
+        return index, exists
 
-    `gl.atomic_add` would wait for the answer at once, to share it among the lanes.
-    """
-    if DEAL == "dynamic":
-        ticket = gl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
-            "@first atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
-            "=r,l", [tickets_ptr], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        ticket = 0
-    return ticket
+    @gluon.jit
+    def draw(self):
+        """Ask the tile counter for a number without waiting for it. Only for partitions of one warp: lane 0 gets it.
 
+        `gl.atomic_add` would wait for the answer at once, to share it among the lanes.
+        """
+        if self.SCHEDULE == "dynamic":
+            drawn = gl.inline_asm_elementwise(
+                "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
+                "@first atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
+                "=r,l", [self.counter_ptr], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            drawn = 0
+        return drawn
 
-@gluon.jit
-def next_place(place, ticket, DEAL: gl.constexpr):
-    """Where the program goes on; a drawn ticket is waited for."""
-    if DEAL == "dynamic":
-        drawn = gl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
-        )
-        place = gl.num_programs(0) + drawn
-    elif DEAL == "balanced":
-        place += 1
-    else:
-        place += gl.num_programs(0)
-    return place
+    @gluon.jit
+    def next_place(self, place, drawn):
+        """Where the program goes on. This is where it waits for what `draw` asked for."""
+        if self.SCHEDULE == "dynamic":
+            number = gl.inline_asm_elementwise(
+                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
+            )
+            place = gl.num_programs(0) + number
+        elif self.SCHEDULE == "balanced":
+            place += 1
+        else:
+            place += gl.num_programs(0)
+        return place
 
+    @gluon.jit
+    def leave(self):
+        """Count the program as gone. The last one, after which nobody draws, zeroes both words for the next launch.
 
-@gluon.jit
-def leave(tickets_ptr):
-    """Count the program as gone; the last one, after which nobody draws, makes both words zero for the next launch.
-
-    Each program has received all its tickets before it leaves, and leaving is ordered (acq_rel), so zero is the last
-    that either word is set to.
-    """
-    if gl.atomic_add(tickets_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-        gl.store(tickets_ptr, 0)
-        gl.store(tickets_ptr + 1, 0)
+        Each program has received all its numbers before it leaves, and leaving is ordered (acq_rel), so zero is the
+        last that either word is set to.
+        """
+        if gl.atomic_add(self.counter_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+            gl.store(self.counter_ptr, 0)
+            gl.store(self.counter_ptr + 1, 0)

@@ -11,13 +11,13 @@ import triton
 
 from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.gluon.compat import TRITON, has_gluon
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
-TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # below, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
@@ -332,11 +332,6 @@ def refuses(problem: AttentionProblem) -> str | None:
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
     return None
-
-
-def has_gluon() -> bool:
-    """Whether this Triton is one whose Gluon the kernel is written in."""
-    return ".".join(triton.__version__.split(".")[:2]) in TRITON
 
 
 def environment_refusal() -> str | None:

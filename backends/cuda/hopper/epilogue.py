@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
-from diyfa.backends.cuda.hopper.tiles import here
 
 CHUNK = gl.constexpr(8)  # elements of 16 bytes
 
@@ -26,15 +26,15 @@ def matrix(pointer, tensor, steps):
 
 
 @gluon.jit
-def here_wide(x):
-    """`here` for int64."""
+def optimisation_barrier_64(x):
+    """`optimisation_barrier` for int64."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _in_chunks(elements):
     """A number of elements as an int64 that the compiler knows to be a multiple of 16 bytes."""
-    return here_wide(elements) // CHUNK * CHUNK
+    return optimisation_barrier_64(elements) // CHUNK * CHUNK
 
 
 @gluon.jit
@@ -69,6 +69,8 @@ def store_rows(x, matrix, offset, row0, end, column0):
     x = gl.convert_layout(x, LAYOUT)
     row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    inside = (row < here(end))[:, None] & (column < here(matrix[4]) // CHUNK * CHUNK)[None, :]
+    end = optimisation_barrier(end)
+    columns = optimisation_barrier(matrix[4]) // CHUNK * CHUNK
+    inside = (row < end)[:, None] & (column < columns)[None, :]
     at = _in_chunks(offset) + row[:, None].to(gl.int64) * _in_chunks(matrix[3])
     gl.store(matrix[0] + at + column[None, :], x, mask=inside)

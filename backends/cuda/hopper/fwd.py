@@ -1,19 +1,17 @@
 """Attention forward for Hopper (sm_90): a producer warp and consumer warpgroups, in Gluon.
 
-The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2): one warp
-does nothing but copy tiles to shared memory through TMA, one to three warpgroups of 64 queries each do the rest, and a
-consumer issues the scores of the next key block before the values of this one, so the tensor cores work while it
-computes exponentials. `docs/hopper.md` walks through it; which problems come here is decided in `hopper/configs.py`.
+The schedule is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, algorithm 2 with its section 3.2). One warp does
+nothing but copy tiles to shared memory through TMA; one to three warpgroups of 64 queries each do the rest. A consumer
+issues the scores of the next key block before the values of this one, so the tensor cores work while it computes
+exponentials. `docs/hopper.md` explains it; `hopper/configs.py` decides which problems come here.
 
-Names of sizes: a tile is BLOCK_M = 64 * CONSUMERS queries of one head; keys come in blocks of BLOCK_N, from the last
-one that the tile sees to the first, so that what a mask cuts comes first. K and V share one ring of SLOTS buffers:
-K of the n-th block is item 2n, its V item 2n + 1. Where their tiles differ in shape, the ring's even slots are buffers
-for K and its odd ones for V. Tiles are powers of two wide, with zeros beyond the head dim; one of 129 to 192 columns
-comes in three pieces of 64.
+A tile is BLOCK_M = 64 * CONSUMERS queries of one head. Keys come in blocks of BLOCK_N, from the last one that the tile
+sees to the first, so that what a mask cuts comes first. K and V share one ring of STAGES buffers (`gluon/ring.py`).
+Where their tiles differ in shape, the ring's even stages are buffers for K and its odd ones for V. Tiles are powers of
+two wide, with zeros beyond the head dim; one of 129 to 192 columns comes in three TMA boxes of 64.
 """
 
-from __future__ import annotations
-
+# Aggregates are checked against their annotations, so these must not be postponed.
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -29,25 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention.launch import softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
-from diyfa.backends.cuda.gluon.barriers import (
-    await_kernels_before,
-    await_stores,
-    idle,
-    release,
-    releases_of,
-    wait_full,
-)
+from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
+from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.gluon.inline_ptx import completing
-from diyfa.backends.cuda.gluon.scheduler import (
-    draw_ticket,
-    end_place,
-    first_place,
-    leave,
-    next_place,
-    tile_number,
-)
+from diyfa.backends.cuda.gluon.ring import KVRing
+from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
-from diyfa.backends.cuda.gluon.tile_info import allocate_notices, is_last_turn, kept_notice, read_notice, write_notice
+from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
 from diyfa.backends.cuda.gluon.tma import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
@@ -65,38 +51,36 @@ from diyfa.backends.cuda.hopper.configs import (
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_rows
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
+    Queries,
     accumulator_layout,
-    buffer_of,
     finish_values,
-    held,
-    held_queries,
-    no_values,
+    mma_operand,
+    queries_in_registers,
     rescaled,
     run_count,
-    run_length,
     run_start,
     start_scores,
     start_values,
-    tile_at,
+    tile_of_run,
+    zero_output,
 )
-from diyfa.backends.cuda.hopper.overflow import (
-    allocate_flags,
-    end_flags,
-    flag_tile,
-    is_flagged,
-    next_flagged,
-    overflown_rows,
+from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags, overflown_rows
+from diyfa.backends.cuda.hopper.softmax import (
+    LN2,
+    LOG2E,
+    Rows,
+    Score,
+    add_sink,
+    fixed_max_step,
+    softmax_step,
+    zero_sums,
 )
-from diyfa.backends.cuda.hopper.softmax import LN2, LOG2E, add_sink, fixed_max_step, no_sums, softmax_step
 from diyfa.backends.cuda.hopper.tiles import (
-    block_at,
-    edges_of,
+    Problem,
+    block_order,
     end_of,
-    group_count,
-    here,
     start_load,
     start_store,
-    tile_count,
     tile_of,
 )
 from diyfa.backends.cuda.runtime.launch import Launch, Launches, on_device
@@ -104,152 +88,177 @@ from diyfa.backends.cuda.runtime.repeat import Pair, repeat_forward
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 
+@aggregate
+class Config:
+    """Tile and schedule, all of them constants. `Sm90Config` says what they mean."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    CONSUMERS: gl.constexpr
+    OWN_O: gl.constexpr
+    DIRECT: gl.constexpr
+    PINGPONG: gl.constexpr
+    PER_WARP_ARRIVE: gl.constexpr
+    SKIP_MASKED: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    BOXES: gl.constexpr
+    BOXES_V: gl.constexpr
+    JOINED: gl.constexpr
+    PAIRS: gl.constexpr
+    LAZY_RESCALE: gl.constexpr
+    FIXED_MAX: gl.constexpr
+    FIND_AHEAD: gl.constexpr
+    CONSUMER_REGISTERS: gl.constexpr
+    PRODUCER_REGISTERS: gl.constexpr
+    FALLBACK: gl.constexpr  # only the tiles that are flagged (`hopper/overflow.py`)
+
+    @gluon.jit
+    def for_fallback(self):
+        """The same with a running maximum, and never rescaling late: 2^RISE times a value may overflow, too."""
+        return Config(
+            self.BLOCK_M, self.BLOCK_N, self.CONSUMERS, self.OWN_O, self.DIRECT, self.PINGPONG, self.PER_WARP_ARRIVE,
+            self.SKIP_MASKED, self.Q_IN_REGISTERS, self.BOXES, self.BOXES_V, self.JOINED, self.PAIRS,
+            LAZY_RESCALE=False, FIXED_MAX=False, FIND_AHEAD=self.FIND_AHEAD,
+            CONSUMER_REGISTERS=self.CONSUMER_REGISTERS, PRODUCER_REGISTERS=self.PRODUCER_REGISTERS, FALLBACK=True,
+        )  # fmt: skip
+
+
+@aggregate
+class Shared:
+    """What the producer and the consumers share: memory and barriers."""
+
+    queries: Queries
+    ring: KVRing
+    tile_infos: TileInfos
+    flags: OverflowFlags
+
+
+@aggregate
+class Inputs:
+    """What the producer reads."""
+
+    q_tensor: tma.tensor_descriptor
+    k_tensor: tma.tensor_descriptor
+    v_tensor: tma.tensor_descriptor
+    group_size: gl.tensor
+    steps_qb: gl.tensor
+    steps_qm: gl.tensor
+    steps_kb: gl.tensor
+    steps_kn: gl.tensor
+    steps_vb: gl.tensor
+    steps_vn: gl.tensor
+    scheduler: TileScheduler
+
+
+@aggregate
+class Outputs:
+    """What consumers write, and what only they read. A pointer that nobody needs is None."""
+
+    o_tensor: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    o_ptr: gl.tensor | gl.constexpr
+    slopes_ptr: gl.tensor | gl.constexpr
+    stride_slopeb: gl.tensor
+    sinks_ptr: gl.tensor | gl.constexpr
+    o_buffers: gl.shared_memory_descriptor
+    score: Score
+    SINKS: gl.constexpr
+
+
 @gluon.jit
-def _give_notice(
-    place, turn, notices, written, lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, tickets_ptr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr, DEAL: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Find the first tile from `place` on and leave the notice of it, or of there being none -> its place."""
-    if AHEAD:  # more is alive there
-        heads_q = here(heads_q)
-        heads_at_once = here(heads_at_once)
-        seqlen_q = here(seqlen_q)
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    tiles = tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M, LENGTHS)
-    group = group_count(tiles, heads_at_once, seqlen_q, BLOCK_M, LENGTHS)
-    end = end_place(tiles, group, DEAL)
+def _find_tile(place, turn, config, problem, shared, scheduler):
+    """Find the first tile from `place` on and leave its info, or that there is none -> its place."""
+    if config.FIND_AHEAD:  # more is alive there
+        problem = problem.behind_barrier()
+    tiles = problem.tile_count(config.BLOCK_M)
+    group = problem.group_count(tiles, config.BLOCK_M)
+    end = scheduler.end_place(tiles, group)
     searching = True
     while searching:
-        index, dealt = tile_number(gl.minimum(place, end - 1), tiles, group, DEAL)
-        exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = tile_of(
-            index, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS,
-        )  # fmt: skip
-        more = (place < end) & (is_last_turn(turn - 1, notices, DEAL) == 0)
-        searching = more & ((exists & dealt) == 0)
+        index, in_round = scheduler.tile_number(gl.minimum(place, end - 1), tiles, group)
+        exists, tile = tile_of(index, problem, config.BLOCK_M, config.BLOCK_N)
+        more = (place < end) & (shared.tile_infos.is_last(turn - 1, scheduler) == 0)
+        searching = more & ((exists & in_round) == 0)
         if searching:
-            place = next_place(place, draw_ticket(tickets_ptr, DEAL), DEAL)
+            place = scheduler.next_place(place, scheduler.draw())
         else:
-            end_block = gl.where(more, end_block, 0)
-            write_notice(
-                turn, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys, notices, written
-            )  # fmt: skip
+            shared.tile_infos.write(turn, tile.if_any(more))
     return place
 
 
 @gluon.jit
-def _load_block(
-    tensor, b, h, row, end, n_keys, buffers, item, kv_full, kv_empty,
-    SLOTS: gl.constexpr, PIECES: gl.constexpr, ONE_RING: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
-    """Start copying an item of the ring, as soon as its buffer is free."""
-    slot = item % SLOTS
-    mbarrier.wait(kv_empty.index(slot), ((item // SLOTS) & 1) ^ 1)
-    start_load(
-        tensor, b, h, row, end, n_keys, buffers, buffer_of(slot, ONE_RING), kv_full.index(slot),
-        PIECES, RAGGED,
-    )  # fmt: skip
+def _producer(config, problem, shared, inputs):
+    """One warp: find tile after tile, tell the consumers, and copy what they read as soon as a buffer is free.
 
-
-@gluon.jit
-def _producer(
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
-    lengths_q_ptr, lengths_k_ptr, heads, heads_at_once, batch, total_k,
-    q_tensor, k_tensor, v_tensor, group_size, tickets_ptr, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
-):  # fmt: skip
-    """One warp: find tile after tile, tell the consumers, and copy what they read, as soon as a buffer is free.
-
-    AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and the
-    ring is short, the consumers would stand still meanwhile; elsewhere they would because the block comes later.
-
-    AGAIN: only the tiles that are flagged.
+    FIND_AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and
+    the ring is short, the consumers would stand still meanwhile; elsewhere they would because the block comes later.
     """
-    RAGGED: gl.constexpr = LENGTHS != EQUAL
+    RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
+    ring = shared.ring
+    scheduler = inputs.scheduler
     item = 0
     used = 0  # how many queries have been loaded
     turn = 0
-    if AGAIN:
-        turn, notice = next_flagged(turn, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 1)
+    if config.FALLBACK:
+        turn = shared.flags.next_flagged(turn, 1)
     else:
-        place = _give_notice(
-            first_place(DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
-            heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-            tickets_ptr, BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-        )  # fmt: skip
-        notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, 1)
-    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = notice
-    while end_block > 0:
-        end_q = end_of(b, first_q, n_queries, steps_qb, steps_qm, LENGTHS)
-        end_k = end_of(b, first_k, n_keys, steps_kb, steps_kn, LENGTHS)
-        end_v = end_of(b, first_k, n_keys, steps_vb, steps_vn, LENGTHS)
-        hk = h // group_size
-        for c in gl.static_range(CONSUMERS):
-            # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
-            mbarrier.wait(q_empty.index(c), (used & 1) ^ 1)
+        place = _find_tile(scheduler.first_place(), turn, config, problem, shared, scheduler)
+    tile = shared.tile_infos.reread(turn, problem, 1)
+    while tile.end_block > 0:
+        b = tile.b
+        h = tile.h
+        n_keys = tile.n_keys
+        end_q = end_of(b, tile.first_q, tile.n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
+        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS)
+        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS)
+        hk = h // inputs.group_size
+        for c in gl.static_range(config.CONSUMERS):
+            shared.queries.wait_empty(c, used)
             start_load(
-                q_tensor, b, h, row0 + c * ROWS, end_q, n_queries, q_buffers, c, q_full.index(c), PIECES, RAGGED
+                inputs.q_tensor, b, h, tile.row0 + c * ROWS, end_q, tile.n_queries,
+                shared.queries.buffers, c, shared.queries.full.index(c), config.BOXES, RAGGED,
             )  # fmt: skip
-        n_right, n_left = edges_of(
-            row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
-            ROWS * CONSUMERS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-        )  # fmt: skip
-        n_blocks = end_block - first_block
+        order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
+        n_blocks = tile.end_block - tile.first_block
         # The answer comes while a block waits for its buffers. Asking with the first block would commit programs a
         # whole tile ahead: with 8 tiles for each they would not end together.
         asking = n_blocks - 1
-        if AHEAD:
+        if config.FIND_AHEAD:
             asking = gl.maximum(n_blocks - 2, 0)
-        if is_last_turn(turn, notices, DEAL):  # a ticket that is drawn must be used
+        if shared.tile_infos.is_last(turn, scheduler):  # a number that is drawn must be used
             asking = n_blocks
-        ticket = 0
+        drawn = 0
         for i in range(n_blocks):
-            if not AGAIN:
+            if not config.FALLBACK:
                 if i == asking:
-                    ticket = draw_ticket(tickets_ptr, DEAL)
-                if AHEAD:  # noqa: SIM102 (decided when it is compiled)
+                    drawn = scheduler.draw()
+                if config.FIND_AHEAD:  # noqa: SIM102 (decided when it is compiled)
                     if i == n_blocks - 1:
-                        place = _give_notice(
-                            next_place(place, ticket, DEAL), turn + 1, notices, written,
-                            lengths_q_ptr, lengths_k_ptr, heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k,
-                            total_q, total_k, window_left, window_right, tickets_ptr,
-                            BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-                        )  # fmt: skip
-            start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
-            _load_block(
-                k_tensor, b, hk, start_n, end_k, n_keys, k_buffers, item, kv_full, kv_empty,
-                SLOTS, PIECES, ONE_RING, RAGGED,
+                        next_place = scheduler.next_place(place, drawn)
+                        place = _find_tile(next_place, turn + 1, config, problem, shared, scheduler)
+            row = order.block(i) * config.BLOCK_N
+            ring.wait_empty(item)
+            start_load(
+                inputs.k_tensor, b, hk, row, end_k, n_keys,
+                ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, RAGGED,
             )  # fmt: skip
-            _load_block(
-                v_tensor, b, hk, start_n, end_v, n_keys, v_buffers, item + 1, kv_full, kv_empty,
-                SLOTS, PIECES_V, ONE_RING, RAGGED,
+            ring.wait_empty(item + 1)
+            start_load(
+                inputs.v_tensor, b, hk, row, end_v, n_keys,
+                ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED,
             )  # fmt: skip
             item += 2
-        if AGAIN:
+        if config.FALLBACK:
             used += 1
-            turn, notice = next_flagged(turn + 1, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 1)
+            turn = shared.flags.next_flagged(turn + 1, 1)
         else:
             turn += 1
             used = turn
-            if not AHEAD:
-                place = _give_notice(
-                    next_place(place, ticket, DEAL), turn, notices, written, lengths_q_ptr, lengths_k_ptr,
-                    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k,
-                    window_left, window_right, tickets_ptr,
-                    BLOCK_N, CONSUMERS, CAUSAL, HAS_LEFT, HAS_RIGHT, LENGTHS, DEAL, AHEAD,
-                )  # fmt: skip
-            notice = kept_notice(turn, notices, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, 1)
-        b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = notice
-    if DEAL == "dynamic" and not AGAIN:
-        leave(tickets_ptr)
+            if not config.FIND_AHEAD:
+                place = _find_tile(scheduler.next_place(place, drawn), turn, config, problem, shared, scheduler)
+        tile = shared.tile_infos.reread(turn, problem, 1)
+    if scheduler.SCHEDULE == "dynamic" and not config.FALLBACK:
+        scheduler.leave()
 
 
 @gluon.jit
@@ -273,7 +282,7 @@ def _wait_turn(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The next consumer, after the last one the first, may issue its products; does not block."""
+    """Let the next consumer, after the last one the first, issue its products. Does not block."""
     if CONSUMER == CONSUMERS - 1:
         _named_barrier("arrive", "8")
     elif CONSUMER == 0:
@@ -282,399 +291,302 @@ def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
         _named_barrier("arrive", "10")
 
 
+@aggregate
+class Consumer:
+    """One consumer warpgroup: what it knows for all tiles."""
+
+    INDEX: gl.constexpr
+    config: Config
+    problem: Problem
+    shared: Shared
+    outputs: Outputs
+    score: Score
+
+    @gluon.jit
+    def wait_turn(self):
+        if self.config.PINGPONG:
+            _wait_turn(self.INDEX)
+
+    @gluon.jit
+    def hand_over(self):
+        if self.config.PINGPONG:
+            _hand_over(self.INDEX, self.config.CONSUMERS)
+
+
 @gluon.jit
 def _attend_blocks(
-    o,  # pieces of [64, Dv] fp32
-    p,  # weights of the block before, `held`
-    m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, start, end,
-    first_block, end_block, n_right, n_left,
-    position, n_keys, window_left, window_right, scale, cap, slope,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, Q_HELD: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
+    consumer, q, rows, order, start, end,
+    o,  # [64, Dv] fp32 in parts
+    p,  # weights of the block before, a `mma_operand`
+    m_i, l_i, item,
+    MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Blocks `start` to `end` of the walk: scores of each one together with the values of the one before.
+    """The KV loop over blocks `start` to `end` of the order: scores of each one together with the values of the one
+    before.
 
     FIXED_MAX: m_i stays, and l_i are the sums of `fixed_max_step`.
     """
+    config = consumer.config
+    ring = consumer.shared.ring
     for i in range(start, end):
-        item += 2
-        k_slot = item % SLOTS
-        v_slot = (item - 1) % SLOTS
-        wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
-        if PINGPONG:
-            _wait_turn(CONSUMER)
-        s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
-        wait_full(kv_full.index(v_slot), ((item - 1) // SLOTS) & 1, BY_WARP)
-        o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
-        if PINGPONG:
-            _hand_over(CONSUMER, CONSUMERS)
-        s = warpgroup_mma_wait(run_count(PIECES_V, JOINED), deps=[s])  # the values may still run
-        release(kv_empty.index(k_slot), BY_WARP)
-        start_n = block_at(i, first_block, end_block, n_right, n_left) * BLOCK_N
+        item += 2  # its K, and item - 1 is the V of the block before
+        ring.wait_full(item)
+        consumer.wait_turn()
+        s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
+        ring.wait_full(item - 1)
+        o = start_values(p, o, ring, item - 1, config)
+        consumer.hand_over()
+        s = warpgroup_mma_wait(run_count(config.BOXES_V, config.JOINED), deps=[s])  # the values may still run
+        ring.release(item)
+        start_n = order.block(i) * config.BLOCK_N
         if FIXED_MAX:
-            weights, l_i = fixed_max_step(
-                s, m_i, l_i, start_n, position, scale, cap, slope, SOFTCAP, ALIBI, NEGATE
-            )  # fmt: skip
+            weights, l_i = fixed_max_step(s, m_i, l_i, start_n, rows, consumer.score)
         else:
             weights, m_i, l_i, alpha = softmax_step(
-                s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
-                MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
+                s, m_i, l_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.LAZY_RESCALE
             )  # fmt: skip
-        o = finish_values(o, PIECES_V, JOINED)
-        release(kv_empty.index(v_slot), BY_WARP)
-        p = held(weights, o, v_buffers.dtype, PAIRS)
+        o = finish_values(o, config.BOXES_V, config.JOINED)
+        ring.release(item - 1)
+        p = mma_operand(weights, o, ring.v_buffers.dtype, config.PAIRS)
         if not FIXED_MAX:
-            o = rescaled(o, alpha, PIECES_V, JOINED, LAZY)
+            o = rescaled(o, alpha, config.BOXES_V, config.JOINED, config.LAZY_RESCALE)
     return o, p, m_i, l_i, item
 
 
 @gluon.jit
-def _pass_over(
-    key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _skip_masked(consumer, tile, key0, item):
     """Release the tile's last blocks, of which the mask on the right leaves this consumer's rows nothing -> next item.
 
-    Row 0 is aligned with key0. At least one block is left. A slot must be full before it is released: until then
+    Row 0 is aligned with key0. At least one block is left. A stage must be full before it is released: until then
     others may still owe their release of what it held before.
     """
-    end = key0 + ROWS if CAUSAL else key0 + ROWS + window_right
-    own_end = gl.maximum(gl.cdiv(gl.minimum(end, n_keys), BLOCK_N), first_block + 1)
-    for _ in range(own_end, end_block):
-        if PINGPONG:  # as many turns as the others have
-            _wait_turn(CONSUMER)
-            _hand_over(CONSUMER, CONSUMERS)
+    config = consumer.config
+    problem = consumer.problem
+    ring = consumer.shared.ring
+    end = key0 + ROWS if problem.CAUSAL else key0 + ROWS + problem.window_right
+    own_end = gl.maximum(gl.cdiv(gl.minimum(end, tile.n_keys), config.BLOCK_N), tile.first_block + 1)
+    for _ in range(own_end, tile.end_block):
+        # As many turns as the others have.
+        consumer.wait_turn()
+        consumer.hand_over()
         for j in gl.static_range(2):
-            wait_full(kv_full.index((item + j) % SLOTS), ((item + j) // SLOTS) & 1, BY_WARP)
-            release(kv_empty.index((item + j) % SLOTS), BY_WARP)
+            ring.wait_full(item + j)
+            ring.release(item + j)
         item += 2
     return item
 
 
 @gluon.jit
-def _attend_tile(
-    b, h, tile_row0, first_block, end_block, first_q, n_queries, n_keys, item, turn,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-    heads_q, seqlen_q, total_q, window_left, window_right,
-    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, scale, cap,
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
-    OWN_O: gl.constexpr, DIRECT: gl.constexpr,
-    PINGPONG: gl.constexpr, BY_WARP: gl.constexpr, OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
-):  # fmt: skip
+def _attend_tile(consumer, tile, item, used):
     """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
-    WIDTH: gl.constexpr = o_tensor.block_shape[-1]
-    DTYPE: gl.constexpr = o_tensor.dtype
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
-    O_PIECES: gl.constexpr = PIECES_V if OWN_O else PIECES  # buffers from one consumer's to the next one's
-    MASKED: gl.constexpr = HAS_RIGHT or CHECK_KEYS  # the end of the keys is checked wherever there is a left edge
+    config = consumer.config
+    problem = consumer.problem
+    outputs = consumer.outputs
+    ring = consumer.shared.ring
+    queries = consumer.shared.queries
+    CONSUMER: gl.constexpr = consumer.INDEX
+    DTYPE: gl.constexpr = outputs.o_tensor.dtype
+    WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
+    # The end of the keys is checked wherever there is a left edge.
+    MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
 
-    row0 = tile_row0 + CONSUMER * ROWS
-    n_right, n_left = edges_of(
-        tile_row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
-        ROWS * CONSUMERS, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-    )  # fmt: skip
-    key0 = row0 + (n_keys - n_queries)
-    if OWN_WALK:
+    row0 = tile.row0 + CONSUMER * ROWS
+    order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
+    key0 = row0 + (tile.n_keys - tile.n_queries)
+    if config.SKIP_MASKED:
         before = item
-        item = _pass_over(
-            key0, first_block, end_block, n_keys, item, kv_full, kv_empty, window_right,
-            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, CAUSAL,
-        )  # fmt: skip
-        passed = (item - before) // 2
-        end_block -= passed
-        n_right -= passed
-    rows = row0 + gl.arange(0, ROWS, layout=S_ROWS)
-    position = rows + (n_keys - n_queries)  # the key that each row is aligned with
-    # Of the walk (`block_at`) the first n_masked blocks are cut by a mask or the end of the keys, or end there; what
-    # comes behind the first n_first all rows see whole, and each row has seen a key before.
-    n_blocks = end_block - first_block
-    n_first = n_right + n_left
+        item = _skip_masked(consumer, tile, key0, item)
+        order = order.without_last((item - before) // 2)
+    offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
+    # The first n_masked blocks of the order are cut by a mask or the end of the keys, or end there. What comes behind
+    # the first n_first all rows see whole, and each row has seen a key before.
+    n_blocks = order.end_block - order.first_block
+    n_first = order.n_right + order.n_left
     n_masked = 1
-    if HAS_LEFT:
+    if problem.HAS_LEFT:
         n_masked = n_first
-    elif HAS_RIGHT:
-        after = key0 + 1 if CAUSAL else key0 + 1 + window_right
-        n_masked = end_block - (gl.maximum(gl.minimum(after, n_keys), 1) - 1) // BLOCK_N
-        n_masked = gl.maximum(gl.minimum(n_masked, n_right), 1)
-
+    elif problem.HAS_RIGHT:
+        after = key0 + 1 if problem.CAUSAL else key0 + 1 + problem.window_right
+        n_masked = order.end_block - (gl.maximum(gl.minimum(after, tile.n_keys), 1) - 1) // config.BLOCK_N
+        n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     slope = 0.0
-    if ALIBI:
-        slope = gl.load(slopes_ptr + b * stride_slopeb + h) * LOG2E
-    # The first block has no block before it whose values could be added meanwhile.
-    k_slot = item % SLOTS
-    mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-    q = held_queries(q_buffers, CONSUMER, BLOCK_N, PIECES, Q_HELD)
-    if (OWN_O or DIRECT) and Q_HELD == PIECES:  # all of them are in registers: the next tile's queries may come
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    wait_full(kv_full.index(k_slot), (item // SLOTS) & 1, BY_WARP)
-    s = start_scores(q, q_buffers, k_buffers, buffer_of(k_slot, ONE_RING), CONSUMER, BLOCK_N, PIECES, Q_HELD)
+    if consumer.score.ALIBI:
+        slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
+    rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
+
+    # Prologue: the first block has none before it whose values could be added meanwhile.
+    queries.wait_full(CONSUMER, used)
+    q = queries_in_registers(queries, CONSUMER, config)
+    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS == config.BOXES:  # all of them are in registers
+        queries.release(CONSUMER)
+    ring.wait_full(item)
+    s = start_scores(q, queries, ring, item, CONSUMER, config)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(kv_empty.index(k_slot), BY_WARP)
+    ring.release(item)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
-        s, m_i, l_i, (end_block - 1) * BLOCK_N, position, n_keys, window_left, window_right, scale, cap, slope,
-        MASKED, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY,
+        s, m_i, l_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED,
+        config.LAZY_RESCALE,
     )  # fmt: skip
-    o = no_values(WIDTH, PIECES_V, JOINED)
-    p = held(weights, o, DTYPE, PAIRS)
-    if HAS_LEFT or HAS_RIGHT:
+    o = zero_output(WIDTH, config.BOXES_V, config.JOINED)
+    p = mma_operand(weights, o, DTYPE, config.PAIRS)
+
+    # The KV loop: blocks that a mask cuts, blocks that set the maximum, all others.
+    if problem.HAS_LEFT or problem.HAS_RIGHT:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, 1, n_masked,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
-            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            True, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
+            consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, True, False
         )  # fmt: skip
-    if FIXED_MAX:
-        if not HAS_LEFT:
+    if config.FIXED_MAX:
+        if not problem.HAS_LEFT:
             o, p, m_i, l_i, item = _attend_blocks(
-                o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_first,
-                first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
-                CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD,
-                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-                False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
+                consumer, q, rows, order, n_masked, n_first, o, p, m_i, l_i, item, False, False
             )  # fmt: skip
         # Nothing but -inf so far, of a row that sees the next blocks: a product that overflowed, or infinite inputs.
         lost = (m_i == float("-inf")) & (n_first < n_blocks)
         m_i = gl.where(m_i == float("-inf"), 0.0, m_i)
-        sums = no_sums(ROWS, BLOCK_N, accumulator_layout(BLOCK_N))
+        sums = zero_sums(ROWS, config.BLOCK_N, accumulator_layout(config.BLOCK_N))
         o, p, m_i, sums, item = _attend_blocks(
-            o, p, m_i, sums, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_first, n_blocks,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
-            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, True,
+            consumer, q, rows, order, n_first, n_blocks, o, p, m_i, sums, item, False, True
         )  # fmt: skip
         l_i += gl.convert_layout(gl.sum(sums, 1), S_ROWS)
     else:
         o, p, m_i, l_i, item = _attend_blocks(
-            o, p, m_i, l_i, q, q_buffers, k_buffers, v_buffers, kv_full, kv_empty, item, n_masked, n_blocks,
-            first_block, end_block, n_right, n_left, position, n_keys, window_left, window_right, scale, cap, slope,
-            CONSUMER, CONSUMERS, PINGPONG, BY_WARP, BLOCK_N, SLOTS, Q_HELD, PIECES, PIECES_V, JOINED, PAIRS, ONE_RING,
-            False, CAUSAL, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, NEGATE, LAZY, False,
+            consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, False, False
         )  # fmt: skip
-    if (OWN_O or DIRECT) and Q_HELD < PIECES:  # the last scores are there: the next tile's queries may come
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-    v_slot = (item + 1) % SLOTS
-    wait_full(kv_full.index(v_slot), ((item + 1) // SLOTS) & 1, BY_WARP)
-    o = start_values(p, v_buffers, buffer_of(v_slot, ONE_RING), o, PIECES_V, JOINED, PAIRS)
+
+    # Epilogue: the last block's values, and meanwhile lse.
+    if (config.OWN_O or config.DIRECT) and config.Q_IN_REGISTERS < config.BOXES:  # the last scores are there
+        queries.release(CONSUMER)
+    ring.wait_full(item + 1)
+    o = start_values(p, o, ring, item + 1, config)
     # A row that saw no key, or lies beyond its sample's end: out 0, lse +inf.
     seen = l_i != 0.0
     total = gl.where(seen, l_i, 1.0)
     factor = gl.where(seen, 1.0 / total, 0.0)
     lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
-    if SINKS:
-        lse_log2, share = add_sink(lse_log2, gl.load(sinks_ptr + h) * LOG2E)
+    share = factor
+    if outputs.SINKS:
+        lse_log2, share = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h) * LOG2E)
     lse = gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2 * LN2)
-    if LENGTHS == SEQ_LENS:
-        factor = gl.where(rows < n_queries, factor, 0.0)
-        lse = gl.where(rows < n_queries, lse, float("inf"))
-    if LENGTHS == PACKED:
-        gl.store(lse_ptr + h.to(gl.int64) * total_q + first_q + rows, lse, mask=rows < n_queries)
+    if problem.LENGTHS == SEQ_LENS:
+        factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
+        lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
+    if problem.LENGTHS == PACKED:
+        lse_ptr = outputs.lse_ptr + tile.h.to(gl.int64) * problem.total_q + tile.first_q
+        gl.store(lse_ptr + offs_m, lse, mask=offs_m < tile.n_queries)
     else:
-        gl.store(lse_ptr + (b * heads_q + h).to(gl.int64) * seqlen_q + rows, lse, mask=rows < seqlen_q)
-    o = finish_values(o, PIECES_V, JOINED)
-    release(kv_empty.index(v_slot), BY_WARP)
+        lse_ptr = outputs.lse_ptr + (tile.b * problem.heads_q + tile.h).to(gl.int64) * problem.seqlen_q
+        gl.store(lse_ptr + offs_m, lse, mask=offs_m < problem.seqlen_q)
+    o = finish_values(o, config.BOXES_V, config.JOINED)
+    ring.release(item + 1)
     overflown = 0
-    if FIXED_MAX:
-        overflown = (lost | overflown_rows(l_i, o, PIECES_V, JOINED)).to(gl.int32)
-
-    # Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
-    # from the registers.
-    if DIRECT:
-        rows_of_o = matrix(o_ptr, o_tensor, 0)
-        offset = offset_of(rows_of_o, b, h, first_q, PACKED if LENGTHS == PACKED else EQUAL)
-        end = n_queries if LENGTHS == PACKED else seqlen_q
-    else:
-        tma.store_wait(0)
-    for run in gl.static_range(run_count(PIECES_V, JOINED)):
-        by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
-        if SINKS:  # by itself: float32 may hold both factors and not their product
-            out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
-        out = out.to(DTYPE)
-        if DIRECT:
-            store_rows(out, rows_of_o, offset, row0, end, run_start(run, PIECES_V, JOINED) * WIDTH)
-        else:
-            first = CONSUMER * O_PIECES + run_start(run, PIECES_V, JOINED)
-            tile_at(o_buffers, first, run_length(run, PIECES_V, JOINED)).store(out)
-    if not DIRECT:
-        fence_async_shared()
-        for j in gl.static_range(PIECES_V):
-            o_buffer = o_buffers.index(CONSUMER * O_PIECES + j).reshape(o_tensor.block_shape)
-            start_store(
-                o_tensor, b, h, row0, j * WIDTH, first_q + n_queries, n_queries, o_buffer, LENGTHS == PACKED
-            )  # fmt: skip
-        if not OWN_O:  # out lies where the next queries will
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+    if config.FIXED_MAX:
+        overflown = (lost | overflown_rows(l_i, o, config.BOXES_V, config.JOINED)).to(gl.int32)
+    _store_output(consumer, tile, row0, o, factor, share)
     return item + 2, overflown
 
 
 @gluon.jit
-def _consumer(
-    CONSUMER: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
-    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
-    AGAIN: gl.constexpr,
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags,
-    window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q,
-    o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
-    scale, softcap,
-):  # fmt: skip
-    """One warpgroup: its 64 queries of each tile. AGAIN: of those that are flagged, with a running maximum."""
-    NOTICES: gl.constexpr = notices.shape[0]
-    # Scores in units of log2, which exponentials are base of; a softcap has brought in the inputs' scale itself.
-    cap = softcap * LOG2E
-    if not SOFTCAP:
-        scale = scale * LOG2E
+def _store_output(consumer, tile, row0, o, factor, share):
+    """Write rows of out, the accumulators o times `factor` and, with sinks, the keys' `share`.
+
+    Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
+    (DIRECT) from registers.
+    """
+    config = consumer.config
+    problem = consumer.problem
+    outputs = consumer.outputs
+    CONSUMER: gl.constexpr = consumer.INDEX
+    DTYPE: gl.constexpr = outputs.o_tensor.dtype
+    WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
+    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # from one consumer's to the next one's
+    if config.DIRECT:
+        rows_of_o = matrix(outputs.o_ptr, outputs.o_tensor, 0)
+        offset = offset_of(rows_of_o, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
+        end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
+    else:
+        tma.store_wait(0)
+    for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
+        by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
+        if outputs.SINKS:  # by itself: float32 may hold both factors and not their product
+            out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
+        out = out.to(DTYPE)
+        if config.DIRECT:
+            store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V, config.JOINED) * WIDTH)
+        else:
+            tile_of_run(outputs.o_buffers, CONSUMER * O_BOXES, run, config.BOXES_V, config.JOINED).store(out)
+    if not config.DIRECT:
+        fence_async_shared()
+        for j in gl.static_range(config.BOXES_V):
+            o_buffer = outputs.o_buffers.index(CONSUMER * O_BOXES + j).reshape(outputs.o_tensor.block_shape)
+            start_store(
+                outputs.o_tensor, tile.b, tile.h, row0, j * WIDTH, tile.first_q + tile.n_queries, tile.n_queries,
+                o_buffer, problem.LENGTHS == PACKED,
+            )  # fmt: skip
+        if not config.OWN_O:  # out lies where the next queries will
+            tma.store_wait(0)
+            consumer.shared.queries.release(CONSUMER)
+
+
+@gluon.jit
+def _consumer(INDEX: gl.constexpr, config, problem, shared, outputs):
+    """One warpgroup: its 64 queries of each tile."""
+    score = outputs.score.in_log2()
+    consumer = Consumer(INDEX, config, problem, shared, outputs, score)
     item = 0
     used = 0  # how many queries have been loaded
     turn = 0
-    if AGAIN:
-        turn, notice = next_flagged(turn, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 4)
+    if config.FALLBACK:
+        turn = shared.flags.next_flagged(turn, 4)
+        tile = shared.tile_infos.reread(turn, problem, 4)
     else:
-        # The first turn is consumer 0's: without this all would wait forever. Once more it is left from the last block.
-        if PINGPONG and CONSUMER == CONSUMERS - 1:
-            _hand_over(CONSUMER, CONSUMERS)
-        notice = read_notice(turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP)
-    b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = notice
-    if FIXED_MAX and not AGAIN:
-        all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(BLOCK_N)))
-    while end_block > 0:
-        item, overflown = _attend_tile(
-            b, h, row0, first_block, end_block, first_q, n_queries, n_keys, item, used,
-            q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty,
-            heads_q, seqlen_q, total_q, window_left, window_right,
-            o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers,
-            scale, cap,
-            CONSUMER, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-            PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-            LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY and not AGAIN, FIXED_MAX and not AGAIN,
-        )  # fmt: skip
-        if AGAIN:
+        # The first turn is consumer 0's: without this all would wait forever. The fallback finds one left over from
+        # the last block.
+        if INDEX == config.CONSUMERS - 1:
+            consumer.hand_over()
+        tile = shared.tile_infos.read(turn, problem, config.PER_WARP_ARRIVE)
+    if config.FIXED_MAX:
+        all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(config.BLOCK_N)))
+    while tile.end_block > 0:
+        item, overflown = _attend_tile(consumer, tile, item, used)
+        if config.FALLBACK:
             used += 1
-            turn, notice = next_flagged(turn + 1, notices, flags, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, CONSUMERS, 4)
+            turn = shared.flags.next_flagged(turn + 1, 4)
+            tile = shared.tile_infos.reread(turn, problem, 4)
         else:
-            if FIXED_MAX:
-                flag_tile(flags, turn, overflown, CONSUMER, NOTICES)
+            if config.FIXED_MAX:
+                shared.flags.flag(turn, overflown, INDEX)
                 all_overflown = all_overflown | overflown
             turn += 1
             used = turn
-            notice = read_notice(turn, notices, written, seqlen_q, seqlen_k, LENGTHS, HAS_LEFT, BY_WARP)
-        b, h, row0, first_block, end_block, first_q, _, n_queries, n_keys = notice
-    if FIXED_MAX and not AGAIN:
-        end_flags(flags, turn, all_overflown, CONSUMER, NOTICES)
-        await_stores()  # before the rows are written again
+            tile = shared.tile_infos.read(turn, problem, config.PER_WARP_ARRIVE)
+    if config.FIXED_MAX:
+        shared.flags.finish(turn, all_overflown, INDEX)
+        wait_for_stores()  # before the rows are written again
     else:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _specialise(
-    consume,  # what all consumers take
-    produce,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
-    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    LAZY: gl.constexpr, FIXED_MAX: gl.constexpr,
-    DEAL: gl.constexpr, AHEAD: gl.constexpr, AGAIN: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Run the consumers and the producer until all tiles are done; AGAIN: those that are flagged.
+def _attend(config, problem, shared, inputs, outputs):
+    """Run the consumers and the producer until all tiles are done.
 
-    Constants go in as they are: a variable would make them values of the running kernel. The first partition runs on
-    the warps the kernel is launched with and takes the registers that are left. Idle warps fill up the producer's
-    warpgroup, which has registers for four warps anyway.
+    The first consumer runs on the warps that the kernel is launched with and takes the registers that are left. Idle
+    warps fill up the producer's warpgroup, which has registers for four warps anyway; a lone consumer has none to give.
     """
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 1, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_producer, (BLOCK_N, 1, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_consumer, (1, BLOCK_N, 2, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_producer, (BLOCK_N, 2, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
-                (idle, ()),
-                (idle, ()),
-            ],
-            [4, 1, 1, 2],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_consumer, (1, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_consumer, (2, BLOCK_N, 3, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                             PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                             CHECK_KEYS, LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, AGAIN) + consume),
-                (_producer, (BLOCK_N, 3, SLOTS, PIECES, PIECES_V, ONE_RING,
-                             CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS, LENGTHS, DEAL, AHEAD, AGAIN) + produce),
-                (idle, ()),
-                (idle, ()),
-            ],
-            [4, 4, 1, 1, 2],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-
-
-@gluon.jit
-def _begin_phases(
-    q_full, q_empty, kv_full, kv_empty, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, BY_WARP: gl.constexpr
-):  # fmt: skip
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(kv_full.index(slot), count=1)
-        mbarrier.init(kv_empty.index(slot), count=releases_of(CONSUMERS, BY_WARP))
-
-
-@gluon.jit
-def _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr):
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.invalidate(q_full.index(c))
-        mbarrier.invalidate(q_empty.index(c))
-    for slot in gl.static_range(SLOTS):
-        mbarrier.invalidate(kv_full.index(slot))
-        mbarrier.invalidate(kv_empty.index(slot))
+    OTHERS: gl.constexpr = config.CONSUMERS - 1
+    PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of its warpgroup
+    R: gl.constexpr = config.CONSUMER_REGISTERS
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    gl.warp_specialize(
+        [(_consumer, (i, config, problem, shared, outputs)) for i in (0, 1, 2)[: OTHERS + 1]]
+        + [(_producer, (config, problem, shared, inputs)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
+        [4, 4][:OTHERS] + [1, 1, 2][:PRODUCERS],
+        [R, R][:OTHERS] + [P, P, P][:PRODUCERS],
+    )  # fmt: skip
 
 
 SIZES = (
@@ -694,94 +606,79 @@ def _fwd_sm90_kernel(
     o_ptr,  # for DIRECT
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
-    tickets_ptr,  # int32, [next ticket, programs that left]: for a dynamic deal
+    counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads that share one key head
     stride_slopeb,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
-    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, BY_WARP: gl.constexpr,
-    OWN_WALK: gl.constexpr, Q_HELD: gl.constexpr,
-    PIECES: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_O: gl.constexpr,
+    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, PER_WARP_ARRIVE: gl.constexpr,
+    SKIP_MASKED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    BOXES: gl.constexpr, BOXES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    LAZY: gl.constexpr,
+    LAZY_RESCALE: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
-    NOTICES: gl.constexpr, DEAL: gl.constexpr, AHEAD: gl.constexpr,
+    TILE_INFOS: gl.constexpr, SCHEDULE: gl.constexpr, FIND_AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES] + q_tensor.block_shape, q_tensor.layout)
-    K_SLOTS: gl.constexpr = SLOTS if ONE_RING else SLOTS // 2
-    k_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES] + k_tensor.block_shape, k_tensor.layout)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * BOXES] + q_tensor.block_shape, q_tensor.layout)
+    K_STAGES: gl.constexpr = STAGES if ONE_RING else STAGES // 2
+    k_buffers = gl.allocate_shared_memory(DTYPE, [K_STAGES * BOXES] + k_tensor.block_shape, k_tensor.layout)
     if ONE_RING:
         v_buffers = k_buffers
     else:
-        v_buffers = gl.allocate_shared_memory(DTYPE, [K_SLOTS * PIECES_V] + v_tensor.block_shape, v_tensor.layout)
+        v_buffers = gl.allocate_shared_memory(DTYPE, [K_STAGES * BOXES_V] + v_tensor.block_shape, v_tensor.layout)
     if OWN_O:
-        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PIECES_V] + o_tensor.block_shape, o_tensor.layout)
+        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * BOXES_V] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)
-    notices, written = allocate_notices(NOTICES)
-    # Where nothing will be read any value stands for a pointer or memory: a tuple of values has no None.
+    kv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    queries = Queries(q_buffers, q_full, q_empty, CONSUMERS, BOXES)
+    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, STAGES, ONE_RING, CONSUMERS, PER_WARP_ARRIVE)
+    queries.init()
+    ring.init()
+    tile_infos = allocate_tile_infos(TILE_INFOS)
     if FIXED_MAX:
-        flags = allocate_flags(CONSUMERS, NOTICES)
+        flags = allocate_flags(CONSUMERS, TILE_INFOS)
     else:
-        flags = heads
+        flags = OverflowFlags(None, CONSUMERS, TILE_INFOS)
     fence_async_shared()
-    await_kernels_before()
+    wait_for_previous_kernels()
 
-    both = (q_buffers, k_buffers, v_buffers, q_full, q_empty, kv_full, kv_empty, notices, written, flags)
-    both += (window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q)
-    if DIRECT:
-        address = o_ptr
-    else:
-        address = heads
-    if ALIBI:
-        slopes = slopes_ptr
-    else:
-        slopes = heads
-    if SINKS:
-        sinks = sinks_ptr
-    else:
-        sinks = heads
-    consume = both + (o_tensor, lse_ptr, address, slopes, stride_slopeb, sinks, o_buffers, scale, softcap)
-    if LENGTHS == EQUAL:
-        lengths = (heads, heads)
-    else:
-        lengths = (lengths_q_ptr, lengths_k_ptr)
-    if DEAL == "dynamic":
-        tickets = (tickets_ptr,)
-    else:
-        tickets = (heads,)
-    produce = both + lengths + (heads, heads_at_once, batch, total_k)
-    produce += (q_tensor, k_tensor, v_tensor, group_size) + tickets
-    produce += (steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn)
-    _specialise(
-        consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-        PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-        LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, False,
-        CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+    config = Config(
+        ROWS * CONSUMERS, BLOCK_N, CONSUMERS, OWN_O, DIRECT, PINGPONG, PER_WARP_ARRIVE, SKIP_MASKED, Q_IN_REGISTERS,
+        BOXES, BOXES_V, JOINED, PAIRS, LAZY_RESCALE, FIXED_MAX, FIND_AHEAD, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        False,
     )  # fmt: skip
+    problem = Problem(
+        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
+        lengths_q_ptr, lengths_k_ptr, LENGTHS, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+    )  # fmt: skip
+    shared = Shared(queries, ring, tile_infos, flags)
+    inputs = Inputs(
+        q_tensor, k_tensor, v_tensor, group_size, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
+        TileScheduler(counter_ptr, SCHEDULE),
+    )  # fmt: skip
+    score = Score(scale, softcap, SOFTCAP, ALIBI, NEGATE)
+    outputs = Outputs(o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, score, SINKS)
+    _attend(config, problem, shared, inputs, outputs)
     if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
-        if is_flagged(flags, NOTICES, CONSUMERS, NOTICES, 4) != 0:
-            _end_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS)
-            _begin_phases(q_full, q_empty, kv_full, kv_empty, CONSUMERS, SLOTS, BY_WARP)
+        if flags.any_flagged() != 0:
+            queries.invalidate()
+            ring.invalidate()
+            queries.init()
+            ring.init()
             fence_async_shared()
-            _specialise(
-                consume, produce, BLOCK_N, CONSUMERS, SLOTS, OWN_O, DIRECT, PINGPONG, BY_WARP, OWN_WALK, Q_HELD,
-                PIECES, PIECES_V, JOINED, PAIRS, ONE_RING, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
-                LENGTHS, SOFTCAP, ALIBI, SINKS, NEGATE, LAZY, FIXED_MAX, DEAL, AHEAD, True,
-                CONSUMER_REGISTERS, PRODUCER_REGISTERS,
-            )  # fmt: skip
+            _attend(config.for_fallback(), problem, shared, inputs, outputs)
 
 
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> dict[str, object]:
@@ -790,15 +687,15 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
-        "SLOTS": config.slots,
+        "STAGES": config.slots,
         "OWN_O": config.own_o,
         "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
-        "BY_WARP": config.by_warp,
-        "OWN_WALK": config.own_walk and problem.window_right >= 0,
-        "Q_HELD": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
-        "PIECES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
-        "PIECES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
+        "PER_WARP_ARRIVE": config.by_warp,
+        "SKIP_MASKED": config.own_walk and problem.window_right >= 0,
+        "Q_IN_REGISTERS": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
+        "BOXES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
+        "BOXES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
         "JOINED": config.joined,
         "PAIRS": config.pairs,
         "ONE_RING": has_one_ring(problem, config.piece),
@@ -812,11 +709,11 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
         "NEGATE": negate,
-        "LAZY": config.lazy,
+        "LAZY_RESCALE": config.lazy,
         "FIXED_MAX": has_fixed_max(problem, config),
-        "NOTICES": notices_of(config),
-        "DEAL": config.deal,
-        "AHEAD": finds_ahead(problem, config),
+        "TILE_INFOS": notices_of(config),
+        "SCHEDULE": config.deal,
+        "FIND_AHEAD": finds_ahead(problem, config),
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
     }

@@ -1,19 +1,24 @@
-"""The two products of the Hopper kernel, from tiles in shared memory: Gluon helpers of `hopper/fwd.py`.
+"""The two products of the Hopper kernel, from tiles in shared memory.
 
-A tile of K, V, Q or out lies in PIECES buffers of as many columns each, in TMA's swizzled form. Scores add up over the
-pieces in one accumulator. The columns of out are those of V, so they are a tuple of accumulators: one for each piece of
-V, or (JOINED) for 4, 2 or 1 pieces that lie one behind another, the largest power of two first. That is how a wider
-tile of the same swizzle lies in memory anyway, and the instructions get wider: 96 columns are 64 + 32, 224 are
-128 + 64 + 32.
+A tile of K, V, Q or out lies in BOXES buffers of as many columns each, one for each TMA box, in TMA's swizzled form.
+Scores add up over the boxes in one accumulator. The columns of out are those of V, so they are a tuple of accumulators:
+one for each box of V, or (JOINED) for 4, 2 or 1 boxes that lie one behind another, the largest power of two first. That
+is how a wider tile of the same swizzle lies in memory anyway, and the instructions get wider: 96 columns are 64 + 32,
+224 are 128 + 64 + 32.
 """
 
-from __future__ import annotations
-
+# Aggregates are checked against their annotations, so these must not be postponed.
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.configs import CONSUMER_ROWS
 from diyfa.backends.cuda.hopper.softmax import any_in_warp
 
@@ -21,46 +26,36 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 
 
 @constexpr_function
-def _runs(pieces, joined):
-    """How many pieces each accumulator has."""
+def _runs(boxes, joined):
+    """How many boxes each accumulator has."""
     found = []
-    while sum(found) < pieces:
-        found.append(1 << ((pieces - sum(found)).bit_length() - 1) if joined else 1)
+    while sum(found) < boxes:
+        found.append(1 << ((boxes - sum(found)).bit_length() - 1) if joined else 1)
     return found
 
 
 @constexpr_function
-def run_count(pieces, joined):
-    """How many accumulators `pieces` have."""
-    return len(_runs(pieces, joined))
+def run_count(boxes, joined):
+    """How many accumulators `boxes` have."""
+    return len(_runs(boxes, joined))
 
 
 @constexpr_function
-def run_start(run, pieces, joined):
-    """The first piece of an accumulator."""
-    return sum(_runs(pieces, joined)[:run])
+def run_start(run, boxes, joined):
+    """The first box of an accumulator."""
+    return sum(_runs(boxes, joined)[:run])
 
 
 @constexpr_function
-def run_length(run, pieces, joined):
-    """How many pieces an accumulator has."""
-    return _runs(pieces, joined)[run]
+def run_length(run, boxes, joined):
+    """How many boxes an accumulator has."""
+    return _runs(boxes, joined)[run]
 
 
 @constexpr_function
 def accumulator_layout(columns):
     """Registers of [64, columns] of one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def buffer_of(slot, ONE_RING: gl.constexpr):
-    """Which buffer a slot is: K and V have their own, or share them all."""
-    if ONE_RING:
-        buffer = slot
-    else:
-        buffer = slot // 2
-    return buffer
 
 
 @gluon.jit
@@ -78,58 +73,100 @@ def tile_at(buffers, index, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def held_queries(
-    q_buffers, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, Q_HELD: gl.constexpr
-):  # fmt: skip
-    """The first Q_HELD pieces of a consumer's queries, each [64, columns of a piece], in registers.
+def tile_of_run(buffers, first, RUN: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr):
+    """The boxes of an accumulator as one matrix, of a tile whose boxes begin at buffer `first`."""
+    return tile_at(buffers, first + run_start(RUN, BOXES, JOINED), run_length(RUN, BOXES, JOINED))
+
+
+@aggregate
+class Queries:
+    """The queries of a tile in shared memory: BOXES buffers for each consumer, and its two barriers."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    CONSUMERS: gl.constexpr
+    BOXES: gl.constexpr
+
+    @gluon.jit
+    def init(self):
+        for c in gl.static_range(self.CONSUMERS):
+            mbarrier.init(self.full.index(c), count=1)
+            mbarrier.init(self.empty.index(c), count=1)
+
+    @gluon.jit
+    def invalidate(self):
+        for c in gl.static_range(self.CONSUMERS):
+            mbarrier.invalidate(self.full.index(c))
+            mbarrier.invalidate(self.empty.index(c))
+
+    @gluon.jit
+    def wait_empty(self, CONSUMER: gl.constexpr, used):
+        """The producer waits until a consumer has done with its queries; `used`: how many have been loaded."""
+        # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
+        mbarrier.wait(self.empty.index(CONSUMER), (used & 1) ^ 1)
+
+    @gluon.jit
+    def wait_full(self, CONSUMER: gl.constexpr, used):
+        mbarrier.wait(self.full.index(CONSUMER), used & 1)
+
+    @gluon.jit
+    def release(self, CONSUMER: gl.constexpr):
+        """The next tile's queries may come."""
+        mbarrier.arrive(self.empty.index(CONSUMER), count=1)
+
+
+@gluon.jit
+def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
+    """The first Q_IN_REGISTERS boxes of a consumer's queries, each [64, columns of a box].
 
     A product that takes its left operand from shared memory reads 64 rows of it again for every block of keys: at
     head_dim 256 and 64 keys as many bytes as K itself, and both together as many as shared memory delivers meanwhile.
 
-    From here on TMA may write over what was read: without the fence it would do so while reads are still under way,
-    for neither a meeting of threads nor an arrival waits for them.
+    From here on TMA may write over what was read. Without the fence it would do so while reads are still under way,
+    for neither a barrier of threads nor an arrival waits for them.
     """
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(BLOCK_N), 2)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
-    for j in gl.static_range(Q_HELD):
-        q += (tile_at(q_buffers, CONSUMER * PIECES + j, 1).load(LAYOUT),)
-    if Q_HELD > 0:
+    for j in gl.static_range(config.Q_IN_REGISTERS):
+        q += (tile_at(queries.buffers, CONSUMER * queries.BOXES + j, 1).load(LAYOUT),)
+    if config.Q_IN_REGISTERS > 0:
         fence_async_shared()
     return q
 
 
 @gluon.jit
 def start_scores(
-    q,  # `held_queries`
-    q_buffers, k_buffers, k_index,
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, Q_HELD: gl.constexpr,
+    q,  # `queries_in_registers`
+    queries, ring, item, CONSUMER: gl.constexpr, config,
 ):  # fmt: skip
-    """Start q kᵀ, [64, BLOCK_N], from its pieces along the head dim."""
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    for j in gl.static_range(PIECES):
-        k = tile_at(k_buffers, k_index * PIECES + j, 1).permute((1, 0))
-        if j < Q_HELD:
+    """Start q kᵀ, [64, BLOCK_N], from its boxes along the head dim."""
+    s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
+    for j in gl.static_range(config.BOXES):
+        k = tile_at(ring.k_buffers, ring.buffer_of(item) * config.BOXES + j, 1).permute((1, 0))
+        if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
-            s = warpgroup_mma(tile_at(q_buffers, CONSUMER * PIECES + j, 1), k, s, use_acc=j > 0, is_async=True)
+            from_shared = tile_at(queries.buffers, CONSUMER * config.BOXES + j, 1)
+            s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def no_values(WIDTH: gl.constexpr, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
+def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr, JOINED: gl.constexpr):
     """Accumulators of out before the first block."""
     o = ()
-    for run in gl.static_range(run_count(PIECES_V, JOINED)):
+    for run in gl.static_range(run_count(BOXES_V, JOINED)):
         o += (gl.zeros(
-            [ROWS, WIDTH * run_length(run, PIECES_V, JOINED)], gl.float32,
-            accumulator_layout(WIDTH * run_length(run, PIECES_V, JOINED)),
+            [ROWS, WIDTH * run_length(run, BOXES_V, JOINED)], gl.float32,
+            accumulator_layout(WIDTH * run_length(run, BOXES_V, JOINED)),
         ),)  # fmt: skip
     return o
 
 
 @gluon.jit
-def held(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
-    """Weights [64, BLOCK_N] fp32 as they wait for the next block: in 16 bits, as the operand that `start_values` takes.
+def mma_operand(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
+    """Weights [64, BLOCK_N] fp32 in 16 bits, as the operand that `start_values` takes in the next round of the KV loop.
 
     PAIRS: two of them in an int32, [64, BLOCK_N / 2]. Carried through a loop as 16-bit numbers, ptxas exchanges the
     halves of each register at its end and again at its beginning: 64 of 480 instructions of a block at head_dim 64.
@@ -160,22 +197,22 @@ def _unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_values(p, v_buffers, v_index, o, PIECES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr):
-    """Start adding p v to each part of o; p is `held`."""
+def start_values(p, o, ring, item, config):
+    """Start adding p v to each part of o; p is a `mma_operand`."""
     started = ()
-    if PAIRS:
-        p = _unpaired(p, v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
-    for run in gl.static_range(run_count(PIECES_V, JOINED)):
-        v = tile_at(v_buffers, v_index * PIECES_V + run_start(run, PIECES_V, JOINED), run_length(run, PIECES_V, JOINED))
+    if config.PAIRS:
+        p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
+    for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
+        v = tile_of_run(ring.v_buffers, ring.buffer_of(item) * config.BOXES_V, run, config.BOXES_V, config.JOINED)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     return started
 
 
 @gluon.jit
-def finish_values(o, PIECES_V: gl.constexpr, JOINED: gl.constexpr):
+def finish_values(o, BOXES_V: gl.constexpr, JOINED: gl.constexpr):
     """Wait for what `start_values` started."""
-    if run_count(PIECES_V, JOINED) == 1:
+    if run_count(BOXES_V, JOINED) == 1:
         done = (warpgroup_mma_wait(0, deps=[o[0]]),)
     else:
         done = warpgroup_mma_wait(0, deps=o)
@@ -208,16 +245,17 @@ def _rescaled_unless_zero(o, alpha, changed):
 
 
 @gluon.jit
-def rescaled(o, alpha, PIECES_V: gl.constexpr, JOINED: gl.constexpr, LAZY: gl.constexpr):
+def rescaled(o, alpha, BOXES_V: gl.constexpr, JOINED: gl.constexpr, LAZY_RESCALE: gl.constexpr):
     """Each row of o times its alpha.
 
-    LAZY: each warp for itself looks whether one of its rows needs that. All four together would wait for each other.
+    LAZY_RESCALE: each warp looks for itself whether one of its rows needs that. All four together would have to wait
+    for each other.
     """
-    if LAZY:
+    if LAZY_RESCALE:
         changed = any_in_warp(alpha)
     result = ()
-    for run in gl.static_range(run_count(PIECES_V, JOINED)):
-        if LAZY:
+    for run in gl.static_range(run_count(BOXES_V, JOINED)):
+        if LAZY_RESCALE:
             result += (_rescaled_unless_zero(o[run], alpha, changed),)
         else:
             factor = gl.convert_layout(alpha, gl.SliceLayout(1, o[run].type.layout))

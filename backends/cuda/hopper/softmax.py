@@ -1,13 +1,44 @@
 """The softmax of the Hopper kernel: one step, with a running maximum (online softmax) or with a fixed one."""
 
-from __future__ import annotations
-
+# Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from diyfa.backends.cuda.gluon.compat import aggregate
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-RISE = gl.constexpr(8.0)  # in units of log2: by how much scores may exceed the maximum that a lazy step measures from
+# In units of log2: by how much scores may exceed the maximum that a lazy rescale measures from.
+RISE = gl.constexpr(8.0)
+
+
+@aggregate
+class Score:
+    """How products of queries and keys become scores in units of log2, which `exp2` takes."""
+
+    scale: gl.tensor
+    cap: gl.tensor  # of a softcap
+    SOFTCAP: gl.constexpr
+    ALIBI: gl.constexpr
+    NEGATE: gl.constexpr
+
+    @gluon.jit
+    def in_log2(self):
+        """Made from the scale and softcap of the call. With a softcap the inputs' scale stays inside tanh."""
+        cap = self.cap * LOG2E
+        scale = self.scale
+        if not self.SOFTCAP:
+            scale = scale * LOG2E
+        return Score(scale, cap, self.SOFTCAP, self.ALIBI, self.NEGATE)
+
+
+@aggregate
+class Rows:
+    """A consumer's rows of a tile."""
+
+    position: gl.tensor  # [64], the key that each is aligned with
+    n_keys: gl.tensor
+    slope: gl.tensor  # of ALiBi
 
 
 @gluon.jit
@@ -21,12 +52,14 @@ def any_in_warp(alpha):
 
 
 @gluon.jit
-def scores_log2(s, scale, cap, SOFTCAP: gl.constexpr, NEGATE: gl.constexpr):
+def _scores(s, score):
     """Products -> (scores, their unit): one times the other is in units of log2."""
-    if NEGATE:
+    scale = score.scale
+    if score.NEGATE:
         s = -s
-    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1
-        s = cap - (2.0 * cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
+    if score.SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
+        s = score.cap - (2.0 * score.cap) / (gl.exp2(s * (scale * (2.0 * LOG2E))) + 1.0)
         scale = 1.0
     return s, scale
 
@@ -43,45 +76,48 @@ def _columns(s):
 
 
 @gluon.jit
-def _alibi(s, start_n, position, slope):
+def _alibi(s, start_n, rows):
     """What ALiBi takes off scores [64, BLOCK_N]: slope times the distance of query and key."""
     lane, constant = _columns(s)
-    own = (position[:, None] - lane - start_n).to(gl.float32)
-    return slope * gl.abs(own - constant.to(gl.float32))
+    own = (rows.position[:, None] - lane - start_n).to(gl.float32)
+    return rows.slope * gl.abs(own - constant.to(gl.float32))
+
+
+@gluon.jit
+def _masked(s, start_n, rows, problem):
+    """Scores [64, BLOCK_N] with -inf for what the rows do not see."""
+    lane, constant = _columns(s)
+    own = rows.position[:, None] - lane - start_n
+    if problem.CAUSAL:  # which also keeps inside the keys
+        seen = constant <= own
+    elif problem.HAS_RIGHT:
+        seen = (constant <= own + problem.window_right) & (constant < rows.n_keys - start_n - lane)
+    else:
+        seen = constant < rows.n_keys - start_n - lane
+    if problem.HAS_LEFT:
+        seen = seen & (constant >= own - problem.window_left)
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
 def softmax_step(
-    s, m_i, l_i, start_n, position, n_keys, window_left, window_right, scale, cap, slope,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr, LAZY: gl.constexpr,
+    s, m_i, l_i, start_n, rows, score, problem, MASKED: gl.constexpr, LAZY_RESCALE: gl.constexpr
 ):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
 
-    LAZY: a row's old maximum does until scores exceed it by RISE. Weights stay below 2^RISE, which is as exact, and
-    the factor is almost always 1 (FlashAttention-4 does this).
+    LAZY_RESCALE: a row's old maximum does until scores exceed it by RISE. Weights stay below 2^RISE, which is as
+    exact, and the factor is almost always 1 (FlashAttention-4 does this).
 
-    The maximum is in units of log2, which s * scale are too; with SOFTCAP cap * tanh(s * scale). MASKED: row i stands
-    at key position[i] and sees the keys from window_left before to window_right after it, maybe none.
+    The maximum is in units of log2. MASKED: a mask or the end of the keys cuts the block; a row may see none of it.
     """
-    s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
-    if ALIBI:
-        s = s * scale - _alibi(s, start_n, position, slope)
+    s, scale = _scores(s, score)
+    if score.ALIBI:
+        s = s * scale - _alibi(s, start_n, rows)
         scale = 1.0
     if MASKED:
-        lane, constant = _columns(s)
-        own = position[:, None] - lane - start_n
-        if CAUSAL:  # which also keeps inside the keys
-            seen = constant <= own
-        elif HAS_RIGHT:
-            seen = (constant <= own + window_right) & (constant < n_keys - start_n - lane)
-        else:
-            seen = constant < n_keys - start_n - lane
-        if HAS_LEFT:
-            seen = seen & (constant >= own - window_left)
-        s = gl.where(seen, s, float("-inf"))
+        s = _masked(s, start_n, rows, problem)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    if LAZY:
+    if LAZY_RESCALE:
         m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     x = s * scale - m_ref[:, None]
@@ -91,7 +127,7 @@ def softmax_step(
 
 
 @gluon.jit
-def no_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+def zero_sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     """What `fixed_max_step` begins its sums with."""
     return _by_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT))
 
@@ -105,19 +141,16 @@ def _by_thread(p):
 
 
 @gluon.jit
-def fixed_max_step(
-    s, m_i, sums, start_n, position, scale, cap, slope,
-    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, NEGATE: gl.constexpr,
-):  # fmt: skip
+def fixed_max_step(s, m_i, sums, start_n, rows, score):
     """Products s [64, BLOCK_N] that no mask cuts -> (weights p, `sums`), measured from the maximum of earlier blocks.
 
     The weights are exponentials of scores less any number near the row's maximum. As bfloat16 has float32's range, that
-    of the first blocks will do for the rest of the walk, whatever it holds, up to a sum that float32 cannot hold.
+    of the first blocks will do for the rest of the KV loop, whatever it holds, up to a sum that float32 cannot hold.
     """
-    s, scale = scores_log2(s, scale, cap, SOFTCAP, NEGATE)
+    s, scale = _scores(s, score)
     x = s * scale - m_i[:, None]
-    if ALIBI:
-        x = x - _alibi(s, start_n, position, slope)
+    if score.ALIBI:
+        x = x - _alibi(s, start_n, rows)
     p = gl.exp2(x)
     return p, sums + _by_thread(p)
 

@@ -1,4 +1,4 @@
-"""Which tile a program of the Hopper kernel works on, and how TMA finds its rows: Gluon helpers of `hopper/fwd.py`.
+"""Which tile a number stands for, which key blocks it sees in which order, and how TMA finds its rows.
 
 Sequences may be all as long as the tensor (EQUAL), end early (SEQ_LENS), or lie packed one after another (PACKED). A
 TMA descriptor knows the end of a tensor only, so for the last two it gets two dimensions more (the idea of Triton's
@@ -8,44 +8,71 @@ bring the address back: 2^30 steps of 2^34 - stride elements are -2^30 * stride 
 bound; the other one goes to the sequence's first row and `length` rows further. `gluon/tma.py` makes them.
 """
 
-from __future__ import annotations
-
+# Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
 
 BOUND = gl.constexpr(ROW_BOUND)
 
 
-@gluon.jit
-def here(x):
-    """x (32 bits) as a number that nobody can know before this place. Else what follows from it, as reciprocals or
-    addresses do, would be computed before the first tile, and would wait in registers that the loops have none of to
-    spare."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+@aggregate
+class Problem:
+    """Sizes of a call, lengths of its sequences, and the mask."""
 
+    window_left: gl.tensor
+    window_right: gl.tensor
+    heads_q: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    total_q: gl.tensor
+    total_k: gl.tensor
+    heads: gl.tensor  # of all samples together
+    heads_at_once: gl.tensor
+    batch: gl.tensor
+    lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
+    lengths_k_ptr: gl.tensor | gl.constexpr
+    LENGTHS: gl.constexpr
+    CAUSAL: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    CHECK_KEYS: gl.constexpr  # there is no mask on the right, and keys may end inside a block
 
-@gluon.jit
-def tile_count(heads, heads_q, batch, seqlen_q, total_q, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
-    """How many tiles the grid has; packed, some of them are empty (see `_packed_tile`)."""
-    if LENGTHS == PACKED:
-        count = (total_q // BLOCK_M + batch) * heads_q
-    else:
-        count = gl.cdiv(seqlen_q, BLOCK_M) * heads
-    return count
+    @gluon.jit
+    def behind_barrier(self):
+        """The same, but nothing follows from its sizes before this place."""
+        heads_q = optimisation_barrier(self.heads_q)
+        heads_at_once = optimisation_barrier(self.heads_at_once)
+        seqlen_q = optimisation_barrier(self.seqlen_q)
+        return Problem(
+            self.window_left, self.window_right, heads_q, seqlen_q, self.seqlen_k, self.total_q, self.total_k,
+            self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr,
+            self.LENGTHS, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
+        )  # fmt: skip
 
+    @gluon.jit
+    def tile_count(self, BLOCK_M: gl.constexpr):
+        """How many tiles the grid has; packed, some of them are empty (see `_packed_tile`)."""
+        if self.LENGTHS == PACKED:
+            count = (self.total_q // BLOCK_M + self.batch) * self.heads_q
+        else:
+            count = gl.cdiv(self.seqlen_q, BLOCK_M) * self.heads
+        return count
 
-@gluon.jit
-def group_count(tiles, heads_at_once, seqlen_q, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
-    """How many tiles the heads have that take turns; packed sequences are one group."""
-    if LENGTHS == PACKED:
-        count = tiles
-    else:
-        count = heads_at_once * gl.cdiv(seqlen_q, BLOCK_M)
-    return count
+    @gluon.jit
+    def group_count(self, tiles, BLOCK_M: gl.constexpr):
+        """How many tiles the heads have that take turns; packed sequences are one group."""
+        if self.LENGTHS == PACKED:
+            count = tiles
+        else:
+            count = self.heads_at_once * gl.cdiv(self.seqlen_q, BLOCK_M)
+        return count
 
 
 @gluon.jit
@@ -55,9 +82,7 @@ def _clamped(pointer, most):
 
 
 @gluon.jit
-def _packed_tile(
-    index, batch, total_q, cu_seqlens_q_ptr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
+def _packed_tile(index, problem, BLOCK_M: gl.constexpr):
     """Tile number -> (sequence, head, which of the sequence's tiles: negative or too large for an empty one).
 
     In each head the tiles of sequence b begin at number cu_seqlens_q[b] // BLOCK_M + b. The next sequence's begin far
@@ -65,125 +90,130 @@ def _packed_tile(
     sequence is found by counting beginnings, one for each lane, without sums over lengths or a word from the host.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slots = total_q // BLOCK_M + batch
-    h = index // slots
-    slot = index % slots
+    numbers = problem.total_q // BLOCK_M + problem.batch  # of a head
+    h = index // numbers
+    number = index % numbers
     count = 0
-    for start in range(0, batch, 32):
+    for start in range(0, problem.batch, 32):
         b = start + gl.arange(0, 32, layout=LANES)
-        first = gl.load(cu_seqlens_q_ptr + b, mask=b < batch, other=0)
-        first = gl.minimum(gl.maximum(first, 0), total_q)
-        begun = (b < batch) & (first // BLOCK_M + b <= slot)
+        first = gl.load(problem.lengths_q_ptr + b, mask=b < problem.batch, other=0)
+        first = gl.minimum(gl.maximum(first, 0), problem.total_q)
+        begun = (b < problem.batch) & (first // BLOCK_M + b <= number)
         count += gl.sum(begun.to(gl.int32), 0)
     b = gl.maximum(count - 1, 0)
-    return b, h, slot - _clamped(cu_seqlens_q_ptr + b, total_q) // BLOCK_M - b
+    return b, h, number - _clamped(problem.lengths_q_ptr + b, problem.total_q) // BLOCK_M - b
 
 
 @gluon.jit
-def tile_of(
-    index, lengths_q_ptr, lengths_k_ptr,
-    heads, heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LENGTHS: gl.constexpr,
-):  # fmt: skip
-    """Tile number -> (exists, sample, head, first query, key blocks from, to, first rows in q and k, queries, keys).
+def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Tile number -> (whether there is such a tile, the tile). Only for partitions of one warp.
 
-    For partitions of one warp. At least one block is visited.
-    `heads_at_once` heads take turns, so that their keys stay in L2 while the longest tiles of all of them start first;
-    packed, a head's sequences follow each other, longest tiles first in each.
+    At least one block is visited. `heads_at_once` heads take turns, so that their keys stay in L2 while the longest
+    tiles of all of them start first. Packed, a head's sequences follow each other, longest tiles first in each.
     """
     first_q = 0
     first_k = 0
-    n_queries = seqlen_q
-    n_keys = seqlen_k
-    if LENGTHS == PACKED:
-        b, h, tile_m = _packed_tile(index, batch, total_q, lengths_q_ptr, BLOCK_M)
-        first_q = _clamped(lengths_q_ptr + b, total_q)
-        first_k = _clamped(lengths_k_ptr + b, total_k)
-        n_queries = gl.maximum(_clamped(lengths_q_ptr + b + 1, total_q) - first_q, 0)
-        n_keys = gl.maximum(_clamped(lengths_k_ptr + b + 1, total_k) - first_k, 0)
+    n_queries = problem.seqlen_q
+    n_keys = problem.seqlen_k
+    if problem.LENGTHS == PACKED:
+        b, h, tile_m = _packed_tile(index, problem, BLOCK_M)
+        first_q = _clamped(problem.lengths_q_ptr + b, problem.total_q)
+        first_k = _clamped(problem.lengths_k_ptr + b, problem.total_k)
+        n_queries = gl.maximum(_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
+        n_keys = gl.maximum(_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
-        tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
-        first = index // (heads_at_once * tiles_m) * heads_at_once
-        width = gl.minimum(heads_at_once, heads - first)
-        rest = index % (heads_at_once * tiles_m)
+        tiles_m = gl.cdiv(problem.seqlen_q, BLOCK_M)
+        first = index // (problem.heads_at_once * tiles_m) * problem.heads_at_once
+        width = gl.minimum(problem.heads_at_once, problem.heads - first)
+        rest = index % (problem.heads_at_once * tiles_m)
         head = first + rest % width
         tile_m = rest // width
-        b = head // heads_q
-        h = head % heads_q
-        if LENGTHS == SEQ_LENS:
-            n_keys = _clamped(lengths_k_ptr + b, seqlen_k)
-            n_queries = gl.minimum(n_keys, seqlen_q)
+        b = head // problem.heads_q
+        h = head % problem.heads_q
+        if problem.LENGTHS == SEQ_LENS:
+            n_keys = _clamped(problem.lengths_k_ptr + b, problem.seqlen_k)
+            n_queries = gl.minimum(n_keys, problem.seqlen_q)
         exists = True
-    if HAS_RIGHT:
+    if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
     key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
     end = n_keys
-    if HAS_RIGHT:
+    if problem.HAS_RIGHT:
         end = key0 + BLOCK_M
-        if not CAUSAL:
-            end += window_right
+        if not problem.CAUSAL:
+            end += problem.window_right
         end = gl.minimum(n_keys, end)
-    if LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
+    if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
         end = gl.where(row0 < n_queries, end, 0)
     first_block = 0
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
-    if HAS_LEFT:
-        first_block = gl.minimum(gl.maximum(key0 - window_left, 0) // BLOCK_N, end_block - 1)
-    return exists, b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys
+    if problem.HAS_LEFT:
+        first_block = gl.minimum(gl.maximum(key0 - problem.window_left, 0) // BLOCK_N, end_block - 1)
+    return exists, Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
+
+
+@aggregate
+class BlockOrder:
+    """The order in which a tile's key blocks are visited: from the right end inwards, at the left end, then the others.
+
+    At the right end come those that a mask or the end of the keys cuts for one of the tile's rows and the next one; at
+    the left end those that a window cuts, or the first one. Blocks in between are whole for all rows, and what rows
+    have seen by then, their latest keys and the very first ones, is where most attention goes.
+    """
+
+    first_block: gl.tensor
+    end_block: gl.tensor
+    n_right: gl.tensor
+    n_left: gl.tensor
+
+    @gluon.jit
+    def block(self, i):
+        """The i-th block."""
+        block = gl.where(i < self.n_right, self.end_block - 1 - i, self.first_block + i - self.n_right)
+        return gl.where(i < self.n_right + self.n_left, block, self.end_block - 1 - i + self.n_left)
+
+    @gluon.jit
+    def without_last(self, n):
+        """The same without the last n blocks, which are among those at the right end."""
+        return BlockOrder(self.first_block, self.end_block - n, self.n_right - n, self.n_left)
 
 
 @gluon.jit
-def edges_of(
-    row0, first_block, end_block, n_queries, n_keys, window_left, window_right,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-):  # fmt: skip
-    """How many key blocks a tile visits first: (at the right end of what it sees, then at the left end).
-
-    At the right end those that a mask or the end of the keys cuts for one of its rows and the next one; at the left end
-    those that a window cuts, or the first one. Blocks in between are whole for all rows, and what rows have seen by
-    then, their latest keys and the very first ones, is where most attention goes.
-    """
-    n_blocks = end_block - first_block
-    key0 = row0 + n_keys - n_queries
-    last_key = n_keys - 1  # that the first row sees
+def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The order of a tile's key blocks."""
+    n_blocks = tile.end_block - tile.first_block
+    key0 = tile.row0 + tile.n_keys - tile.n_queries
+    last_key = tile.n_keys - 1  # that the first row sees
     n_right = 1
-    if HAS_RIGHT:
-        last_key = gl.minimum(key0 if CAUSAL else key0 + window_right, last_key)
-    if HAS_RIGHT or CHECK_KEYS:
-        n_right += end_block - gl.maximum(last_key, 0) // BLOCK_N
+    if problem.HAS_RIGHT:
+        last_key = gl.minimum(key0 if problem.CAUSAL else key0 + problem.window_right, last_key)
+    if problem.HAS_RIGHT or problem.CHECK_KEYS:
+        n_right += tile.end_block - gl.maximum(last_key, 0) // BLOCK_N
     n_right = gl.minimum(n_right, n_blocks)
     n_left = 1
-    if HAS_LEFT:
-        n_left = gl.maximum(gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - window_left, 0), BLOCK_N) - first_block, 1)
-    return n_right, gl.minimum(n_left, n_blocks - n_right)
-
-
-@gluon.jit
-def block_at(i, first_block, end_block, n_right, n_left):
-    """The i-th key block of a tile's walk: from the right end inwards, at the left end, then the others."""
-    block = gl.where(i < n_right, end_block - 1 - i, first_block + i - n_right)
-    return gl.where(i < n_right + n_left, block, end_block - 1 - i + n_left)
+    if problem.HAS_LEFT:
+        left_end = gl.cdiv(gl.maximum(key0 + (BLOCK_M - 1) - problem.window_left, 0), BLOCK_N)
+        n_left = gl.maximum(left_end - tile.first_block, 1)
+    return BlockOrder(tile.first_block, tile.end_block, n_right, gl.minimum(n_left, n_blocks - n_right))
 
 
 @gluon.jit
 def start_load(
     tensor, b, h, row, end, length, buffers, index, full,
-    PIECES: gl.constexpr, RAGGED: gl.constexpr,
+    BOXES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile, which fills PIECES buffers of equal columns; `full` completes when all bytes have arrived.
+    """Start copying a tile, which fills BOXES buffers of equal columns; `full` completes when all bytes have arrived.
 
     RAGGED: `row` counts from the sequence's beginning; `end` says where that sequence ends (see `end_of`).
     """
     WIDTH: gl.constexpr = tensor.block_shape[-1]
-    SIZE: gl.constexpr = tensor.block_type.nbytes * PIECES
+    SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
     mbarrier.expect(full, SIZE)
-    for j in gl.static_range(PIECES):
-        buffer = buffers.index(index * PIECES + j)
+    for j in gl.static_range(BOXES):
+        buffer = buffers.index(index * BOXES + j)
         if RAGGED:
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
@@ -193,7 +223,7 @@ def start_load(
 
 @gluon.jit
 def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.constexpr):
-    """Start writing one piece of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
+    """Start writing one box of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
     if RAGGED:
         tma.async_copy_shared_to_global(tensor, [BOUND, end, h, BOUND - length + row, column], buffer)
     else:

@@ -178,6 +178,7 @@ class _Module:
 
 
 _functions: dict[int, Any] = {}
+_aggregates: dict[int, Any] = {}
 
 
 def translate(value: Any) -> Any:
@@ -188,6 +189,10 @@ def translate(value: Any) -> Any:
         if id(value) not in _functions:
             _functions[id(value)] = Function(value.fn)
         return _functions[id(value)]
+    if getattr(value, "__triton_aggregate__", False):
+        if id(value) not in _aggregates:
+            _aggregates[id(value)] = _interpreted_aggregate(value)
+        return _aggregates[id(value)]
     if isinstance(value, types.ModuleType) and value.__name__.startswith("triton."):
         return _Module(value)
     if tl_core.is_builtin(value):
@@ -195,6 +200,33 @@ def translate(value: Any) -> Any:
     if isinstance(value, tl_core.constexpr) and type(value.value) in (int, float):
         return value.value  # a constexpr does not take part in everything that a number does
     return value
+
+
+def _interpreted_aggregate(cls: type) -> type:
+    """An aggregate as the kernel sees it: methods are interpreted, and its constants are plain values."""
+    constructor = next(c.cell_contents for c in cls.__new__.__closure__ if isinstance(c.cell_contents, type))
+    fields = constructor.__annotations__
+    methods = {name: translate(member) for name, member in vars(cls).items() if isinstance(member, JITFunction)}
+
+    class Aggregate(cls):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if fields.get(name) is gl.tensor and isinstance(value, tl_core.constexpr):
+                value = lift(_semantic().to_tensor(value))  # a number that a variable of the kernel holds
+            super().__setattr__(name, value)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in methods:
+                return types.MethodType(methods[name], self)
+            value = super().__getattribute__(name)
+            return value.value if name in fields and isinstance(value, tl_core.constexpr) else value
+
+        def __eq__(self, other: object) -> Any:
+            raise InvalidOperand(f"aggregates compared at {location()}")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    Aggregate.__name__ = cls.__name__
+    return Aggregate
 
 
 class Function:

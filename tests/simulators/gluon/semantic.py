@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ class Semantic(GluonSemantic):
             "registers in multiples of 8 from 24 to 256": all(r % 8 == 0 and 24 <= r <= 256 for r in worker_num_regs),
             "no partitions within partitions": program.reserved_barriers == COMPILER_BARRIERS,
             "no register tensors as arguments of workers": not any(
-                isinstance(arg, gl.tensor) and arg.type.is_block() for _, args in workers for arg in args
+                isinstance(value, gl.tensor) and value.type.is_block() for _, args in workers for value in _values(args)
             ),
             f"at most {REGISTERS} registers": sum(
                 32 * n * r for n, r in zip(worker_num_warps, worker_num_regs, strict=False)
@@ -150,6 +150,18 @@ class Semantic(GluonSemantic):
             parent.clock.join(task.clock)
         program.reserved_barriers = COMPILER_BARRIERS
         return result
+
+
+def _values(x: Any) -> Iterator[Any]:
+    """What tuples and aggregates are made of."""
+    if isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _values(item)
+    elif getattr(x, "__triton_aggregate__", False):
+        for value in vars(x).values():
+            yield from _values(value)
+    else:
+        yield x
 
 
 def _call(function: Any, args: Any) -> Any:

@@ -1,0 +1,39 @@
+"""Which Triton this is, and what Gluon kernels use of its private parts. Importable with any Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
+
+
+def has_gluon() -> bool:
+    """Whether this Triton is one whose Gluon the kernels are written in."""
+    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+
+
+def aggregate(cls: type) -> Any:
+    """A class of values that kernels pass around as one, with a constructor made from its fields, as dataclasses have.
+
+    A field is annotated with the type of its values: `gl.tensor`, `gl.constexpr`, another aggregate, or a union of
+    them. Methods are `@gluon.jit` functions. A module of aggregates must not postpone its annotations: Triton checks
+    each value against them.
+    """
+    from triton.language.core import _aggregate, base_value, constexpr
+
+    fields = dict(cls.__annotations__)
+
+    def __init__(self, *values, **named):
+        given = dict(zip(fields, values, strict=False)) | named
+        if len(values) + len(named) != len(fields) or given.keys() != fields.keys():
+            raise TypeError(f"{type(self).__name__} has the fields {list(fields)}, got {list(given)}")
+        for name, value in given.items():
+            setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
+
+    init = triton.constexpr_function(__init__)
+    # Triton keeps compiled kernels under the source of what they use: of this class that is its fields.
+    init._unsafe_update_src(f"def __init__(self):\n    pass  # {cls.__module__}.{cls.__qualname__}: {fields}\n")
+    cls.__init__ = init
+    return _aggregate(cls)

@@ -1,0 +1,67 @@
+"""The ring of stages through which the producer hands blocks of K and V to the consumers."""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from diyfa.backends.cuda.gluon.barriers import arrivals_to_free, release, wait_full
+from diyfa.backends.cuda.gluon.compat import aggregate
+
+
+@aggregate
+class KVRing:
+    """Items take turns in STAGES stages: K of the n-th block is item 2n, its V item 2n + 1.
+
+    A stage has two barriers. `full` completes when TMA has delivered all bytes, `empty` when all consumers have
+    arrived. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
+    """
+
+    k_buffers: gl.shared_memory_descriptor
+    v_buffers: gl.shared_memory_descriptor  # the same where K and V share the stages (ONE_RING)
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    ONE_RING: gl.constexpr
+    CONSUMERS: gl.constexpr
+    PER_WARP_ARRIVE: gl.constexpr
+
+    @gluon.jit
+    def init(self):
+        for stage in gl.static_range(self.STAGES):
+            mbarrier.init(self.full.index(stage), count=1)
+            mbarrier.init(self.empty.index(stage), count=arrivals_to_free(self.CONSUMERS, self.PER_WARP_ARRIVE))
+
+    @gluon.jit
+    def invalidate(self):
+        for stage in gl.static_range(self.STAGES):
+            mbarrier.invalidate(self.full.index(stage))
+            mbarrier.invalidate(self.empty.index(stage))
+
+    @gluon.jit
+    def buffer_of(self, item):
+        """Which tile of `k_buffers` or `v_buffers` the item lies in."""
+        stage = item % self.STAGES
+        if not self.ONE_RING:
+            stage = stage // 2
+        return stage
+
+    @gluon.jit
+    def full_barrier(self, item):
+        return self.full.index(item % self.STAGES)
+
+    @gluon.jit
+    def wait_empty(self, item):
+        """The producer waits until the item's stage is free."""
+        # A fresh barrier counts as one phase done: the first wait, for parity 1, passes.
+        mbarrier.wait(self.empty.index(item % self.STAGES), ((item // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def wait_full(self, item):
+        """A consumer waits until the item is there."""
+        wait_full(self.full.index(item % self.STAGES), (item // self.STAGES) & 1, self.PER_WARP_ARRIVE)
+
+    @gluon.jit
+    def release(self, item):
+        """A consumer has done with the item."""
+        release(self.empty.index(item % self.STAGES), self.PER_WARP_ARRIVE)
