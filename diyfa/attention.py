@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from diyfa import ops, plain, registry, validation
-from diyfa.problem import LAYOUTS, VARLEN, AttentionTensors
+from diyfa import fast_path, ops, registry, validation
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -21,19 +23,6 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
-UNBOUNDED = (-1, -1)
-
-
-def normalised_window(window: tuple[int, int], causal: bool, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """The bounds with `causal` in them, -1 for those that exclude nothing."""
-    left, right = validation.check_window(window)
-    if causal:
-        right = 0
-    if torch.compiler.is_compiling():  # bounds and lengths may have no value yet; the operator looks at them
-        return left, right
-    return ops.bounds_that_exclude(left, right, seqlen_q, seqlen_k)
-
-
 def new_rng_state(device: torch.device) -> torch.Tensor:
     """Seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
 
@@ -43,23 +32,51 @@ def new_rng_state(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
 
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: str,
-    causal: bool,
-    sm_scale: float | None,
-    seq_lens: torch.Tensor | None,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    rng_state: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float, tuple[int, int]]:
-    """Check every argument; returns 4-D (q, k, v), the softmax scale and the normalised window."""
+def packed_lengths(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> Lengths:
+    """`Lengths` of packed sequences; their longest may be anything that is an integer."""
+    longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
+    longest_k = validation.check_length("max_seqlen_k", max_seqlen_k)
+    return Lengths(cu_seqlens_q, cu_seqlens_k, None, longest_q, longest_k)
+
+
+def checked_options(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, given: dict[str, Any]
+) -> AttentionOptions:
+    """Check every argument of one call and fill in the defaults.
+
+    `given` holds fields of `AttentionOptions` and what stands for some of them in the public functions: `causal` and
+    `window`, a scale and a backend that may be None. A dropout mask's state is drawn if none is given.
+    """
+    options = dict(given)
+    sizes = validation.check_shapes(q, k, v, lengths, options["layout"])
+    sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
+    validation.check_scalars(sm_scale, softcap, dropout_p)
+    left, right = validation.check_window(options.pop("window", UNBOUNDED))
+    validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens, **options})
+    if lengths.seq_lens is not None:
+        validation.check_values(lengths.seq_lens, sizes["k"])
+    options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
+    options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
+    if not dropout_p:
+        options["rng_state"] = None
+    elif options.get("rng_state") is None:
+        options["rng_state"] = new_rng_state(q.device)
+    if torch.is_grad_enabled():
+        bias, sinks = options.get("attn_bias"), options.get("sinks")
+        options["bias_grad"] = bias_grad = bias is not None and bias.requires_grad
+        sinks_grad = sinks is not None and sinks.requires_grad
+        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bias_grad or sinks_grad
+    options["backend"] = options.get("backend") or registry.forced_backend()
+    return AttentionOptions(**options)
+
+
+def _as_4d(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor | None, layout: str
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v with a batch dimension, in the dtype of autocast."""
     validation.check_tensors(q=q, k=k, v=v)
     if q.dim() == 3 and k.dim() == 3 and v.dim() == 3 and layout == "bhsd":
         # (B·H, S, D): the batch is what seq_lens says, else one; grouped heads stay grouped either way.
@@ -72,84 +89,32 @@ def _prepare(
                 f"got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
             )
         q, k, v = (x.unflatten(0, (batch, x.shape[0] // batch)) for x in (q, k, v))
-    q, k, v = autocast(q, k, v)
-    dims = LAYOUTS[layout]
-    validation.check_qkv(q, k, v, dims)
-    validation.check_scalars(sm_scale, softcap, dropout_p)
-    b, h, s, d = dims
-    q_shape = q.shape
-    seqlen_q, seqlen_k = q_shape[s], k.shape[s]
-    bounds = normalised_window(window, causal, seqlen_q, seqlen_k)
-    if seq_lens is not None:
-        validation.check_seq_lens(seq_lens, q, q.shape[b], seqlen_k)
-    if alibi_slopes is not None or attn_bias is not None or sinks is not None:
-        validation.check_features(q, q.shape[b], q.shape[h], seqlen_q, seqlen_k, alibi_slopes, attn_bias, sinks)
-    if rng_state is not None:
-        validation.check_rng_state(rng_state, q)
-    scale = q_shape[d] ** -0.5 if sm_scale is None else float(sm_scale)
-    return (q, k, v), scale, bounds
+    return autocast(q, k, v)
 
 
 def _attend(
-    layout: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    sm_scale: float | None,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seq_lens: torch.Tensor | None,
-    variant: str,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    rng_state: torch.Tensor | None,
-    deterministic: bool,
     return_lse: bool,
-    backend: str | None,
+    given: dict[str, Any],
 ) -> Result:
-    if not (type(causal) is type(deterministic) is type(return_lse) is bool):
+    """One call of `flash_attention` or `flash_attention_v2`; `given` are all their other arguments, and the layout."""
+    q, k, v = qkv
+    if not (type(given["causal"]) is type(given["deterministic"]) is type(return_lse) is bool):
+        causal, deterministic = given["causal"], given["deterministic"]
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    key = None
-    no_tensors = seq_lens is None and alibi_slopes is None and attn_bias is None and sinks is None and rng_state is None
-    if no_tensors and plain.is_unseen():
-        window = validation.check_window(window)  # a list or a tensor may change, and cannot be a key
-        key = plain.key_of(
-            q, k, v, layout, causal, sm_scale, window, softcap, dropout_p, deterministic, variant,
-            backend or registry.forced_backend(),
-        )  # fmt: skip
-        plan = plain.find(key)
-        if plan is not None:
-            return ops.run_plan(plan, q, k, v, return_lse)
-    (q4, k4, v4), scale, bounds = _prepare(
-        q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
-        rng_state,
-    )  # fmt: skip
-    if dropout_p and rng_state is None:
-        rng_state = new_rng_state(q.device)
-    out, lse = ops.attention(
-        q4,
-        k4,
-        v4,
-        layout=layout,
-        sm_scale=scale,
-        window=bounds,
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        seq_lens=seq_lens,
-        alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias,
-        sinks=sinks,
-        rng_state=rng_state if dropout_p else None,
-        deterministic=deterministic,
-        backend=backend or "",
-        variant=variant,
-    )
-    if key is not None and not dropout_p and q4 is q and k4 is k and v4 is v:  # neither 3-D nor cast
-        plan = ops.plan_of(q, k, v, layout, scale, bounds, softcap, deterministic, backend or "", variant)
-        plain.remember(key, plan)
+    given["window"] = validation.check_window(given["window"])  # a list or a tensor may change, and cannot be a key
+    given["backend"] = given["backend"] or registry.forced_backend()
+    key = None if seq_lens is not None else fast_path.key_of(q, k, v, given)
+    plan = None if key is None else fast_path.find(key)
+    if plan is not None:
+        return ops.run_plan(plan, q, k, v, return_lse)
+    q4, k4, v4 = _as_4d(q, k, v, seq_lens, given["layout"])
+    lengths = WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens)
+    options = checked_options(q4, k4, v4, lengths, given)
+    out, lse = ops.attend(q4, k4, v4, lengths, options)
+    if key is not None and not options.dropout_p and q4 is q and k4 is k and v4 is v:  # neither 3-D nor cast
+        fast_path.remember(key, ops.plan_of(q, k, v, options))
     if q.dim() == 3:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     return (out, lse) if return_lse else out
@@ -207,10 +172,11 @@ def flash_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
     """
-    return _attend(
-        "bhsd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
-        dropout_p, rng_state, deterministic, return_lse, backend,
-    )  # fmt: skip
+    return _attend((q, k, v), seq_lens, return_lse, {
+        "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+    })  # fmt: skip
 
 
 def flash_attention_v2(
@@ -237,10 +203,11 @@ def flash_attention_v2(
 
     The log-sum-exp stays (B, H, Sq).
     """
-    return _attend(
-        "bshd", q, k, v, causal, sm_scale, seq_lens, variant, window, softcap, alibi_slopes, attn_bias, sinks,
-        dropout_p, rng_state, deterministic, return_lse, backend,
-    )  # fmt: skip
+    return _attend((q, k, v), seq_lens, return_lse, {
+        "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+    })  # fmt: skip
 
 
 def flash_attention_varlen(
@@ -284,84 +251,14 @@ def flash_attention_varlen(
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     validation.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
-    max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
-    max_seqlen_k = validation.check_length("max_seqlen_k", max_seqlen_k)
-    validation.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = attend_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, sm_scale, window, softcap,
-        alibi_slopes, sinks, dropout_p, rng_state, deterministic, variant, backend, "",
-    )  # fmt: skip
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = checked_options(q, k, v, lengths, {
+        "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+    })  # fmt: skip
+    out, lse = ops.attend(q, k, v, lengths, options)
     return (out, lse) if return_lse else out
-
-
-def _check_packed_options(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    sm_scale: float | None,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    rng_state: torch.Tensor | None,
-) -> None:
-    validation.check_scalars(sm_scale, softcap, dropout_p)
-    if alibi_slopes is not None or sinks is not None:
-        batch, heads = cu_seqlens_q.shape[0] - 1, q.shape[-2]
-        validation.check_features(q, batch, heads, max_seqlen_q, max_seqlen_k, alibi_slopes, None, sinks)
-    if rng_state is not None:
-        validation.check_rng_state(rng_state, q)
-
-
-def attend_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    sm_scale: float | None,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    rng_state: torch.Tensor | None,
-    deterministic: bool,
-    variant: str,
-    backend: str | None,
-    packing: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences whose q, k, v and lengths are checked -> (out, lse); `packing` as for `ops.attention`."""
-    _check_packed_options(
-        q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, sm_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state
-    )
-    if dropout_p and rng_state is None:
-        rng_state = new_rng_state(q.device)
-    return ops.attention(
-        q,
-        k,
-        v,
-        layout=VARLEN,
-        sm_scale=q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale),
-        window=normalised_window(window, causal, max_seqlen_q, max_seqlen_k),
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        rng_state=rng_state if dropout_p else None,
-        deterministic=deterministic,
-        backend=backend or "",
-        variant=variant,
-        packing=packing,
-    )
 
 
 def explain(
@@ -402,38 +299,25 @@ def explain(
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
         validation.check_tensors(q=q, k=k, v=v)
-        q4, k4, v4 = autocast(q, k, v)
-        max_seqlen_q = validation.check_length("max_seqlen_q", max_seqlen_q)
-        max_seqlen_k = validation.check_length("max_seqlen_k", max_seqlen_k)
-        validation.check_varlen(q4, k4, v4, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _check_packed_options(
-            q4, cu_seqlens_q, max_seqlen_q, max_seqlen_k, sm_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state
-        )
-        scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
-        left, right = normalised_window(window, causal, max_seqlen_q, max_seqlen_k)
+        q, k, v = autocast(q, k, v)
+        lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        (q4, k4, v4), scale, (left, right) = _prepare(
-            q, k, v, layout, causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p,
-            rng_state,
-        )  # fmt: skip
-    grads = torch.is_grad_enabled()
-    bias_grad = grads and attn_bias is not None and attn_bias.requires_grad
-    needs_grad = grads and (bias_grad or any(x.requires_grad for x in (q, k, v)))
-    needs_grad = needs_grad or (grads and sinks is not None and sinks.requires_grad)
-    chosen = registry.resolve_backend(q4.device, backend or "")
-    tensors = AttentionTensors(
-        q4, k4, v4, scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k
-    )  # fmt: skip
-    scalars = ops.Scalars(
-        max_seqlen_q, max_seqlen_k, left, right, float(softcap), dropout_p > 0.0, layout, deterministic, needs_grad,
-        bias_grad,
-    )  # fmt: skip
-    problem = ops.describe_attention(chosen, tensors, scalars)
-    forward = registry.explain_choice("attention_fwd", problem, q4.device, backend or "", variant)
-    if not needs_grad:
+        q, k, v = _as_4d(q, k, v, seq_lens, layout)
+        lengths = Lengths(seq_lens=seq_lens)
+    if rng_state is None:  # what is not run draws no random numbers
+        rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+    options = checked_options(q, k, v, lengths, {
+        "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
+    })  # fmt: skip
+    chosen = registry.resolve_backend(q.device, backend or "")
+    problem = ops.describe_attention(chosen, q, k, v, lengths, options)
+    forward = registry.explain_choice("attention_fwd", problem, q.device, backend or "", variant)
+    if not options.needs_grad:
         return forward
     variant = registry.variant_of("attention_bwd", chosen, variant)
-    backward = registry.explain_choice("attention_bwd", problem, q4.device, backend or "", variant)
+    backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from diyfa.dropout import kept
+from diyfa.options import AttentionOptions, Lengths
 
 MULTIPLE = 128  # both sides are padded to it, as flash_attn's are
-
-Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 def _padded(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,61 +26,49 @@ def _padded(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> tuple[to
 
 @torch.no_grad()
 def signed_probabilities(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    lengths: Lengths | None,
-    sm_scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    dropout_p: float,
-    rng_state: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> torch.Tensor:
     """exp(score - lse), its sign bit set where the weight was dropped.
 
     Args:
-        q, k: (B, Sq, H, D), (B, Sk, Hk, D); with `lengths` (Tq, H, D), (Tk, Hk, D).
+        q, k: (B, Sq, H, D), (B, Sk, Hk, D), or packed (Tq, H, D), (Tk, Hk, D).
         lse: the call's log-sum-exp, (B, H, Sq) or (H, Tq).
-        lengths: cu_seqlens_q, cu_seqlens_k and the longest lengths of packed sequences.
-        window: (left, right) with causal already in it.
-        rng_state: (2,) int64, seed and offset.
 
     Returns:
         (B, H, Sq, Sk), both lengths rounded up to multiples of 128, in q's dtype; 0 outside the sequences and masks.
     """
-    if lengths is None:
+    assert options.rng_state is not None, "a call with dropout has one"
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
         len_q = torch.full((q.shape[0],), q.shape[1], device=q.device)
         len_k = torch.full((q.shape[0],), k.shape[1], device=q.device)
         lse = lse[..., None]  # [B, H, Sq, 1]
     else:
-        cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = lengths
-        q, rows, len_q = _padded(q, cu_seqlens_q, longest_q)
-        k, _, len_k = _padded(k, cu_seqlens_k, longest_k)
+        q, rows, len_q = _padded(q, lengths.cu_seqlens_q, lengths.max_seqlen_q)
+        k, _, len_k = _padded(k, lengths.cu_seqlens_k, lengths.max_seqlen_k)
         if lse.shape[-1]:
             lse = lse[:, rows].transpose(0, 1)[..., None]  # [B, H, Sq, 1]
         else:
-            lse = lse.new_zeros((q.shape[0], q.shape[2], longest_q, 1))
+            lse = lse.new_zeros((q.shape[0], q.shape[2], lengths.max_seqlen_q, 1))
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     q, k = q.transpose(1, 2).to(lse.dtype), k.transpose(1, 2).to(lse.dtype).repeat_interleave(heads // k.shape[2], 1)
-    scores = (q * sm_scale) @ k.mT
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = (q * options.sm_scale) @ k.mT
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     i, j = torch.arange(seqlen_q, device=q.device)[:, None], torch.arange(seqlen_k, device=q.device)
     len_q, len_k = len_q[:, None, None, None], len_k[:, None, None, None]
     distance = j - (i + len_k - len_q)  # [B, 1, Sq, Sk]
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.expand(batch, heads)[:, :, None, None] * distance.abs()
-    left, right = window
+    if options.alibi_slopes is not None:
+        scores = scores - options.alibi_slopes.expand(batch, heads)[:, :, None, None] * distance.abs()
+    left, right = options.window_left, options.window_right
     visible = (i < len_q) & (j < len_k)
     if left >= 0:
         visible = visible & (distance >= -left)
     if right >= 0:
         visible = visible & (distance <= right)
     weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
-    seed, offset = rng_state.unbind()
-    keep = kept(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, q.device)
+    seed, offset = options.rng_state.unbind()
+    keep = kept(batch, heads, seqlen_q, seqlen_k, options.dropout_p, seed, offset, q.device)
     # The sign bit survives even where a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)
     padding = (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)

@@ -18,13 +18,15 @@ Below the public functions stand the private ones that sequence-parallel librari
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from diyfa import ops, plain, registry, validation
-from diyfa.attention import UNBOUNDED, attend_varlen, autocast, new_rng_state, normalised_window
+from diyfa import fast_path, ops, registry, validation
+from diyfa.attention import autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -43,122 +45,57 @@ Window = tuple[int, int]
 _NO_PAGES = "a paged KV cache (block_table) is served by flash_attn_with_kvcache, which diyfa does not have yet"
 
 
-class _Lengths(NamedTuple):
-    """Where packed sequences begin and how long the longest are."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-def _lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> _Lengths:
-    longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
-    longest_k = validation.check_length("max_seqlen_k", max_seqlen_k)
-    return _Lengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-
-
 def _unpacked(name: str, packed: torch.Tensor, parts: int, varlen: bool) -> tuple[torch.Tensor, ...]:
     """Views of what `packed` holds: (…, parts, H, D) -> parts times (…, H, D)."""
-    validation.check_tensors(**{name: packed})
     leading = "(total" if varlen else "(batch, seqlen"
     if packed.dim() != (4 if varlen else 5) or packed.shape[-3] != parts:
         raise ValueError(f"{name} must have shape {leading}, {parts}, heads, head_dim), got {tuple(packed.shape)}")
     return packed.unbind(-3)
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: _Lengths | None,
-    softmax_scale: float | None,
-    window_size: Any,
-    softcap: float,
-    alibi_slopes: Any,
-    dropout_p: float,
-) -> Window:
-    """Everything that can be said about q, k, v and the options without waiting for a device; returns the window."""
-    validation.check_scalars(softmax_scale, softcap, dropout_p, scale_name="softmax_scale")
-    window = validation.check_window(window_size, "window_size")
-    if lengths is not None:
-        validation.check_varlen(q, k, v, *lengths)
-        batch, seqlen_q, seqlen_k = lengths.cu_seqlens_q.shape[0] - 1, lengths.max_seqlen_q, lengths.max_seqlen_k
-    else:
-        validation.check_qkv(q, k, v, (0, 2, 1, 3))
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    if alibi_slopes is not None:
-        validation.check_tensors(alibi_slopes=alibi_slopes)
-        validation.check_features(q, batch, q.shape[-2], seqlen_q, seqlen_k, alibi_slopes, None, None)
-    return window
+def _checked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, given: dict[str, Any]
+) -> tuple[Lengths, AttentionOptions]:
+    """Everything that can be said about q, k, v and the options without waiting for a device."""
+    validation.check_scalars(given["sm_scale"], given["softcap"], given["dropout_p"], scale_name="softmax_scale")
+    given["window"] = validation.check_window(given["window"], "window_size")
+    given["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or WHOLE
+    return lengths, checked_options(q, k, v, lengths, given)
 
 
 def _attend(
-    packing: str,
-    owners: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    qkv: tuple[torch.Tensor, ...],
-    lengths: _Lengths | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Any,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
+    named: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, given: dict[str, Any]
 ) -> FlashAttnResult:
-    """One call. `owners` are the tensors as the user packed them, `qkv` the views in them."""
-    if not (type(causal) is type(deterministic) is type(return_attn_probs) is bool):
+    """One call. `named` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
+    validation.check_tensors(**named)
+    owners = autocast(*named.values())
+    packing = ("qkv", "kv", "")[len(owners) - 1]
+    views = owners
+    if packing:
+        views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), lengths is not None))
+    q, k, v = views
+    if not (type(given["causal"]) is type(given["deterministic"]) is type(return_attn_probs) is bool):
+        causal, deterministic = given["causal"], given["deterministic"]
         validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
-    q, k, v = qkv
-    key = None
-    if lengths is None and alibi_slopes is None and plain.is_unseen():
-        window_size = validation.check_window(window_size, "window_size")  # a list or a tensor cannot be a key
-        key = plain.key_of(
-            q, k, v, "flash_attn", softmax_scale, causal, window_size, softcap, dropout_p, deterministic,
-            registry.forced_backend(), packing,
-        )  # fmt: skip
-        plan = plain.find(key)
-        if plan is not None:
-            result = ops.run_plan(plan, q, k, v, return_attn_probs, owners)
-            return (*result, q.new_empty(0)) if return_attn_probs else result
-    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
-    rng_state = new_rng_state(q.device) if dropout_p else None
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    first, second, third = owners
-    if lengths is not None:
-        out, lse = attend_varlen(
-            first, second, third, *lengths, causal, scale, window, softcap, alibi_slopes, None, dropout_p, rng_state,
-            deterministic, "auto", None, packing,
-        )  # fmt: skip
-    else:
-        out, lse = ops.attention(
-            first,
-            second,
-            third,
-            layout="bshd",
-            sm_scale=scale,
-            window=normalised_window(window, causal, q.shape[1], k.shape[1]),
-            softcap=float(softcap),
-            dropout_p=float(dropout_p),
-            alibi_slopes=alibi_slopes,
-            rng_state=rng_state,
-            deterministic=deterministic,
-            packing=packing,
-        )
-        if key is not None and not dropout_p:
-            bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
-            plan = ops.plan_of(q, k, v, "bshd", scale, bounds, softcap, deterministic, "", "auto", packing)
-            plain.remember(key, plan)
+    given["window"] = validation.check_window(given["window"], "window_size")  # a list or a tensor cannot be a key
+    given["backend"] = registry.forced_backend()
+    given["packing"] = packing
+    key = None if lengths is not None else fast_path.key_of(q, k, v, given)
+    plan = None if key is None else fast_path.find(key)
+    first, second, third = (*owners, None, None)[:3]
+    if plan is not None:
+        result = ops.run_plan(plan, q, k, v, return_attn_probs, (first, second, third))
+        return (*result, q.new_empty(0)) if return_attn_probs else result
+    lengths, options = _checked(q, k, v, lengths, given)
+    out, lse = ops.attend(first, second, third, lengths, options)
+    if key is not None and not options.dropout_p:
+        fast_path.remember(key, ops.plan_of(q, k, v, options))
     if not return_attn_probs:
         return out
-    if rng_state is None:
+    if not options.dropout_p:
         return out, lse, q.new_empty(0)
-    bounds = (window[0], 0 if causal else window[1])
-    probabilities = signed_probabilities(
-        q, k, lse, lengths, scale, bounds, float(softcap), alibi_slopes, float(dropout_p), rng_state
-    )
-    return out, lse, probabilities
+    return out, lse, signed_probabilities(q, k, lse, lengths, options)
 
 
 def flash_attn_func(
@@ -201,12 +138,10 @@ def flash_attn_func(
     Raises:
         ValueError, TypeError: an argument does not fit or no kernel can run the call, before anything is launched.
     """
-    validation.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    return _attend(
-        "", (q, k, v), (q, k, v), None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    return _attend({"q": q, "k": k, "v": v}, None, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -222,12 +157,10 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> FlashAttnResult:
     """`flash_attn_func` of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), whose gradient comes packed like it."""
-    validation.check_tensors(q=q, kv=kv)
-    q, kv = autocast(q, kv)
-    return _attend(
-        "kv", (q, kv, None), (q, *_unpacked("kv", kv, 2, False)), None, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return _attend({"q": q, "kv": kv}, None, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
@@ -242,12 +175,10 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> FlashAttnResult:
     """`flash_attn_func` of qkv (B, S, 3, H, D), whose gradient comes packed like it."""
-    validation.check_tensors(qkv=qkv)
-    (qkv,) = autocast(qkv)
-    return _attend(
-        "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, False), None, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return _attend({"qkv": qkv}, None, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -282,12 +213,11 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise ValueError(_NO_PAGES)
-    validation.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    return _attend(
-        "", (q, k, v), (q, k, v), _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend({"q": q, "k": k, "v": v}, lengths, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -307,13 +237,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` of q (Tq, H, D) and kv (Tk, 2, Hk, D), whose gradient comes packed like it."""
-    validation.check_tensors(q=q, kv=kv)
-    q, kv = autocast(q, kv)
-    return _attend(
-        "kv", (q, kv, None), (q, *_unpacked("kv", kv, 2, True)),
-        _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend({"q": q, "kv": kv}, lengths, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -330,144 +258,73 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> FlashAttnResult:
     """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
-    validation.check_tensors(qkv=qkv)
-    (qkv,) = autocast(qkv)
     longest = validation.check_length("max_seqlen", max_seqlen)
-    return _attend(
-        "qkv", (qkv, None, None), _unpacked("qkv", qkv, 3, True), _Lengths(cu_seqlens, cu_seqlens, longest, longest),
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    lengths = Lengths(cu_seqlens, cu_seqlens, None, longest, longest)
+    return _attend({"qkv": qkv}, lengths, return_attn_probs, {
+        "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic,
+    })  # fmt: skip
 
 
 # ---- What sequence-parallel libraries call ----------------------------------------------------------------------
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: _Lengths | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    return_softmax: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, return_softmax: bool, **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    validation.check_booleans(causal=causal, return_softmax=return_softmax)
-    if return_softmax and not dropout_p:
+    validation.check_booleans(causal=given["causal"], return_softmax=return_softmax)
+    if return_softmax and not given["dropout_p"]:
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
-    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    rng_state = new_rng_state(q.device) if dropout_p else q.new_empty(2, dtype=torch.int64)
+    lengths, options = _checked(q, k, v, lengths, given)
+    options = replace(options, needs_grad=True)
     with torch.no_grad():
-        out, lse = torch.ops.diyfa.attention_fwd(
-            q, k, v, "", **_features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state),
-            deterministic=False,
-        )  # fmt: skip
-        probabilities = q.new_empty(0)
-        if return_softmax:
-            bounds = (window[0], 0 if causal else window[1])
-            probabilities = signed_probabilities(
-                q, k, lse, lengths, scale, bounds, float(softcap), alibi_slopes, float(dropout_p), rng_state
-            )
+        out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
+        probabilities = signed_probabilities(q, k, lse, lengths, options) if return_softmax else q.new_empty(0)
+    rng_state = q.new_empty(2, dtype=torch.int64) if options.rng_state is None else options.rng_state
     return out, lse, probabilities, rng_state
-
-
-def _features(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lengths: _Lengths | None,
-    dropout_p: float,
-    scale: float,
-    causal: bool,
-    window: Window,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-) -> dict[str, Any]:
-    """Keyword arguments that every attention operator takes, but `deterministic`."""
-    seqlen_q, seqlen_k = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
-    left, right = normalised_window(window, causal, seqlen_q, seqlen_k)
-    return {
-        "cu_seqlens_q": None if lengths is None else lengths.cu_seqlens_q,
-        "cu_seqlens_k": None if lengths is None else lengths.cu_seqlens_k,
-        "seq_lens": None,
-        "alibi_slopes": alibi_slopes,
-        "attn_bias": None,
-        "sinks": None,
-        "rng_state": rng_state if dropout_p else None,
-        "max_seqlen_q": 0 if lengths is None else lengths.max_seqlen_q,
-        "max_seqlen_k": 0 if lengths is None else lengths.max_seqlen_k,
-        "sm_scale": scale,
-        "window_left": left,
-        "window_right": right,
-        "softcap": float(softcap),
-        "dropout_p": float(dropout_p),
-        "layout": "bshd" if lengths is None else VARLEN,
-        "needs_grad": True,
-        "bias_grad": False,
-        "backend": registry.forced_backend(),
-        "variant": "auto",
-    }
 
 
 def _backward(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    lengths: _Lengths | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    rng_state: torch.Tensor | None,
+    lengths: Lengths | None,
+    **given: Any,
 ) -> torch.Tensor:
-    validation.check_booleans(causal=causal, deterministic=deterministic)
+    """`saved` are q, k, v, out and the log-sum-exp."""
+    q, k, v, out, softmax_lse = saved
+    validation.check_booleans(causal=given["causal"], deterministic=given["deterministic"])
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
-    window = _check(q, k, v, lengths, softmax_scale, window_size, softcap, alibi_slopes, dropout_p)
+    if given["dropout_p"] and given["rng_state"] is None:
+        raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
+    lengths, options = _checked(q, k, v, lengths, given)
+    options = replace(options, needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if lengths is not None else (q.shape[0], q.shape[2], q.shape[1])
+    lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     expected = [("dout", dout, out_shape, q.dtype), ("out", out, out_shape, q.dtype)]
     expected.append(("softmax_lse", softmax_lse, lse_shape, lse_dtype))
-    for name, given, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
-        if given is not None:
-            validation.check_tensors(**{name: given})
-            expected.append((name, given, tuple(like.shape), q.dtype))
-            if given.stride(-1) != 1 and given.shape[-1] != 1 and given.numel():
-                raise ValueError(f"the last dimension of {name} must have stride 1, got strides {given.stride()}")
+    for name, wanted, like in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if wanted is not None:
+            validation.check_tensors(**{name: wanted})
+            expected.append((name, wanted, tuple(like.shape), q.dtype))
+            if wanted.stride(-1) != 1 and wanted.shape[-1] != 1 and wanted.numel():
+                raise ValueError(f"the last dimension of {name} must have stride 1, got strides {wanted.stride()}")
     for name, x, shape, dtype in expected:
         validation.check_same_device(q, **{name: x})
         if tuple(x.shape) != tuple(shape):
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
         if x.dtype != dtype:
             raise TypeError(f"{name} must be {validation.dtype_name(dtype)}, got {validation.dtype_name(x.dtype)}")
-    if dropout_p:
-        if rng_state is None:
-            raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
-        validation.check_rng_state(rng_state, q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    features = _features(q, k, lengths, dropout_p, scale, causal, window, softcap, alibi_slopes, rng_state)
     with torch.no_grad():
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         softmax_lse = softmax_lse.contiguous()
-        dq, dk, dv = (
-            torch.empty_like(like) if given is None else given for given, like in zip(gradients, (q, k, v), strict=True)
-        )
+        into = [torch.empty_like(x) if to is None else to for to, x in zip(gradients, (q, k, v), strict=True)]
         delta = torch.empty_like(softmax_lse)
         torch.ops.diyfa.attention_bwd_out(
-            dout, None, q, k, v, out, softmax_lse, dq, dk, dv, delta, **features, deterministic=deterministic
-        )
+            dout, None, q, k, v, out, softmax_lse, *into, delta, *pack(lengths, options)
+        )  # fmt: skip
         return delta
 
 
@@ -489,8 +346,10 @@ def _flash_attn_forward(
     S_dmask is empty unless `return_softmax` (which needs dropout_p > 0); rng_state (2,) int64 says nothing when
     dropout_p is 0.
     """
-    window = (window_size_left, window_size_right)
-    return _forward(q, k, v, None, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_softmax)
+    return _forward(
+        q, k, v, None, return_softmax, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal,
+        window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
 
 
 def _flash_attn_varlen_forward(
@@ -520,9 +379,11 @@ def _flash_attn_varlen_forward(
     for name, given in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
         if given is not None:
             raise ValueError(f"{name} is not implemented: cut the sequences with cu_seqlens_k")
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    window = (window_size_left, window_size_right)
-    return _forward(q, k, v, lengths, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_softmax)
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _forward(
+        q, k, v, lengths, return_softmax, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal,
+        window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
 
 
 def _flash_attn_backward(
@@ -550,10 +411,10 @@ def _flash_attn_backward(
     `out` and `softmax_lse` may be those of the attention over more keys than k: the gradients are then this block's
     share, which ring attention adds up. Returns rowsum(dout · out) (B, H, Sq), without flash_attn's padded rows.
     """
-    window = (window_size_left, window_size_right)
     return _backward(
-        dout, q, k, v, out, softmax_lse, (dq, dk, dv), None, dropout_p, softmax_scale, causal, window, softcap,
-        alibi_slopes, deterministic, rng_state,
+        dout, (q, k, v, out, softmax_lse), (dq, dk, dv), None, dropout_p=dropout_p, sm_scale=softmax_scale,
+        causal=causal, window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, rng_state=rng_state,
     )  # fmt: skip
 
 
@@ -583,11 +444,11 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> torch.Tensor:
     """`_flash_attn_backward` of packed sequences; softmax_lse and what it returns are (H, Tq)."""
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    window = (window_size_left, window_size_right)
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(
-        dout, q, k, v, out, softmax_lse, (dq, dk, dv), lengths, dropout_p, softmax_scale, causal, window, softcap,
-        alibi_slopes, deterministic, rng_state,
+        dout, (q, k, v, out, softmax_lse), (dq, dk, dv), lengths, dropout_p=dropout_p, sm_scale=softmax_scale,
+        causal=causal, window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, rng_state=rng_state,
     )  # fmt: skip
 
 

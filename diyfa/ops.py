@@ -10,15 +10,30 @@ a call (torch.compile, torch.export) records the operator alone and can still di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.plain import Plan, is_plain, is_plain_gradient, is_unseen
+from diyfa.fast_path import Plan, is_unseen, may_be_read, takes_fast_path
+from diyfa.options import (
+    FACTS,
+    SCHEMA,
+    TENSORS,
+    WHOLE,
+    AttentionOptions,
+    Lengths,
+    bind,
+    facts_of,
+    pack,
+    scalars_of,
+    tensors_of,
+    unpack,
+)
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -29,55 +44,31 @@ from diyfa.problem import (
     Kernel,
     MatmulProblem,
     as_bhsd,
+    dtype_name,
     empty_output,
 )
-from diyfa.validation import dtype_name
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
 
-# What every attention operator takes after q, k and v. `variant` names a forward kernel; the backward takes its
-# own of that name, where there is one.
-_FEATURES = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? alibi_slopes, Tensor? attn_bias, "
-    "Tensor? sinks, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, float sm_scale, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, str layout, bool deterministic, bool needs_grad, "
-    "bool bias_grad, str backend, str variant"
-)
-_FEATURE_NAMES = tuple(declared.split()[-1] for declared in _FEATURES.split(", "))
-_TENSOR_FEATURES = _FEATURES.count("Tensor?")  # the first of them
+# After q, k and v every attention operator takes what `diyfa.options.FEATURES` names. `variant` names a forward kernel;
+# the backward takes its own of that name, where there is one.
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
-# `packing` says which of q, k, v share one tensor: "" none, "kv" (k is both, v None) or "qkv" (q is all, k, v None).
-_lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {_FEATURES}) -> (Tensor out, Tensor lse)")
+_lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
 # Here q, k, v are views, and `packing` says which of their gradients share one tensor.
 _lib.define(
-    f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {_FEATURES}) "
+    f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 _lib.define(
     f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-    f"Tensor(d!) delta, {_FEATURES}) -> ()"
+    f"Tensor(d!) delta, {SCHEMA}) -> ()"
 )
 _lib.define(
     "matmul(Tensor a, Tensor b, int[]? block, bool autotune, str precision, ScalarType compute_dtype, "
     "ScalarType out_dtype, str backend) -> Tensor"
 )
-
-
-class Scalars(NamedTuple):
-    """The arguments of a call that decide, besides the tensors' shapes, which kernel runs it."""
-
-    max_seqlen_q: int
-    max_seqlen_k: int
-    window_left: int
-    window_right: int
-    softcap: float
-    dropout: bool
-    layout: str
-    deterministic: bool
-    needs_grad: bool
-    bias_grad: bool
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:
@@ -94,49 +85,35 @@ def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> 
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
 
 
-def describe_attention(backend: Backend, tensors: AttentionTensors, scalars: Scalars) -> AttentionProblem:
+def describe_attention(
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> AttentionProblem:
     """The problem of one call."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    q_shape, k_shape, layout = q.shape, k.shape, scalars.layout
-    if layout == VARLEN:
-        assert tensors.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
-        batch = tensors.cu_seqlens_q.shape[0] - 1
+    facts: dict[str, Any] = dict(zip(FACTS, facts_of(lengths, options), strict=True))
+    q_shape, k_shape = q.shape, k.shape
+    if options.layout == VARLEN:
         total_q, heads_q, head_dim = q_shape
         total_k, heads_kv, _ = k_shape
         # Bounded by the rows there are: a too large maximum costs programs, not correctness.
-        seqlen_q, seqlen_k = min(scalars.max_seqlen_q, total_q), min(scalars.max_seqlen_k, total_k)
+        seqlen_q, seqlen_k = min(lengths.max_seqlen_q, total_q), min(lengths.max_seqlen_k, total_k)
+        facts |= {"total_q": total_q, "total_k": total_k}
     else:
-        b, h, s, d = LAYOUTS[layout]
-        batch, heads_q, seqlen_q, head_dim = q_shape[b], q_shape[h], q_shape[s], q_shape[d]
+        b, h, s, d = LAYOUTS[options.layout]
+        heads_q, seqlen_q, head_dim = q_shape[h], q_shape[s], q_shape[d]
         heads_kv, seqlen_k = k_shape[h], k_shape[s]
-        total_q = total_k = 0
-    left, right = bounds_that_exclude(scalars.window_left, scalars.window_right, seqlen_q, seqlen_k)
+        facts["batch"] = q_shape[b]
+    left, right = bounds_that_exclude(options.window_left, options.window_right, seqlen_q, seqlen_k)
+    facts |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "window_left": left, "window_right": right}
     return AttentionProblem(
         backend.device_type,
         backend.arch(q.device),
         dtype_name(q.dtype),
-        layout,
-        batch,
-        heads_q,
-        heads_kv,
-        seqlen_q,
-        seqlen_k,
-        head_dim,
-        v.shape[-1],
-        left,
-        right,
-        scalars.softcap,
-        tensors.seq_lens is not None,
-        tensors.alibi_slopes is not None,
-        "" if tensors.attn_bias is None else dtype_name(tensors.attn_bias.dtype),
-        tensors.sinks is not None,
-        scalars.dropout,
-        scalars.deterministic,
-        scalars.needs_grad,
-        _is_aligned(q, k, v),
-        total_q,
-        total_k,
-        scalars.bias_grad,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=v.shape[-1],
+        aligned=_is_aligned(q, k, v),
+        **facts,
     )
 
 
@@ -146,10 +123,10 @@ _DECIDED_LIMIT = 4096  # changing lengths make new entries without end
 
 
 def _decide(
-    op: str, tensors: AttentionTensors, scalars: Scalars, backend: str, variant: str
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[AttentionProblem, Kernel]:
     """The problem of a call and the kernel that runs it. Raises ValueError when none does."""
-    q, k, v = tensors.q, tensors.k, tensors.v
+    backend, variant = options.backend, options.variant
     key = (
         op,
         q.shape,
@@ -161,19 +138,14 @@ def _decide(
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         q.dtype,
         q.device,
-        None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0],
-        tensors.seq_lens is None,
-        tensors.alibi_slopes is None,
-        None if tensors.attn_bias is None else tensors.attn_bias.dtype,
-        tensors.sinks is None,
-        scalars,
+        facts_of(lengths, options),
         backend or registry.forced_backend(),
         variant,
     )
     decided = _decided.get(key)
     if decided is None:
         chosen = registry.resolve_backend(q.device, backend)
-        problem = describe_attention(chosen, tensors, scalars)
+        problem = describe_attention(chosen, q, k, v, lengths, options)
         decided = problem, registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
             registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
@@ -181,32 +153,6 @@ def _decide(
             _decided.clear()
         _decided[key] = decided
     return decided
-
-
-def _bind(q: Any, k: Any, v: Any, features: tuple[Any, ...]) -> tuple[AttentionTensors, Scalars, str, str]:
-    """The operators' positional arguments after q, k, v -> what they mean; the order is that of `_FEATURES`."""
-    (
-        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-        sm_scale, window_left, window_right, softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
-        variant,
-    ) = features  # fmt: skip
-    # Small vectors are read by plain index; only odd callers pass strided ones.
-    if alibi_slopes is not None and not alibi_slopes.is_contiguous():
-        alibi_slopes = alibi_slopes.contiguous()
-    if sinks is not None and not sinks.is_contiguous():
-        sinks = sinks.contiguous()
-    if seq_lens is not None and not seq_lens.is_contiguous():
-        seq_lens = seq_lens.contiguous()
-    if cu_seqlens_k is None:  # the same offsets on both sides
-        cu_seqlens_k = cu_seqlens_q
-    tensors = AttentionTensors(
-        q, k, v, sm_scale, seq_lens, alibi_slopes, attn_bias, sinks, cu_seqlens_q, cu_seqlens_k, rng_state, dropout_p
-    )
-    scalars = Scalars(
-        max_seqlen_q, max_seqlen_k, window_left, window_right, softcap, dropout_p > 0.0, layout, deterministic,
-        needs_grad, bias_grad,
-    )  # fmt: skip
-    return tensors, scalars, backend, variant
 
 
 def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
@@ -218,81 +164,59 @@ def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _computes_nothing(tensors: AttentionTensors, scalars: Scalars) -> bool:
+def _computes_nothing(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
     """Whether no query of the call can see a key, so that there is nothing to launch."""
-    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
+    if q.numel() == 0 or k.numel() == 0:
         return True
-    if scalars.layout != VARLEN:
+    if options.layout != VARLEN:
         return False
-    assert tensors.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
-    return tensors.cu_seqlens_q.shape[0] == 1 or scalars.max_seqlen_q == 0 or scalars.max_seqlen_k == 0
+    assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
+    return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
 
 
-def _only_rows_of_sequences(x: torch.Tensor, tensors: AttentionTensors, other: float) -> torch.Tensor:
+def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, other: float) -> torch.Tensor:
     """x (H, Tq), or any x that belongs to no packed sequences, with `other` in rows that no sequence covers."""
-    ends = tensors.cu_seqlens_q
+    ends = lengths.cu_seqlens_q
     if ends is None:
         return x
-    rows = torch.arange(tensors.q.shape[0], device=x.device)
+    rows = torch.arange(q.shape[0], device=x.device)
     return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
 
 
 def _fill_from_sinks(
-    sinks: torch.Tensor, tensors: AttentionTensors, layout: str, out: torch.Tensor, lse: torch.Tensor
+    sinks: torch.Tensor, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """out and lse of rows that see a sink and no key: 0 and the sink. A sink of -inf is none, so there lse is +inf; one
     of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
     alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
-    lse.copy_(_only_rows_of_sequences(alone[:, None], tensors, _INF))
+    lse.copy_(_only_rows_of_sequences(alone[:, None], q, lengths, _INF))
     nothing = torch.where(alone == alone, 0.0, alone)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
-    heads_first.copy_(_only_rows_of_sequences(nothing[:, None], tensors, 0.0)[..., None])
+    heads_first.copy_(_only_rows_of_sequences(nothing[:, None], q, lengths, 0.0)[..., None])
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *features: Any) -> Pair:
-    tensors, scalars, backend, variant = _bind(q, k, v, features)
-    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
-    nothing = _computes_nothing(tensors, scalars)
+def _launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> Pair:
+    problem, kernel = _decide("attention_fwd", q, k, v, lengths, options)
+    out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, options.layout)
+    nothing = _computes_nothing(q, k, lengths, options)
     if nothing or problem.varlen:  # rows that no sequence covers are written by no kernel
         out.zero_()
-        lse.fill_(float("inf"))
-    if nothing and tensors.sinks is not None:
-        _fill_from_sinks(tensors.sinks, tensors, scalars.layout, out, lse)
+        lse.fill_(_INF)
     if not nothing:
-        kernel.launch(problem, tensors, out, lse)
+        kernel.launch(problem, bind(q, k, v, lengths, options), out, lse)
+    elif options.sinks is not None:
+        _fill_from_sinks(options.sinks, q, lengths, options.layout, out, lse)
     return out, lse
 
 
-def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
-    return _attend(*_UNPACK[packing](q, k, v), *features)
-
-
-def plan_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: str,
-    sm_scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    backend: str,
-    variant: str,
-    packing: str = "",
-) -> Plan | None:
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Plan | None:
     """How checked inputs without optional tensors are run; None if there is nothing to launch."""
-    backend = backend or registry.forced_backend()
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    features = (
-        *(None,) * _TENSOR_FEATURES, 0, 0, sm_scale, *window, float(softcap), 0.0, layout, deterministic, needs_grad,
-        False, backend, variant,
-    )  # fmt: skip
-    tensors, scalars, _, _ = _bind(q, k, v, features)
-    if q.is_meta or _computes_nothing(tensors, scalars):
+    if q.is_meta or _computes_nothing(q, k, WHOLE, options):
         return None
-    problem, kernel = _decide("attention_fwd", tensors, scalars, backend, variant)
-    return Plan(problem, kernel, features, sm_scale, packing)
+    problem, kernel = _decide("attention_fwd", q, k, v, WHOLE, options)
+    return Plan(problem, kernel, options)
 
 
 def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -301,7 +225,7 @@ def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.kernel
-    tensors = AttentionTensors(q, k, v, plan.sm_scale)
+    tensors = AttentionTensors(q, k, v, plan.options.sm_scale)
     out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
     kernel.launch(problem, tensors, out, lse)
     if kernel.repeat is not None:
@@ -315,7 +239,8 @@ _BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
 def _run_backward(
     plan: Plan, saved: tuple[torch.Tensor, ...], addresses: tuple[int, ...], dout: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """What owns dq, dk, dv of a plain call, three tensors or None; `saved`: its (q, k, v, out, lse), unchanged."""
+    """What owns dq, dk, dv of a call without optional tensors, three tensors or None; `saved`: its unchanged
+    (q, k, v, out, lse)."""
     key = (dout.stride(), registry.forced_backend())
     repeat = plan.backward_repeats.get(key)
     if repeat is not None:
@@ -323,11 +248,12 @@ def _run_backward(
         if grads is not None:
             return grads
     q, k, v, out, lse = saved
-    owners = _gradients(dout, None, *saved, plan.packing, *plan.features)[:3]
-    tensors, scalars, backend, variant = _bind(q, k, v, plan.features)
-    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
+    options = plan.options
+    owners = _gradients(dout, None, saved, WHOLE, options)[:3]
+    problem, kernel = _decide("attention_bwd", q, k, v, WHOLE, options)
     if kernel.repeat is not None and dout.stride(-1) == 1:  # else it was copied first
-        gradients = AttentionGradients(*_UNPACK[plan.packing](*owners))
+        gradients = AttentionGradients(*UNPACK[options.packing](*owners))
+        tensors = AttentionTensors(q, k, v, options.sm_scale)
         repeat = kernel.repeat(problem, tensors, out, lse, dout, gradients, _given(*owners))
         if repeat is not None:
             if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
@@ -361,13 +287,13 @@ def _backward_into(
     dlse: torch.Tensor | None,
     saved: tuple[torch.Tensor, ...],
     grads: AttentionGradients,
-    features: tuple[Any, ...],
+    lengths: Lengths,
+    options: AttentionOptions,
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
-    tensors, scalars, backend, variant = _bind(q, k, v, features)
-    nothing = _computes_nothing(tensors, scalars)
-    if nothing or scalars.layout == VARLEN:
+    nothing = _computes_nothing(q, k, lengths, options)
+    if nothing or options.layout == VARLEN:
         for x in _given(*grads[:3], grads.delta):
             x.zero_()
     if nothing:
@@ -375,56 +301,70 @@ def _backward_into(
             grads.dbias.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
-            dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, tensors, 0.0)
-            assert tensors.sinks is not None, "dsinks are asked for where there are sinks"
-            sinks = tensors.sinks
+            dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
+            sinks = options.sinks
+            assert sinks is not None, "dsinks are asked for where there are sinks"
             grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(rest) + (sinks - sinks)))
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    problem, kernel = _decide("attention_bwd", tensors, scalars, backend, variant)
-    kernel.launch(problem, tensors, out, lse, dout, dlse, grads)
+    problem, kernel = _decide("attention_bwd", q, k, v, lengths, options)
+    kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
-def _gradients(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor | None]:
-    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, dbias, dsinks]; the operator's inputs."""
-    saved, packing, features = rest[:5], rest[5], rest[6:]
-    q, k, v = saved[:3]
-    tensors, scalars, _, _ = _bind(q, k, v, features)
-    owners, (dq, dk, dv) = _empty_gradients(q, k, v, packing)
-    dbias = torch.empty_like(tensors.attn_bias) if tensors.attn_bias is not None and scalars.bias_grad else None
-    dsinks = None if tensors.sinks is None else torch.empty_like(tensors.sinks)
-    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, dbias, dsinks), features)
+def _empty_feature_gradients(options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Buffers for dbias and dsinks, None where there is no such gradient."""
+    bias, sinks = options.attn_bias, options.sinks
+    dbias = torch.empty_like(bias) if bias is not None and options.bias_grad else None
+    return dbias, None if sinks is None else torch.empty_like(sinks)
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    saved: tuple[torch.Tensor, ...],
+    lengths: Lengths,
+    options: AttentionOptions,
+) -> list[torch.Tensor | None]:
+    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, dbias, dsinks]."""
+    q, k, v, _, _ = saved
+    owners, qkv = _empty_gradients(q, k, v, options.packing)
+    dbias, dsinks = _empty_feature_gradients(options)
+    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, dbias, dsinks), lengths, options)
     return [*owners, *(None,) * (3 - len(owners)), dbias, dsinks]
 
 
-def _attention_bwd(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, ...]:
+# ---- The operators: the one place where a call is flat ------------------------------------------------------------
+
+
+def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
+    return _launch_forward(*UNPACK[packing](q, k, v), *unpack(features, packing))
+
+
+def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """An operator returns tensors only: where there is no gradient, one without elements."""
-    return tuple(dout.new_empty(0) if x is None else x for x in _gradients(dout, dlse, *rest))
+    packing, *features = rest
+    found = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
+    return tuple(dout.new_empty(0) if x is None else x for x in found)
 
 
-def _attention_bwd_out(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> None:
-    saved, (dq, dk, dv, delta), features = rest[:5], rest[5:9], rest[9:]
-    _backward_into(dout, dlse, saved, AttentionGradients(dq, dk, dv, delta=delta), features)
+def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> None:
+    dq, dk, dv, delta, *features = rest
+    _backward_into(dout, dlse, (q, k, v, out, lse), AttentionGradients(dq, dk, dv, delta=delta), *unpack(features))
 
 
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
-    q, k, v = _UNPACK[packing](q, k, v)
-    _, scalars, _, _ = _bind(q, k, v, features)
-    return empty_output(q, v.shape[-1]), _empty_lse(q, scalars.layout)
+    q, k, v = UNPACK[packing](q, k, v)
+    _, options = unpack(features)
+    return empty_output(q, v.shape[-1]), _empty_lse(q, options.layout)
 
 
-def _attention_bwd_fake(dout: Any, dlse: Any, *rest: Any) -> Any:
-    (q, k, v), packing, features = rest[:3], rest[5], rest[6:]
-    tensors, scalars, _, _ = _bind(q, k, v, features)
+def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
+    packing, *features = rest
+    _, options = unpack(features)
     owners, _ = _empty_gradients(q, k, v, packing)
-    owners += [q.new_empty(0) for _ in range(3 - len(owners))]
-    dbias = tensors.attn_bias if scalars.bias_grad else None
-    return (
-        *owners,
-        q.new_empty(0) if dbias is None else torch.empty_like(dbias),
-        q.new_empty(0) if tensors.sinks is None else torch.empty_like(tensors.sinks),
-    )
+    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options))
+    return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
 def _attention_bwd_out_fake(*arguments: Any) -> None:
@@ -440,10 +380,9 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)
 _fwd = torch.ops.diyfa.attention_fwd.default
 _bwd = torch.ops.diyfa.attention_bwd.default
-_bwd_out = torch.ops.diyfa.attention_bwd_out.default
 
 # How q, k, v come out of the tensors that own them; the packed ones have 3 or 2 before the heads.
-_UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
+UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
     "": lambda q, k, v: (q, k, v),
     "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
     "qkv": lambda qkv, _, __: qkv.unbind(-3),
@@ -454,52 +393,56 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _forward(q: Any, k: Any, v: Any, *features: Any) -> Pair:
-    """The forward operator, or at once what it would call."""
-    if is_plain(q, k, v, *_given(*features[:_TENSOR_FEATURES])):
-        return _attend(q, k, v, *features)
-    return _fwd(q, k, v, "", *features)
+def _forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
+    """The forward operator, or at once what it would call; q, k and v are views."""
+    if takes_fast_path(q, k, v, *_given(*tensors_of(lengths, options))):
+        return _launch_forward(q, k, v, lengths, options)
+    return _fwd(q, k, v, "", *pack(lengths, options))
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse."""
+    """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse.
+
+    The optional tensors are arguments of their own, too: autograd looks at those only.
+    """
 
     @staticmethod
-    def forward(ctx: Any, packing: str, q: Any, k: Any, v: Any, *features: Any) -> Pair:
-        out, lse = _forward(*_UNPACK[packing](q, k, v), *features)
+    def forward(ctx: Any, lengths: Lengths, options: AttentionOptions, q: Any, k: Any, v: Any, *optional: Any) -> Pair:
+        out, lse = _forward(*UNPACK[options.packing](q, k, v), lengths, options)
         ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
-        ctx.save_for_backward(q, k, v, out, lse, *features[:_TENSOR_FEATURES])
-        ctx.packing = packing
-        ctx.scalars = features[_TENSOR_FEATURES:]
+        ctx.save_for_backward(q, k, v, out, lse, *optional)
+        ctx.packing, ctx.scalars = options.packing, scalars_of(lengths, options)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, *optional = ctx.saved_tensors
-        attn_bias, sinks = optional[4:6]
-        dq, dk, dv, dbias, dsinks = _differentiate(grads, (q, k, v), out, lse, ctx.packing, optional, ctx.scalars)
-        owners = (dq, None if k is None else dk, None if v is None else dv)
-        dbias = None if attn_bias is None or not ctx.needs_input_grad[8] else dbias
-        dsinks = None if sinks is None else dsinks
-        return (None, *owners, *(None,) * 4, dbias, dsinks, None, *(None,) * len(ctx.scalars))
+        lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
+        dq, dk, dv, *rest = _differentiate(grads, (q, k, v), (out, lse), lengths, options)
+        of_features = iter(rest)
+        gradients = [dq, None if k is None else dk, None if v is None else dv]
+        gradients += [next(of_features) if feature.differentiable else None for feature in TENSORS]
+        # An operator returns a tensor without elements where there is no gradient.
+        _, _, *needed = ctx.needs_input_grad
+        return (None, None, *(x if need else None for x, need in zip(gradients, needed, strict=True)))
 
 
 def _differentiate(
     grads: tuple[torch.Tensor | None, ...],
     owners: tuple[Any, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    packing: str,
-    optional: Sequence[torch.Tensor | None],
-    scalars: tuple[Any, ...],
-) -> Sequence[torch.Tensor | None]:
-    """`_gradients` of one call; `owners` are what packs q, k, v, `optional` the tensors among the features."""
+    results: Pair,
+    lengths: Lengths,
+    options: AttentionOptions,
+) -> Any:
+    """`_gradients` of one call; `owners` are what packs q, k, v, `results` its out and lse."""
     dout, dlse = grads
     if dout is None:
-        dout = torch.zeros_like(out)
-    backward = _gradients if is_plain(*_given(dout, dlse, *owners, *optional)) else _bwd
-    return backward(dout, dlse, *_UNPACK[packing](*owners), out, lse, packing, *optional, *scalars)
+        dout = torch.zeros_like(results[0])
+    saved = (*UNPACK[options.packing](*owners), *results)
+    if takes_fast_path(*_given(dout, dlse, *owners, *tensors_of(lengths, options))):
+        return _gradients(dout, dlse, saved, lengths, options)
+    return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -509,10 +452,10 @@ def _wants_grad(*tensors: torch.Tensor | None) -> bool:
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
     """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
     be, or the other way round."""
-    if _differentiates_forward() or _wants_grad(q, k, v, *features[:_TENSOR_FEATURES]):
-        now = dict(zip(_FEATURE_NAMES, features, strict=True))
-        now.update(needs_grad=True, bias_grad=_wants_grad(now["attn_bias"]))
-        return _Attention.apply(packing, q, k, v, *now.values())
+    lengths, options = unpack(features, packing)
+    if _differentiates_forward() or _wants_grad(q, k, v, *tensors_of(lengths, options)):
+        options = replace(options, needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
+        return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)
 
@@ -537,20 +480,19 @@ def _backward_of_planned(
     context: tuple[Plan, tuple[torch.Tensor, ...]], *grads: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     plan, (*owners, out, lse) = context
-    optional, scalars = plan.features[:_TENSOR_FEATURES], plan.features[_TENSOR_FEATURES:]
-    grads = tuple(_differentiate(grads, tuple(owners), out, lse, plan.packing, optional, scalars)[:3])
+    grads = tuple(_differentiate(grads, tuple(owners), (out, lse), WHOLE, plan.options)[:3])
     # An operator returns a tensor without elements where there is no gradient.
     return *(None if x is None else grad for x, grad in zip(owners, grads, strict=True)), None, None
 
 
 class _PlannedAttention(torch.autograd.Function):
-    """`_Attention` of plain calls by their plan: what is not looked at needs few arguments and few saved tensors."""
+    """`_Attention` of repeated calls by their plan, with few arguments and few saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool) -> Any:
         owners = q, k, v
-        if plan.packing:
-            q, k, v = _UNPACK[plan.packing](q, k, v)
+        if plan.options.packing:
+            q, k, v = UNPACK[plan.options.packing](q, k, v)
         out, lse = _run_forward(plan, q, k, v)
         ctx.save_for_backward(*owners, out, lse)
         ctx.plan = plan
@@ -563,10 +505,10 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
-        if dlse is None and is_plain_gradient(dout) and not torch.is_grad_enabled() and is_unseen():
+        if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
             q, k, v, out, lse = inputs = saved
-            if plan.packing:
-                q, k, v = _UNPACK[plan.packing](q, k, v)
+            if plan.options.packing:
+                q, k, v = UNPACK[plan.options.packing](q, k, v)
                 inputs = q, k, v, out, lse
             addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
             if addresses == ctx.addresses:  # not packed and unpacked elsewhere meanwhile
@@ -586,7 +528,7 @@ def run_plan(
     return_lse: bool,
     owners: tuple[torch.Tensor | None, ...] | None = None,
 ) -> Any:
-    """Run a plain call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
+    """Run a call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
     if plan.problem.needs_grad:
         return _apply_planned(*(owners or (q, k, v)), plan, return_lse)
     pair = _run_forward(plan, q, k, v)
@@ -620,55 +562,16 @@ def _sees_operators_only() -> bool:
     return torch.compiler.is_compiling() or (_is_transformed() and not _differentiates_forward())
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    *,
-    layout: str,
-    sm_scale: float,
-    window: tuple[int, int],
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    seq_lens: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "",
-    variant: str = "auto",
-    packing: str = "",
-) -> Pair:
-    """Attention of checked inputs -> (out, lse), differentiable when an input requires a gradient.
+def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
+    """Attention of checked inputs -> (out, lse), differentiable where `options` say so.
 
-    With `packing` "qkv", `q` is the packed tensor and k, v are None; with "kv", `k` packs keys and values.
+    q, k and v are the tensors that own the memory: with `options.packing` some are None.
     """
-    needs_grad = bias_grad = False
-    if torch.is_grad_enabled():
-        bias_grad = attn_bias is not None and attn_bias.requires_grad
-        needs_grad = (
-            q.requires_grad
-            or (k is not None and k.requires_grad)
-            or (v is not None and v.requires_grad)
-            or bias_grad
-            or (sinks is not None and sinks.requires_grad)
-        )
-    backend = backend or registry.forced_backend()
-    features = (
-        cu_seqlens_q, cu_seqlens_k, seq_lens, alibi_slopes, attn_bias, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-        sm_scale, window[0], window[1], softcap, dropout_p, layout, deterministic, needs_grad, bias_grad, backend,
-        variant,
-    )  # fmt: skip
     if _sees_operators_only():
-        return _fwd(q, k, v, packing, *features)
-    if _differentiates_forward() or needs_grad:
-        return _Attention.apply(packing, q, k, v, *features)
-    return _forward(*_UNPACK[packing](q, k, v), *features)
+        return _fwd(q, k, v, options.packing, *pack(lengths, options))
+    if _differentiates_forward() or options.needs_grad:
+        return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
+    return _forward(*UNPACK[options.packing](q, k, v), lengths, options)
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:
@@ -731,7 +634,7 @@ _mm = torch.ops.diyfa.matmul.default
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The operator, or at once what it would call."""
-    return (_matmul if is_plain(a, b) else _mm)(a, b, *arguments)
+    return (_matmul if takes_fast_path(a, b) else _mm)(a, b, *arguments)
 
 
 class _Matmul(torch.autograd.Function):

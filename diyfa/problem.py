@@ -25,6 +25,11 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 VARLEN = "thd"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float16` -> "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One attention call without its tensors.

@@ -16,8 +16,8 @@ import torch
 from diyfa import registry
 from diyfa.attention import flash_attention
 from diyfa.matmul import triton_matmul
-from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem
-from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_sizes_of, dtype_name
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, dtype_name
+from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_sizes_of
 
 # Asked for without sizes, the answer is for these: a layer of a 7-billion-parameter model.
 TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}

@@ -16,15 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.attention import (
-    attend_varlen,
-    flash_attention,
-    flash_attention_v2,
-    flash_attention_varlen,
-    normalised_window,
-)
+from diyfa.attention import checked_options, flash_attention, flash_attention_v2, flash_attention_varlen
 from diyfa.device import present_device
-from diyfa.ops import attention
+from diyfa.ops import attend
+from diyfa.options import LENGTHS, Lengths
 from diyfa.problem import VARLEN
 from diyfa.reference import reference_attention
 from diyfa.yardstick import largest_scores, plain_flash_attention
@@ -289,51 +284,15 @@ def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
         functions: dict[str, Callable[..., Any]] = {"bshd": flash_attention_v2, VARLEN: flash_attention_varlen}
         return partial(functions.get(case.layout, flash_attention), **how)
 
-    def packed_batch(
-        first: torch.Tensor,
-        second: torch.Tensor | None = None,
-        *,
-        causal: bool,
-        sm_scale: float | None,
-        window: tuple[int, int] = (-1, -1),
-        return_lse: bool = False,
-        **options: Any,
-    ) -> Any:
-        q, k, _ = _unpacked((first,) if second is None else (first, second))
-        bounds = normalised_window(window, causal, q.shape[1], k.shape[1])
-        scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-        out, lse = attention(
-            first, second, None, layout="bshd", sm_scale=scale, window=bounds, packing=case.packing, **options, **how
-        )
+    def packed(*owners: torch.Tensor, return_lse: bool = False, **options: Any) -> Any:
+        lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
+        q, k, v = _unpacked(owners)
+        checked = checked_options(q, k, v, lengths, {"layout": case.layout, "packing": case.packing, **options, **how})
+        first, second = (*owners, None)[:2]
+        out, lse = attend(first, second, None, lengths, checked)
         return (out, lse) if return_lse else out
 
-    def packed_sequences(
-        first: torch.Tensor,
-        second: torch.Tensor | None = None,
-        *,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        causal: bool,
-        sm_scale: float | None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        rng_state: torch.Tensor | None = None,
-        return_lse: bool = False,
-        backend: str | None = None,
-        variant: str = "auto",
-    ) -> Any:
-        out, lse = attend_varlen(
-            first, second, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, sm_scale, window,
-            softcap, alibi_slopes, sinks, dropout_p, rng_state, False, variant, backend, case.packing,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
-
-    return partial(packed_sequences, **how) if case.layout == VARLEN else packed_batch
+    return packed
 
 
 def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from diyfa.options import ATTENTION_DTYPES as ATTENTION_DTYPES
+from diyfa.options import CHECKED_TENSORS, Lengths, Sizes
+from diyfa.problem import LAYOUTS, VARLEN
+from diyfa.problem import dtype_name as dtype_name
+
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
 MAX_HEAD_DIM_V = 512
 # The first two make nearly every check short; Real takes NumPy's scalars, the last what shapes give while tracing.
 _NUMBER = (int, float, Real, torch.SymInt, torch.SymFloat)
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float16` -> "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
@@ -200,41 +199,29 @@ def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
     return read[1], read[2]
 
 
-def check_seq_lens(seq_lens: torch.Tensor, q: torch.Tensor, batch: int, seqlen_k: int) -> None:
-    """(B,) int32 lengths on q's device with 0 < length <= Sk."""
-    check_tensors(seq_lens=seq_lens)
-    if seq_lens.dtype != torch.int32:
-        raise TypeError(f"seq_lens must be int32, got {seq_lens.dtype}")
-    if seq_lens.shape != (batch,):
-        raise ValueError(f"seq_lens must have shape ({batch},), got {_shape(seq_lens)}")
-    check_same_device(q, seq_lens=seq_lens)
+def check_values(seq_lens: torch.Tensor, seqlen_k: int) -> None:
+    """0 < length <= Sk, as far as the host may read it."""
     if seq_lens.numel() and not is_capturing(seq_lens):
         low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
 
 
-def check_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> None:
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
     """Packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device.
 
     The values of the lengths are checked where that waits for no device: on CPU tensors.
     """
+    cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None, "they are tensors"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
             f"Expected packed (total, heads, head_dim) tensors, got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
     check_sizes(q, k, v, (None, 1, 0, 2))
     check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    sides = (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k))
+    sides = (("q", cu_seqlens_q, lengths.max_seqlen_q, q), ("k", cu_seqlens_k, lengths.max_seqlen_k, k))
     for side, cu_seqlens, longest, x in sides:
         name = f"cu_seqlens_{side}"
         if cu_seqlens.dtype != torch.int32:
@@ -243,11 +230,11 @@ def check_varlen(
             raise ValueError(f"{name} must be a contiguous vector of B + 1 offsets, got shape {_shape(cu_seqlens)}")
         if cu_seqlens.device.type == "cpu" and not is_capturing(cu_seqlens):
             offsets = cu_seqlens.tolist()
-            lengths = [end - start for start, end in pairwise(offsets)]
-            if offsets[0] < 0 or offsets[-1] > x.shape[0] or min(lengths, default=0) < 0:
+            rows = [end - start for start, end in pairwise(offsets)]
+            if offsets[0] < 0 or offsets[-1] > x.shape[0] or min(rows, default=0) < 0:
                 raise ValueError(f"{name} must ascend from 0 or more to at most {x.shape[0]}, got {offsets}")
-            if max(lengths, default=0) > longest:
-                raise ValueError(f"{name} has a sequence of {max(lengths)}, beyond max_seqlen_{side}={longest}")
+            if max(rows, default=0) > longest:
+                raise ValueError(f"{name} has a sequence of {max(rows)}, beyond max_seqlen_{side}={longest}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must name as many sequences, got shapes {_shape(cu_seqlens_q)} and "
@@ -255,50 +242,32 @@ def check_varlen(
         )
 
 
-def check_rng_state(rng_state: torch.Tensor, q: torch.Tensor) -> None:
-    """(2,) int64 on q's device: seed and offset of the dropout mask."""
-    check_tensors(rng_state=rng_state)
-    if rng_state.dtype != torch.int64:
-        raise TypeError(f"rng_state must be int64, got {rng_state.dtype}")
-    if rng_state.shape != (2,) or rng_state.stride(0) != 1:
-        raise ValueError(f"rng_state must be a contiguous pair (seed, offset), got shape {_shape(rng_state)}")
-    check_same_device(q, rng_state=rng_state)
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, layout: str) -> Sizes:
+    """q, k, v and packed lengths fit together; returns the sizes that optional tensors must have."""
+    if layout == VARLEN:
+        check_packed(q, k, v, lengths)
+        assert lengths.cu_seqlens_q is not None, "checked above"
+        batch, heads = lengths.cu_seqlens_q.shape[0] - 1, q.shape[1]
+        return {"b": batch, "h": heads, "q": lengths.max_seqlen_q, "k": lengths.max_seqlen_k}
+    check_qkv(q, k, v, LAYOUTS[layout])
+    b, h, s, _ = LAYOUTS[layout]
+    return {"b": q.shape[b], "h": q.shape[h], "q": q.shape[s], "k": k.shape[s]}
 
 
-def check_features(
-    q: torch.Tensor,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Shapes, dtypes and devices of the optional tensors."""
-    given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
-    check_tensors(**{name: x for name, x in given.items() if x is not None})
-    check_same_device(q, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
-    if alibi_slopes is not None:
-        if alibi_slopes.dtype != torch.float32:
-            raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}")
-        if alibi_slopes.shape not in ((heads,), (batch, heads)):
-            raise ValueError(
-                f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {_shape(alibi_slopes)}"
-            )
-    if sinks is not None:
-        if sinks.dtype != torch.float32:
-            raise TypeError(f"sinks must be float32, got {sinks.dtype}")
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must have shape ({heads},), got {_shape(sinks)}")
-    if attn_bias is not None:
-        if attn_bias.dtype not in ATTENTION_DTYPES:
-            raise TypeError(f"attn_bias must be a floating-point tensor of 16, 32 or 64 bits, got {attn_bias.dtype}")
-        full = (batch, heads, seqlen_q, seqlen_k)
-        shape = _shape(attn_bias)
-        missing = len(full) - len(shape)
-        if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
-            raise ValueError(f"attn_bias must be broadcastable to {full}, got {shape}")
+def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
+    """Kind, dtype, shape and device of the optional tensors in `given`, by their rows."""
+    for feature in CHECKED_TENSORS:
+        x = given.get(feature.name)
+        if x is None:
+            continue
+        check_tensors(**{feature.name: x})
+        if x.dtype not in feature.dtypes:
+            raise TypeError(f"{feature.name} must be {feature.dtypes_in_words}, got {x.dtype}")
+        assert feature.shape is not None, "or it is not checked here"
+        if problem := feature.shape(x, sizes):
+            raise ValueError(f"{feature.name} must {problem}")
+        if x.device != q.device:
+            check_same_device(q, **{feature.name: x})
 
 
 def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import flash_attn_interface, ops, plain
+from diyfa import fast_path, flash_attn_interface, ops
 from diyfa.backends.cuda.attention import bwd, configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
@@ -81,7 +81,7 @@ def recorder(monkeypatch):
     for module in (fwd, bwd, fwd_sm90):
         monkeypatch.setattr(module, "_launches", Launches())
     monkeypatch.setattr(fwd, "_settled", {})
-    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorder
 
@@ -90,13 +90,9 @@ def recorder(monkeypatch):
 def ways(monkeypatch):
     """How each launch of `recorder` came about: "repeat" or "kernel"."""
     seen = []
-    make = ops.AttentionTensors
-
-    def tensors(*args):
-        seen.append("described")
-        return make(*args)
-
-    monkeypatch.setattr(ops, "AttentionTensors", tensors)
+    for name in ("AttentionTensors", "bind"):
+        make = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *args, make=make: seen.append("described") or make(*args))
     return seen
 
 
@@ -357,7 +353,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     q, k, v = qkv()
     for _ in range(3):
         attend(q, k, v)
-    (plan,) = plain.plans.values()
+    (plan,) = fast_path.plans.values()
     entered = []
 
     class Device:
@@ -399,10 +395,10 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape):
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
     expected = step()
-    plans = set(plain.plans)
+    plans = set(fast_path.plans)
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
-    assert any(plain.plans[key].repeat is not None for key in set(plain.plans) | plans)
+    assert any(fast_path.plans[key].repeat is not None for key in set(fast_path.plans) | plans)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -201,13 +201,13 @@ MUTATIONS = [
     ),
     # ---- Keys of what is remembered
     Mutation(
-        "plan key without v's strides", "diyfa/plain.py", "            v.stride(),\n", "",
-        ("tests/frontend/test_plain.py::test_strides_of_each_tensor_are_part_of_the_call",),
+        "plan key without v's strides", "diyfa/fast_path.py", "            v.stride(),\n", "",
+        ("tests/frontend/test_fast_path.py::test_strides_of_each_tensor_are_part_of_the_call",),
     ),
     Mutation(
-        "plan key without the addresses", "diyfa/plain.py",
+        "plan key without the addresses", "diyfa/fast_path.py",
         "(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15", "0",
-        ("tests/frontend/test_plain.py::test_other_tensors_are_another_call",),
+        ("tests/frontend/test_fast_path.py::test_other_tensors_are_another_call",),
     ),
     Mutation("launch key without v's strides", LAUNCH, "        v.stride(),\n", "", (STRIDES + "[cuda-plain]",)),
     Mutation(

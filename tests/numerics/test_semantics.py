@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import diyfa
-from diyfa import ops, plain, registry
+from diyfa import fast_path, ops, registry
+from diyfa.attention import checked_options
+from diyfa.options import LENGTHS, Lengths
 
 CPU = {"backend": "cpu"}
 INF = float("inf")
@@ -27,9 +29,12 @@ def offsets(*values):
 
 def attend_packed(*owners, packing, **options):
     """out of (qkv,) or (q, kv), layout (B, S, ..., H, D)."""
+    q, k, v = ops.UNPACK[packing](*owners, *(None,) * (3 - len(owners)))
+    options = {"layout": "bshd", "sm_scale": 0.3, "causal": True, **options, **CPU}
+    lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
+    checked = checked_options(q, k, v, lengths, {"packing": packing, **options})
     first, second = (*owners, None)[:2]
-    options = {"layout": "bshd", "sm_scale": 0.3, "window": (-1, 0), **options, **CPU}
-    return ops.attention(first, second, None, packing=packing, **options)[0]
+    return ops.attend(first, second, None, lengths, checked)[0]
 
 
 # ---- Nothing is copied --------------------------------------------------------------------------------------------
@@ -50,7 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
 
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(ops, "_decided", {})
-    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(cpu, "kernels", [recording(kernel) for kernel in cpu.kernels])
     yield seen
     monkeypatch.undo()
@@ -105,7 +110,8 @@ def test_packed_gradients_are_written_in_place(packing: str, varlen: bool, monke
     owners = (randn(*rows, 3, 2, 16),) if packing == "qkv" else (randn(*rows, 2, 16), randn(*rows, 2, 2, 16))
     options = {}
     if varlen:
-        options = {"layout": "thd", "cu_seqlens_q": offsets(0, 9, 18), "max_seqlen_q": 9, "max_seqlen_k": 9}
+        ends = offsets(0, 9, 18)
+        options = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 9, "max_seqlen_k": 9}
     with launches(monkeypatch) as seen:
         out = attend_packed(*owners, packing=packing, **options)
         grads = torch.autograd.grad(out.sin().sum(), owners)

@@ -21,8 +21,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.runtime import tune
-from diyfa.ops import Scalars, describe_attention
-from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, AttentionProblem, AttentionTensors
+from diyfa.ops import describe_attention
+from diyfa.options import WHOLE, AttentionOptions, Lengths, bind
+from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients
 
 TARGET = make_backend(GPUTarget("cuda", 90, 32))
 CALLS = 200
@@ -59,23 +60,20 @@ def summary() -> dict[str, dict[str, Any]]:
     return counts
 
 
-def train(problem: AttentionProblem, tensors: AttentionTensors, wants_dlse: bool) -> None:
+def train(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths, wants_dlse: bool, **options: Any
+) -> None:
     """One forward and backward pass; nothing is computed."""
-    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
+    q, k, v = qkv
+    checked = AttentionOptions(sm_scale=0.1, needs_grad=True, **{"window_right": 0, **options})
+    problem, tensors = describe_attention(cuda, q, k, v, lengths, checked), bind(q, k, v, lengths, checked)
+    bias = tensors.attn_bias
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
     fwd.attention_forward(problem, tensors, out, lse)
     dbias = torch.empty_like(bias) if bias is not None else None
     gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
     dlse = torch.empty_like(lse) if wants_dlse else None
     bwd.attention_backward(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients)
-
-
-def scalars(layout: str, **changes: Any) -> Scalars:
-    defaults = {
-        "max_seqlen_q": 0, "max_seqlen_k": 0, "window_left": -1, "window_right": 0, "softcap": 0.0, "dropout": False,
-        "layout": layout, "deterministic": False, "needs_grad": True, "bias_grad": False,
-    }  # fmt: skip
-    return Scalars(**{**defaults, **changes})
 
 
 def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
@@ -88,11 +86,9 @@ def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: 
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
     longest_q = rng.randint(2, total_q)
     longest_k = longest_q if self_attention else rng.randint(2, total_k)
-    described = scalars(VARLEN, max_seqlen_q=longest_q, max_seqlen_k=longest_k, dropout=True, **features)
-    state = torch.zeros(2, dtype=torch.int64)
-    p = rng.choice((0.1, 0.125, 0.5))
-    tensors = AttentionTensors(q, k, v, 0.1, cu_seqlens_q=offsets, cu_seqlens_k=offsets, rng_state=state, dropout_p=p)
-    train(describe_attention(cuda, tensors, described), tensors, wants_dlse)
+    lengths = Lengths(offsets, offsets, None, longest_q, longest_k)
+    dropout = {"rng_state": torch.zeros(2, dtype=torch.int64), "dropout_p": rng.choice((0.1, 0.125, 0.5))}
+    train((q, k, v), lengths, wants_dlse, layout=VARLEN, **dropout, **features)
 
 
 def dense(
@@ -110,8 +106,7 @@ def dense(
     q, k, v = tensor(HEADS, seqlen_q), tensor(HEADS_KV, seqlen_k), tensor(HEADS_KV, seqlen_k)
     shapes = {"full": (HEADS, seqlen_q, seqlen_k), "keys": (batch, 1, 1, seqlen_k), "queries": (HEADS, seqlen_q, 1)}
     attn_bias = torch.empty(shapes[bias], dtype=torch.float16) if bias else None
-    tensors = AttentionTensors(q, k, v, 0.1, attn_bias=attn_bias)
-    train(describe_attention(cuda, tensors, scalars(layout, bias_grad=bool(bias))), tensors, wants_dlse)
+    train((q, k, v), WHOLE, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
 
 
 def hopper(rng: random.Random) -> None:
@@ -122,9 +117,10 @@ def hopper(rng: random.Random) -> None:
     sm90._multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
-    tensors = AttentionTensors(q, k, v, 0.1)
-    problem = describe_attention(cuda, tensors, scalars("bhsd"))
+    options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
+    problem = describe_attention(cuda, q, k, v, WHOLE, options)
     assert sm90.refuses(problem) is None
+    tensors = bind(q, k, v, WHOLE, options)
     fwd_sm90.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from simulators.gluon import InterpretedKernel
 
-from diyfa import ops, plain, registry
+from diyfa import fast_path, ops, registry
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
 from diyfa.backends.cuda.hopper import configs as sm90
@@ -67,7 +67,7 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = N
     """From now on `variant="sm90"` takes what `refuses` would not for being small, with `config` or as if the grid were
     large."""
     # What is decided here must not outlive the patches.
-    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(sm90, "FULL_GPU", 0)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa import flash_attn_interface, ops, plain
+from diyfa import fast_path, flash_attn_interface, ops
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -32,7 +32,7 @@ def launches(monkeypatch):
     """Launches of plans, in a world without earlier calls."""
     seen = []
     run = ops.run_plan
-    monkeypatch.setattr(plain, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(ops, "run_plan", lambda plan, *qkv: seen.append(plan) or run(plan, *qkv))
     return seen
 
@@ -72,7 +72,7 @@ def test_another_option_is_another_call(launches, change):
     attend(q, k, v, causal=True)
     got = attend(q, k, v, **{"causal": True, **change})
     assert not launches
-    with Seen():  # not plain
+    with Seen():  # not by the fast path
         assert torch.equal(got, attend(q, k, v, **{"causal": True, **change}))
 
 
@@ -94,11 +94,11 @@ def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
     """A plan launches with the strides it was made for."""
     tensors = qkv()
     attend(*tensors)
-    keys = {plain.key_of(*tensors)}
+    keys = {fast_path.key_of(*tensors, {})}
     for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
         other = [how(x) if i == which else x for i, x in enumerate(tensors)]
         attend(*other)
-        keys.add(plain.key_of(*other))
+        keys.add(fast_path.key_of(*other, {}))
     assert not launches and len(keys) == 3
     attend(*tensors)
     assert len(launches) == 1
@@ -136,7 +136,7 @@ def test_windows_are_remembered_by_their_values(launches, window, function):
         window[0] = window[1] = size
         for _ in range(2):
             assert torch.equal(attend(window), attend((size, size)))
-    assert len(launches) == 6 and len(plain.plans) == 2
+    assert len(launches) == 6 and len(fast_path.plans) == 2
 
 
 def test_dropout_draws_at_every_call(launches):
@@ -196,28 +196,28 @@ def test_modes_and_profilers_see_the_operator(launches):
     assert not launches
 
 
-def test_subclasses_transforms_and_duals_are_not_plain():
+def test_subclasses_transforms_and_duals_take_no_fast_path():
     q, k, v = qkv()
-    assert plain.is_plain(q, k, v)
-    assert not plain.is_plain(q, torch.nn.Parameter(k, requires_grad=False), v)
-    assert not plain.is_plain(q, torch._neg_view(k), v)  # a kernel would read it without its sign
-    assert not plain.is_plain(q, k, v.to_sparse())
+    assert fast_path.takes_fast_path(q, k, v)
+    assert not fast_path.takes_fast_path(q, torch.nn.Parameter(k, requires_grad=False), v)
+    assert not fast_path.takes_fast_path(q, torch._neg_view(k), v)  # a kernel would read it without its sign
+    assert not fast_path.takes_fast_path(q, k, v.to_sparse())
     inside = []
-    torch.func.vmap(lambda x: inside.append(plain.is_plain(x)) or x)(q)
+    torch.func.vmap(lambda x: inside.append(fast_path.takes_fast_path(x)) or x)(q)
     with forward_ad.dual_level():
-        inside.append(plain.is_plain(q))
+        inside.append(fast_path.takes_fast_path(q))
     with torch.device("cpu"):  # a mode that sees every function
-        inside.append(plain.is_plain(q))
-    torch.jit.trace(lambda x: (inside.append(plain.is_plain(x)), x + 1)[1], q, check_trace=False)
+        inside.append(fast_path.takes_fast_path(q))
+    torch.jit.trace(lambda x: (inside.append(fast_path.takes_fast_path(x)), x + 1)[1], q, check_trace=False)
     assert inside == [False] * 4
-    assert plain.is_plain(q)
+    assert fast_path.takes_fast_path(q)
 
 
 def test_plans_are_bounded(launches, monkeypatch):
-    monkeypatch.setattr(plain, "LIMIT", 3)
+    monkeypatch.setattr(fast_path, "LIMIT", 3)
     for n in range(1, 9):
         attend(*(x[:, :, :n] for x in qkv()))
-        assert len(plain.plans) <= 3
+        assert len(fast_path.plans) <= 3
 
 
 def test_empty_inputs_are_not_launched(launches):
@@ -366,7 +366,7 @@ def test_meta_tensors_are_never_planned(launches):
     q, k, v = (x.to("meta") for x in qkv())
     for _ in range(3):
         assert diyfa.flash_attention(q, k, v).is_meta
-    assert not launches and not plain.plans
+    assert not launches and not fast_path.plans
 
 
 def flash_attn(function, *tensors, **kwargs):

@@ -1,9 +1,9 @@
-"""Repeated plain calls: without the dispatcher, and without a second check of the same arguments.
+"""The fast path: calls that need no dispatcher, and repeated calls that need no second check of the same arguments.
 
-A call is plain when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and its
-tensors are no subclasses. Such a call need not go through the operators of `ops.py`, whose schema of two dozen
-arguments costs as much as the launch. Where it also has no optional tensors, everything that was checked and decided
-about it depends on shapes, strides and options only, so an equal call is run at once, by its `Plan`.
+A call takes the fast path when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and
+its tensors are no subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as
+much as the launch. Without optional tensors, everything that was checked and decided about a call depends on shapes,
+strides and options only, so an equal call runs at once, by its `Plan`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from diyfa.options import OPTIONAL_TENSORS, AttentionOptions
 from diyfa.problem import AttentionProblem, Kernel
 
 Repeat = Callable[..., Any]
@@ -24,14 +25,10 @@ _float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "features", "kernel", "packing", "problem", "repeat", "sm_scale")
+    __slots__ = ("backward_repeats", "kernel", "options", "problem", "repeat")
 
-    def __init__(
-        self, problem: AttentionProblem, kernel: Kernel, features: tuple[Any, ...], sm_scale: float, packing: str
-    ) -> None:
-        self.problem, self.kernel, self.sm_scale = problem, kernel, sm_scale
-        self.packing = packing  # as for `ops.attention`
-        self.features = features  # the operators' arguments after q, k and v
+    def __init__(self, problem: AttentionProblem, kernel: Kernel, options: AttentionOptions) -> None:
+        self.problem, self.kernel, self.options = problem, kernel, options
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
@@ -53,7 +50,7 @@ def is_unseen() -> bool:
     )
 
 
-def is_plain(*tensors: torch.Tensor) -> bool:
+def takes_fast_path(*tensors: torch.Tensor) -> bool:
     """Whether a call with these inputs, which wants no gradient, is executed at once, seen by nobody but the device."""
     if torch.compiler.is_compiling():
         return False
@@ -66,14 +63,20 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return is_unseen()
 
 
-def is_plain_gradient(x: object) -> bool:
+def may_be_read(x: object) -> bool:
     """Whether this is a tensor that may be read by its address."""
     return type(x) is _Tensor and x.layout is _strided and not x.is_neg()
 
 
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable) -> Hashable | None:
-    """All that checks and decisions read of a call without optional tensors; None if the tensors are no plain ones."""
-    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor:
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> Hashable | None:
+    """All that checks and decisions read of a call with the options `given`.
+
+    None where there is no fast path: something looks on, there are optional tensors, or q, k, v are no plain tensors.
+    """
+    for name in OPTIONAL_TENSORS:
+        if given.get(name) is not None:
+            return None
+    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
@@ -95,13 +98,13 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Hashable
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             dtype is _float32 and device.type != "meta" and torch.is_autocast_enabled(device.type),  # it casts no other
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            options,
+            tuple(given.values()),
         )
     except RuntimeError:  # a sparse tensor, or another without strides and address: the checks say so
         return None
 
 
-def find(key: Hashable) -> Plan | None:
+def find(key: Hashable | None) -> Plan | None:
     """The plan of an earlier equal call."""
     try:
         return plans.get(key)
