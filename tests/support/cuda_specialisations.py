@@ -116,16 +116,16 @@ def dense(
 
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
-    from diyfa.backends.cuda.hopper import configs as sm90
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
-    sm90._multiprocessors = lambda device: 132
+    hopper_configs._multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     tensors = AttentionTensors(q, k, v, 0.1)
     problem = describe_attention(cuda, tensors, scalars("bhsd"))
-    assert sm90.refuses(problem) is None
-    fwd_sm90.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    assert hopper_configs.refuses(problem) is None
+    hopper_fwd.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
 
 
 def windowed(rng: random.Random, **arguments: Any) -> None:
@@ -154,12 +154,12 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def main() -> None:
-    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
 
     JITFunction.run = record
     tune.set_enabled(False)
     counts = {}
-    runs = RUNS if sm90.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
+    runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
     for name, (call, arguments) in runs.items():
         keys.clear()
         rng = random.Random(name)
