@@ -128,6 +128,11 @@ def test_a_planted_bug_of_aggregates_is_reported(bug: str, error: type, message:
         through_aggregates(bug)
 
 
+def test_a_constant_is_defined_once() -> None:
+    with pytest.raises(InvalidOperand, match="defines the constant TWICE in each round of a static_range"):
+        InterpretedKernel(gluon_aggregates.constant_in_rounds)[(1,)](torch.zeros(2, dtype=torch.int32))
+
+
 def test_a_seed_is_an_interleaving() -> None:
     def report(seed: int) -> str:
         with pytest.raises(KernelBug) as caught:
