@@ -6,7 +6,7 @@ GQA, samples and packed sequences of different lengths, windows, softcap, sinks,
 width, grids of few tiles, 128k keys, scores that are so far apart that sums of weights overflow. Times are medians of
 `triton.testing.do_bench`, with --graph of calls in a CUDA graph, which the host does not delay; TFLOP/s count the
 products of visible pairs.
-`difference` is the largest between the Hopper kernel's outputs, in the table's form and in others that the case may
+`difference` is the largest between the Hopper kernel's outputs, in the table's config and in others that the case may
 gain from, and the portable one's. One line for each case; JSON lines with --output. bf16.
 """
 
@@ -23,8 +23,8 @@ import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
 from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.backends.cuda.hopper import configs as sm90
-from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def visible_pairs(case: Case, lengths: list[int]) -> int:
     return total
 
 
-def forms(case: Case) -> dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]]:
-    """Changes to the table's form that a case may gain from: tiles dealt as programs come, wider products."""
-    found: dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]] = {}
+def changes_of(case: Case) -> dict[str, Callable[[hopper_configs.Sm90Config], hopper_configs.Sm90Config]]:
+    """Changes to the table's config that a case may gain from: tiles to whoever comes first, wider products."""
+    found: dict[str, Callable[[hopper_configs.Sm90Config], hopper_configs.Sm90Config]] = {}
     if (case.causal or case.shares) and not case.nats and case.batch * case.heads * case.seqlen >= 1 << 17:
-        found["dynamic"] = lambda config: replace(config, persistent=True, deal="dynamic")
+        found["dynamic"] = lambda config: replace(config, persistent=True, scheduler="dynamic")
     if case.nats:
         found["running maximum"] = lambda config: replace(config, fixed_max=False)
     if 128 < case.head_dim <= 192:
@@ -123,24 +123,26 @@ def forms(case: Case) -> dict[str, Callable[[sm90.Sm90Config], sm90.Sm90Config]]
     return found
 
 
-def _with_forms(case: Case, call: Callable[[str], Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:
-    """Name -> call, of the Hopper kernel in the table's form and in others, and of the portable one."""
+def _with_changes(
+    case: Case, call: Callable[[str], Callable[[], torch.Tensor]]
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Name -> call, of the Hopper kernel in the table's config and in others, and of the portable one."""
 
-    def formed(change: Callable[[sm90.Sm90Config], sm90.Sm90Config]) -> Callable[[], torch.Tensor]:
+    def changed(change: Callable[[hopper_configs.Sm90Config], hopper_configs.Sm90Config]) -> Callable[[], torch.Tensor]:
         inner = call("sm90")
 
         def run() -> torch.Tensor:
-            fwd_sm90.config_of = lambda problem: change(sm90.config_of(problem))
+            hopper_fwd.config_of = lambda problem: change(hopper_configs.config_of(problem))
             try:
                 return inner()
             finally:
-                fwd_sm90.config_of = sm90.config_of
+                hopper_fwd.config_of = hopper_configs.config_of
 
         return run
 
     return {
         "sm90": call("sm90"),
-        **{f"sm90 {name}": formed(change) for name, change in forms(case).items()},
+        **{f"sm90 {name}": changed(change) for name, change in changes_of(case).items()},
         "v2": call("v2"),
     }
 
@@ -166,7 +168,7 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
         def packed(variant: str) -> Callable[[], torch.Tensor]:
             return lambda: flash_attention_varlen(q, k, v, cu, cu, most, most, variant=variant, **options)
 
-        return _with_forms(case, packed), flops
+        return _with_changes(case, packed), flops
     q, k, v = (random(case.batch, heads, case.seqlen, width) for heads, width in shapes)
     options = {"causal": case.causal, "softcap": case.softcap, "window": case.window}
     if case.nats:
@@ -181,7 +183,7 @@ def calls(case: Case) -> tuple[dict[str, Callable[[], torch.Tensor]], float]:
     def dense(variant: str) -> Callable[[], torch.Tensor]:
         return lambda: flash_attention(q, k, v, variant=variant, **options)
 
-    found = _with_forms(case, dense)
+    found = _with_changes(case, dense)
     if not (case.shares or case.softcap or case.sinks or case.alibi) and case.window == (-1, -1):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -1,4 +1,4 @@
-"""Forms of the Hopper forward kernel beside each other and beside cuDNN, FlashAttention-3 and -4, on an H100 or H200.
+"""Configs of the Hopper forward kernel beside each other and beside cuDNN, FlashAttention-3 and -4, on an H100 or H200.
 
     python benchmarks/hopper_sweep.py [--cases 64-causal 64-full 128-causal …] [--only pingpong] [--budget 440]
 
@@ -6,7 +6,7 @@ Each implementation runs in a process of its own, and one that hangs or fails co
 of a case compile, then they are measured in turns, several rounds: the first to run on a cool GPU would look faster.
 bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 2·B·H·S²·(D + Dv), half with a causal mask, medians over the
 rounds of medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range
-of the rounds over their median. Prints rows, then a table for each case, then for each length the best form with its
+of the rounds over their median. Prints rows, then a table for each case, then for each length the best config with its
 share of the best peer, and the rows that `backends/cuda/hopper/configs.py` would have; writes JSON lines to --output.
 """
 
@@ -37,10 +37,10 @@ OTHERS_PEERS = ("cudnn",)  # at head dims beyond the grid
 COMPILE_LIMIT = 180  # seconds
 SEQ_LENS = (1024, 4096, 16384)
 
-# A form is named by its tile and what changes it; what the changes mean is said in `Sm90Config`.
+# A config is named by its tile and what changes it; what the changes mean is said in `Sm90Config`.
 TILES: dict[int, dict[str, Sm90Config]] = {
     64: {"3x64": Sm90Config(3, 128, 6, True, 160, 32), "2x64": Sm90Config(2, 128, 8, True, 240, 24)},
-    96: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "native": Sm90Config(2, 128, 6, True, 240, 24, piece=32)},
+    96: {"2x64": Sm90Config(2, 128, 4, True, 240, 24), "native": Sm90Config(2, 128, 6, True, 240, 24, box_columns=32)},
     128: {"2x64": Sm90Config(2, 128, 4, True, 240, 24)},
     192: {
         "2x64": Sm90Config(2, 128, 3, False, 240, 24),
@@ -50,81 +50,81 @@ TILES: dict[int, dict[str, Sm90Config]] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "persistent": {"persistent": True},
-    "balanced": {"persistent": True, "deal": "balanced"},
-    "dynamic": {"persistent": True, "deal": "dynamic"},
+    "balanced": {"persistent": True, "scheduler": "balanced"},
+    "dynamic": {"persistent": True, "scheduler": "dynamic"},
     "pingpong": {"pingpong": True},
-    "own-walk": {"own_walk": True},
+    "skip-masked": {"skip_masked": True},
     "joined": {"joined": True},
     "pairs": {"pairs": True},
-    "lazy": {"lazy": True},
+    "lazy-rescale": {"lazy_rescale": True},
     "direct": {"direct": True, "own_o": False},
-    "by-warp": {"by_warp": True},
-    "following": {"fixed_max": False},
-    "pieces": {"piece": 64, "joined": True},
-    "held": {"piece": 64, "joined": True, "q_held": 2},
-    "half-held": {"piece": 64, "joined": True, "q_held": 1},
-    "all-held": {"piece": 64, "joined": True, "q_held": 3},
+    "per-warp-arrive": {"per_warp_arrive": True},
+    "running-max": {"fixed_max": False},
+    "boxes": {"box_columns": 64, "joined": True},
+    "q-registers-2": {"box_columns": 64, "joined": True, "q_in_registers": 2},
+    "q-registers-1": {"box_columns": 64, "joined": True, "q_in_registers": 1},
+    "q-registers-3": {"box_columns": 64, "joined": True, "q_in_registers": 3},
 }
 # By case, the most promising first: what is named first is measured first, of all cases in turn.
-FORMS: dict[tuple[int, bool], tuple[str, ...]] = {
+CONFIG_NAMES: dict[tuple[int, bool], tuple[str, ...]] = {
     (64, True): (
-        "2x64 dynamic pingpong pairs half-held lazy by-warp",
-        "3x64 balanced pingpong own-walk pairs by-warp",
-        "3x64 dynamic pingpong own-walk pairs by-warp",
-        "3x64 balanced pingpong own-walk pairs by-warp following",
+        "2x64 dynamic pingpong pairs q-registers-1 lazy-rescale per-warp-arrive",
+        "3x64 balanced pingpong skip-masked pairs per-warp-arrive",
+        "3x64 dynamic pingpong skip-masked pairs per-warp-arrive",
+        "3x64 balanced pingpong skip-masked pairs per-warp-arrive running-max",
     ),
     (128, True): (
-        "2x64 dynamic pingpong pairs held lazy by-warp",
-        "2x64 dynamic pairs held lazy by-warp",
-        "2x64 dynamic pingpong pairs held lazy by-warp following",
+        "2x64 dynamic pingpong pairs q-registers-2 lazy-rescale per-warp-arrive",
+        "2x64 dynamic pairs q-registers-2 lazy-rescale per-warp-arrive",
+        "2x64 dynamic pingpong pairs q-registers-2 lazy-rescale per-warp-arrive running-max",
     ),
     (256, True): (
-        "2x64 dynamic pingpong own-walk lazy by-warp direct",
-        "2x64 dynamic pingpong own-walk pairs lazy by-warp direct",
-        "2x64 dynamic pingpong own-walk lazy by-warp direct following",
+        "2x64 dynamic pingpong skip-masked lazy-rescale per-warp-arrive direct",
+        "2x64 dynamic pingpong skip-masked pairs lazy-rescale per-warp-arrive direct",
+        "2x64 dynamic pingpong skip-masked lazy-rescale per-warp-arrive direct running-max",
     ),
     (64, False): (
-        "2x64 persistent pingpong pairs half-held lazy by-warp",
-        "3x64 persistent pingpong pairs lazy by-warp",
-        "3x64 persistent pingpong pairs lazy by-warp following",
+        "2x64 persistent pingpong pairs q-registers-1 lazy-rescale per-warp-arrive",
+        "3x64 persistent pingpong pairs lazy-rescale per-warp-arrive",
+        "3x64 persistent pingpong pairs lazy-rescale per-warp-arrive running-max",
     ),
     (128, False): (
-        "2x64 persistent pingpong pairs held lazy by-warp",
-        "2x64 persistent pingpong pairs held lazy by-warp following",
+        "2x64 persistent pingpong pairs q-registers-2 lazy-rescale per-warp-arrive",
+        "2x64 persistent pingpong pairs q-registers-2 lazy-rescale per-warp-arrive running-max",
     ),
     (256, False): (
-        "2x64 persistent pairs half-held lazy direct",
-        "2x64 persistent pairs half-held lazy direct following",
+        "2x64 persistent pairs q-registers-1 lazy-rescale direct",
+        "2x64 persistent pairs q-registers-1 lazy-rescale direct running-max",
     ),
     (96, True): (
-        "native joined dynamic pingpong pairs by-warp",
-        "native joined dynamic pairs by-warp",
-        "2x64 dynamic pingpong pairs held lazy by-warp",
+        "native joined dynamic pingpong pairs per-warp-arrive",
+        "native joined dynamic pairs per-warp-arrive",
+        "2x64 dynamic pingpong pairs q-registers-2 lazy-rescale per-warp-arrive",
     ),
     (96, False): (
-        "2x64 persistent pingpong pairs held lazy by-warp",
-        "2x64 persistent pingpong pairs held lazy by-warp following",
+        "2x64 persistent pingpong pairs q-registers-2 lazy-rescale per-warp-arrive",
+        "2x64 persistent pingpong pairs q-registers-2 lazy-rescale per-warp-arrive running-max",
     ),
     (192, True): (
-        "narrow dynamic held pingpong pairs lazy by-warp direct",
-        "2x64 dynamic joined pingpong pairs lazy by-warp direct",
-        "narrow dynamic held pairs lazy by-warp direct",
-        "narrow dynamic all-held pairs lazy by-warp direct",
-        "narrow dynamic held pingpong pairs lazy by-warp direct following",
+        "narrow dynamic q-registers-2 pingpong pairs lazy-rescale per-warp-arrive direct",
+        "2x64 dynamic joined pingpong pairs lazy-rescale per-warp-arrive direct",
+        "narrow dynamic q-registers-2 pairs lazy-rescale per-warp-arrive direct",
+        "narrow dynamic q-registers-3 pairs lazy-rescale per-warp-arrive direct",
+        "narrow dynamic q-registers-2 pingpong pairs lazy-rescale per-warp-arrive direct running-max",
     ),
     (192, False): (
-        "narrow persistent held pingpong pairs lazy by-warp direct",
-        "2x64 persistent joined pingpong pairs lazy by-warp direct",
-        "narrow persistent held pairs lazy direct",
-        "narrow persistent all-held pairs lazy by-warp direct",
-        "narrow persistent held pingpong pairs lazy by-warp direct following",
+        "narrow persistent q-registers-2 pingpong pairs lazy-rescale per-warp-arrive direct",
+        "2x64 persistent joined pingpong pairs lazy-rescale per-warp-arrive direct",
+        "narrow persistent q-registers-2 pairs lazy-rescale direct",
+        "narrow persistent q-registers-3 pairs lazy-rescale per-warp-arrive direct",
+        "narrow persistent q-registers-2 pingpong pairs lazy-rescale per-warp-arrive direct running-max",
     ),
 }
-GRID = tuple(case for case in FORMS if case[0] in (64, 128, 256))  # the cases of the 18 points
+GRID = tuple(case for case in CONFIG_NAMES if case[0] in (64, 128, 256))  # the cases of the 18 points
 
 
-def form(head_dim: int, name: str) -> Sm90Config:
-    """The form of that name: a tile and what changes it, in words."""
+def config_named(head_dim: int, name: str) -> Sm90Config:
+    """The config of that name: a tile and what changes it, in words."""
     tile, *changes = name.split()
     unknown = {tile} - TILES[head_dim].keys() | set(changes) - CHANGES.keys()
     if unknown:
@@ -136,8 +136,8 @@ def form(head_dim: int, name: str) -> Sm90Config:
 
 
 def candidates(head_dim: int, causal: bool) -> dict[str, Sm90Config]:
-    """Name -> form, the most promising first."""
-    return {name: form(head_dim, name) for name in FORMS[head_dim, causal]}
+    """Name -> config, the most promising first."""
+    return {name: config_named(head_dim, name) for name in CONFIG_NAMES[head_dim, causal]}
 
 
 def sizes(head_dim: int, seqlen: int) -> tuple[int, int, int, int]:
@@ -175,8 +175,8 @@ def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
     """A call of the Hopper kernel's launcher with `config`; compiled, not run."""
-    from diyfa.backends.cuda.hopper import configs as sm90
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
     from diyfa.backends.cuda.runtime.launch import Launches
     from diyfa.problem import AttentionProblem, AttentionTensors
 
@@ -185,13 +185,13 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    fwd_sm90.config_of = lambda problem: sm90.fitted(problem, config)
+    hopper_fwd.config_of = lambda problem: hopper_configs.fitted(problem, config)
 
     def call() -> torch.Tensor:
-        fwd_sm90.attention_forward(problem, tensors, out, lse)
+        hopper_fwd.attention_forward(problem, tensors, out, lse)
         return out
 
-    kernel = fwd_sm90._fwd_sm90_kernel
+    kernel = hopper_fwd._fwd_sm90_kernel
 
     class Compiling:
         """In the kernel's place: compiles instead of launching, so that only measuring needs the GPU."""
@@ -201,9 +201,9 @@ def _ours(
         def __getitem__(self, grid: Any) -> Callable[..., Any]:
             return lambda *args, **kwargs: kernel.warmup(*args, grid=grid, **kwargs)
 
-    fwd_sm90._fwd_sm90_kernel, fwd_sm90._launches = Compiling(), Launches()
+    hopper_fwd._fwd_sm90_kernel, hopper_fwd._launches = Compiling(), Launches()
     call()
-    fwd_sm90._fwd_sm90_kernel, fwd_sm90._launches = kernel, Launches()
+    hopper_fwd._fwd_sm90_kernel, hopper_fwd._launches = kernel, Launches()
     return call
 
 
@@ -230,7 +230,7 @@ def serve(name: str, case: tuple[int, bool], options: argparse.Namespace) -> Non
     from triton.testing import do_bench
 
     head_dim, causal = case
-    config = None if name in PEERS else form(head_dim, name)
+    config = None if name in PEERS else config_named(head_dim, name)
     calls = {}
     with _watchdog(COMPILE_LIMIT):
         for seqlen in options.seq_lens:
@@ -382,18 +382,18 @@ def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) ->
 # ---- what the figures say
 
 CLOSE = 0.98  # of the best: not told apart from it
-NOISE = 2.0  # times the peers' error against float64, beyond which a form is wrong
+NOISE = 2.0  # times the peers' error against float64, beyond which a config is wrong
 
 
 def _right(rows: list[dict]) -> list[dict]:
-    """Rows of forms whose error is like the peers'."""
+    """Rows of configs whose error is like the peers'."""
     peers = [row["error"] for row in rows if row["implementation"] in PEERS]
     allowed = NOISE * max(peers) if peers else 1e-2
     return [row for row in rows if row["implementation"] not in PEERS and row["error"] <= allowed]
 
 
 def _table_rows(figures: dict[int, dict[str, float]]) -> list[tuple[list[int], str]]:
-    """Length -> form -> TFLOP/s: (lengths, form), in as few rows as leave every length within CLOSE of its best."""
+    """Length -> config -> TFLOP/s: (lengths, config), in as few rows as leave every length within CLOSE of its best."""
     lengths = sorted(figures)
     for cuts in sorted(range(1 << (len(lengths) - 1)), key=lambda bits: bits.bit_count()):
         parts: list[list[int]] = [[lengths[0]]]
@@ -408,7 +408,7 @@ def _table_rows(figures: dict[int, dict[str, float]]) -> list[tuple[list[int], s
                 name: min(figures[s].get(name, 0.0) / max(figures[s].values()) for s in part)
                 for name in figures[part[0]]
             }
-            name = max(worst, key=lambda form: worst[form])
+            name = max(worst, key=lambda config: worst[config])
             if worst[name] < CLOSE and len(part) > 1:
                 break
             rows.append((part, name))
@@ -427,12 +427,12 @@ def _as_source(config: Sm90Config, measured: str) -> str:
 
 
 def print_summary(rows: list[dict]) -> None:
-    """For each point of the grid the best form and its share of the best peer, then the rows of the table."""
+    """For each point of the grid the best config and its share of the best peer, then the rows of the table."""
     measured = [row for row in rows if "tflops" in row]
     source = []
-    print("\nbest form at each point: TFLOP/s, share of the best peer")
+    print("\nbest config at each point: TFLOP/s, share of the best peer")
     shares = []
-    for head_dim, causal in FORMS:
+    for head_dim, causal in CONFIG_NAMES:
         figures: dict[int, dict[str, float]] = {}
         for seqlen in sorted({row["S"] for row in measured}):
             here = [r for r in measured if (r["D"], r["causal"], r["S"]) == (head_dim, causal, seqlen)]
@@ -440,7 +440,7 @@ def print_summary(rows: list[dict]) -> None:
             if not mine:
                 continue
             figures[seqlen] = mine
-            name = max(mine, key=lambda form: mine[form])
+            name = max(mine, key=lambda config: mine[config])
             peers = {r["implementation"]: r["tflops"] for r in here if r["implementation"] in PEERS}
             line = f"  D={head_dim:3} {'causal' if causal else 'full  '} S={seqlen:5}  {mine[name]:6.1f}  {name:38}"
             if peers:
@@ -455,7 +455,9 @@ def print_summary(rows: list[dict]) -> None:
         for part, name in parts:
             most = "_ANY" if part is parts[-1][0] else 2 * part[-1]
             figure = "/".join(f"{figures[s][name]:.0f}" for s in part)
-            source.append(f"        ({most}, {_as_source(form(head_dim, name), f'_H200 + {json.dumps(figure)}')}),")
+            source.append(
+                f"        ({most}, {_as_source(config_named(head_dim, name), f'_H200 + {json.dumps(figure)}')}),"
+            )
         source.append("    ),")
     if shares:
         ahead = sum(share >= 1 for share in shares)
@@ -465,18 +467,18 @@ def print_summary(rows: list[dict]) -> None:
 
 
 def names_of(case: tuple[int, bool], peers: list[str], only: list[str]) -> list[str]:
-    """What to measure of a case: its peers, then our forms, the most promising first."""
-    mine = [name for name in FORMS[case] if not only or any(part in name for part in only)]
+    """What to measure of a case: its peers, then our configs, the most promising first."""
+    mine = [name for name in CONFIG_NAMES[case] if not only or any(part in name for part in only)]
     return [peer for peer in peers if case in GRID or peer in OTHERS_PEERS] + mine
 
 
 def main() -> None:
-    every_case = [f"{d}-{'causal' if causal else 'full'}" for d, causal in FORMS]
+    every_case = [f"{d}-{'causal' if causal else 'full'}" for d, causal in CONFIG_NAMES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=every_case, choices=every_case)
     parser.add_argument("--seq-lens", nargs="+", type=int, default=list(SEQ_LENS))
     parser.add_argument("--head-dim-v", type=int, default=0, help="columns of V and out, 0: as many as of Q and K")
-    parser.add_argument("--only", nargs="*", default=[], help="forms whose name contains one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="configs whose name contains one of these")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--budget", type=float, default=440, help="seconds for everything")
     parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
@@ -489,7 +491,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=14, help="processes that import and compile at once")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
     parser.add_argument("--summary", type=Path, default=None, help="JSON lines of an earlier run: only sum them up")
-    parser.add_argument("--list", action="store_true", help="print the forms and stop")
+    parser.add_argument("--list", action="store_true", help="print the configs and stop")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [(int(case.split("-")[0]), case.endswith("causal")) for case in options.cases]

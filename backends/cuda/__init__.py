@@ -30,21 +30,21 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 
 def _sm90_forward(*arguments: Any) -> None:
     from diyfa.backends.cuda.hopper import (
-        fwd as fwd_sm90,  # imports a Gluon that not every Triton has; `sm90.unsupported` asked
+        fwd as hopper_fwd,  # imports a Gluon that not every Triton has; `hopper_configs.unsupported` asked
     )
 
-    fwd_sm90.attention_forward(*arguments)
+    hopper_fwd.attention_forward(*arguments)
 
 
 def _sm90_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
-    return fwd_sm90.repeat(*arguments)
+    return hopper_fwd.repeat(*arguments)
 
 
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import bwd, configs, fwd, fwd_v1
-    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
 
@@ -55,8 +55,8 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
             launch=_sm90_forward,
-            unsupported=sm90.unsupported,
-            config=sm90.config_of,
+            unsupported=hopper_configs.unsupported,
+            config=hopper_configs.config_of,
             repeat=_sm90_repeat if known else None,
         ),
         Kernel(

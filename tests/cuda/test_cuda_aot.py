@@ -166,11 +166,11 @@ def test_command_line_fails_when_nothing_matches(tmp_path):
 
 HOPPER_KERNELS = """
 import json, sys
-from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.compile.specs import compile_specs
 kernels = {arch: {spec.kernel for spec in compile_specs(arch)} for arch in sys.argv[1:]}
 assert all("attention_fwd/v2" in found for found in kernels.values())
-print(json.dumps([sm90.environment_refusal(), [a for a in kernels if "attention_fwd/sm90" in kernels[a]]]))
+print(json.dumps([hopper_configs.environment_refusal(), [a for a in kernels if "attention_fwd/sm90" in kernels[a]]]))
 """
 
 

@@ -17,8 +17,8 @@ import diyfa
 from diyfa import fast_path, flash_attn_interface, ops
 from diyfa.backends.cuda.attention import bwd, configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
-from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
-from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.gluon.tile_counter import counter_of
+from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import launch, repeat, tune
 from diyfa.backends.cuda.runtime import replay as relaunch
 from diyfa.backends.cuda.runtime.launch import Launches
@@ -28,7 +28,7 @@ if not relaunch.IS_KNOWN:
 import triton.backends.nvidia.driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 
@@ -75,10 +75,10 @@ def recorder(monkeypatch):
     monkeypatch.setattr(bwd, "_bwd_preprocess_kernel", fake_kernel(bwd._bwd_preprocess_kernel, recorder))
     kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
-    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", fake_kernel(fwd_sm90._fwd_sm90_kernel, recorder))
-    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
-    for module in (fwd, bwd, fwd_sm90):
+    monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
+    for module in (fwd, bwd, hopper_fwd):
         monkeypatch.setattr(module, "_launches", Launches())
     monkeypatch.setattr(fwd, "_settled", {})
     monkeypatch.setattr(fast_path, "plans", {})
@@ -179,18 +179,20 @@ def test_a_repeated_call_launches_what_the_ordinary_one_does(recorder, ways, cas
 
 
 def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypatch):
-    table = sm90.config_of
-    monkeypatch.setattr(fwd_sm90, "config_of", lambda problem: dataclasses.replace(table(problem), deal="dynamic"))
+    table = hopper_configs.config_of
+    monkeypatch.setattr(
+        hopper_fwd, "config_of", lambda problem: dataclasses.replace(table(problem), scheduler="dynamic")
+    )
     q, k, v = qkv(**LARGE)
     calls = []
     for _ in range(4):
         recorder.calls.clear()
         ways.clear()
         out, lse = attend(q, k, v, variant="sm90", return_lse=True)
-        counter = ticket_counter(q)
+        counter = counter_of(q)
         calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
     assert not ways and "counter" in calls[0] and are_same(*([call] for call in calls))
-    monkeypatch.setattr(fwd_sm90, "config_of", table)  # as sweeps do
+    monkeypatch.setattr(hopper_fwd, "config_of", table)  # as sweeps do
     recorder.calls.clear()
     attend(q, k, v, variant="sm90")
     assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]

@@ -14,7 +14,7 @@ import diyfa
 from diyfa import registry
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import configs
-from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem
 from diyfa.testing import (
     AttentionCase,
@@ -28,7 +28,8 @@ from diyfa.testing import (
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_kernel = pytest.mark.skipif(
-    not ON_HOPPER or sm90.environment_refusal() is not None, reason="needs an sm_90 GPU and a Triton of the kernel's"
+    not ON_HOPPER or hopper_configs.environment_refusal() is not None,
+    reason="needs an sm_90 GPU and a Triton of the kernel's",
 )
 
 
@@ -62,7 +63,7 @@ PACKED = {"layout": VARLEN, "total_q": 9000, "total_k": 9000}
     ids=str,
 )
 def test_accepts(changes: dict) -> None:
-    assert sm90.refuses(problem(**changes)) is None
+    assert hopper_configs.refuses(problem(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_accepts(changes: dict) -> None:
     ids=str,
 )
 def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
-    assert reason in sm90.refuses(problem(**changes))
+    assert reason in hopper_configs.refuses(problem(**changes))
 
 
 @pytest.mark.parametrize("head_dim", range(40, 257, 8))
@@ -101,31 +102,31 @@ def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, features: dic
     """And out has buffers of its own, fits where Q was or needs none."""
     case = problem(head_dim=head_dim, head_dim_v=head_dim_v, **features)
     for length, queries in ((1024, 4096), (4096, 4096), (512, 128)):
-        config = sm90.config_of(case.replace(seqlen_k=length, seqlen_q=queries))
-        width, pieces = sm90.pieces_of(head_dim, head_dim_v, config.piece)
-        width_v, pieces_v = sm90.pieces_of(head_dim_v, head_dim, config.piece)
-        columns, columns_v = width * pieces, width_v * pieces_v
+        config = hopper_configs.config_of(case.replace(seqlen_k=length, seqlen_q=queries))
+        width, boxes = hopper_configs.boxes_of(head_dim, head_dim_v, config.box_columns)
+        width_v, boxes_v = hopper_configs.boxes_of(head_dim_v, head_dim, config.box_columns)
+        columns, columns_v = width * boxes, width_v * boxes_v
         assert columns >= head_dim and columns_v >= head_dim_v
-        rows = config.consumers * sm90.CONSUMER_ROWS
-        size = rows * columns + config.slots * config.block_n * (columns + columns_v) // 2
+        rows = config.consumers * hopper_configs.CONSUMER_ROWS
+        size = rows * columns + config.stages * config.block_n * (columns + columns_v) // 2
         if config.own_o:
             size += rows * columns_v
         elif not config.direct:  # out goes where Q was
-            assert (width_v, pieces_v <= pieces) == (width, True)
+            assert (width_v, boxes_v <= boxes) == (width, True)
         exchanged = 2048 * config.consumers if config.direct else 0
         assert 2 * size + exchanged + 1024 <= 232448
-        assert sm90.has_one_ring(case, config.piece) or config.slots % 2 == 0
+        assert hopper_configs.has_one_ring(case, config.box_columns) or config.stages % 2 == 0
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 1024, "batch": 1}, {"seqlen_q": 64, "batch": 64}], ids=str)
 def test_small_grids_have_small_tiles(changes: dict) -> None:
     """128 tiles of 128 queries leave multiprocessors idle, and 64 queries do not fill one."""
-    assert sm90.config_of(problem()).consumers == 2
-    assert sm90.config_of(problem(**changes)).consumers == 1
+    assert hopper_configs.config_of(problem()).consumers == 2
+    assert hopper_configs.config_of(problem(**changes)).consumers == 1
 
 
 def test_every_head_dim_has_a_row_for_every_length() -> None:
-    for rows in sm90.CONFIGS.values():
+    for rows in hopper_configs.CONFIGS.values():
         limits = [most for most, _ in rows]
         assert limits == sorted(set(limits)) and limits[-1] >= 1 << 40
 
@@ -142,7 +143,7 @@ def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) ->
     sample_steps, row_steps = boxes.steps_of(x, "bhsd")
     for b, h, row, length in ((0, 0, 0, 50), (2, 1, 7, 8), (1, 1, 49, 50), (2, 0, 0, 1)):
         end = b * sample_steps + length * row_steps
-        coordinates = (sm90.ROW_BOUND, end, h, sm90.ROW_BOUND - length + row, 5)
+        coordinates = (hopper_configs.ROW_BOUND, end, h, hopper_configs.ROW_BOUND - length + row, 5)
         assert all(0 <= c < size for c, size in zip(coordinates, box.shape, strict=True))
         address = sum(2 * c * stride for c, stride in zip(coordinates, box.strides, strict=True)) % 2**64
         expected = sum(i * stride for i, stride in zip((b, h, row, 5), x.stride(), strict=True))
@@ -165,20 +166,20 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
         lengths = [choose.choice((0, 1, 63, 64, 65, 500)) for _ in range(choose.randint(1, 40))]
         begins = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
         size = {"batch": len(lengths), "total_q": begins[-1], "total_k": begins[-1], "heads_q": 4}
-        config = sm90.Sm90Config(rows // 64, 128, 4, True, 240, 24)
-        slots = sm90.tiles_of(problem(layout=VARLEN, **size), config) // 4
+        config = hopper_configs.Sm90Config(rows // 64, 128, 4, True, 240, 24)
+        stages = hopper_configs.tiles_of(problem(layout=VARLEN, **size), config) // 4
         seen = set()
-        for slot in range(slots):
-            b = max(sum(begins[i] // rows + i <= slot for i in range(len(lengths))) - 1, 0)
-            tile = slot - begins[b] // rows - b
+        for stage in range(stages):
+            b = max(sum(begins[i] // rows + i <= stage for i in range(len(lengths))) - 1, 0)
+            tile = stage - begins[b] // rows - b
             if 0 <= tile < -(-lengths[b] // rows):
                 seen.add((b, tile))
         assert seen == {(b, t) for b, length in enumerate(lengths) for t in range(-(-length // rows))}
-        assert slots - len(seen) <= len(lengths) + 1
+        assert stages - len(seen) <= len(lengths) + 1
 
 
-def dealt(tiles: int, group: int, programs: int) -> list[list[int]]:
-    """The tiles of each program in a balanced deal: `tile_number` of `gluon/scheduler.py`, in Python."""
+def scheduled(tiles: int, group: int, programs: int) -> list[list[int]]:
+    """The tiles of each program in a balanced scheduler: `tile_number` of `gluon/scheduler.py`, in Python."""
     rounds = -(-group // programs)
     found: list[list[int]] = [[] for _ in range(programs)]
     for place in range(tiles // group * rounds + -(-(tiles % group) // programs)):
@@ -199,9 +200,9 @@ def test_a_balanced_deal_is_balanced(head_dim: int, seqlen: int) -> None:
     size = {"batch": 16384 // seqlen, "heads_q": heads, "heads_kv": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
     case = problem(**size, head_dim=head_dim, head_dim_v=head_dim, window_right=0)
     rows = 192 if head_dim == 64 else 128
-    tiles_m, together = -(-seqlen // rows), sm90.heads_together(case)
+    tiles_m, together = -(-seqlen // rows), hopper_configs.heads_together(case)
     tiles, group = tiles_m * heads * case.batch, tiles_m * together
-    found = dealt(tiles, group, 132)
+    found = scheduled(tiles, group, 132)
     assert sorted(index for mine in found for index in mine) == list(range(tiles))
     # Longest first in a group; all groups are whole here.
     blocks = [-(-min((tiles_m - index % group // together) * rows, seqlen) // 128) for index in range(tiles)]
@@ -210,12 +211,12 @@ def test_a_balanced_deal_is_balanced(head_dim: int, seqlen: int) -> None:
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert "Gluon of Triton 3.6 and 3.7, this is Triton 3.9.0" in sm90.environment_refusal()
+    assert "Gluon of Triton 3.6 and 3.7, this is Triton 3.9.0" in hopper_configs.environment_refusal()
 
 
 def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda, "v2").name == "v2"
@@ -250,7 +251,7 @@ def random_cases(seed: int, count: int) -> list[AttentionCase]:
 @pytest.mark.parametrize("case", random_cases(0, 24), ids=lambda case: case.name)
 def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     inputs = make_inputs(case, "cuda")
     assert_within_budget(run_case(attention_function(case, variant="sm90"), inputs), case, "cuda")
 
@@ -258,37 +259,38 @@ def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seqlen", [300, 4096, 65536, 1 << 20])
 @pytest.mark.parametrize("batch", [1, 64, 2048])
-def test_programs_have_room_for_all_their_notices(
+def test_programs_have_room_for_all_their_tile_infos(
     head_dim: int, seqlen: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each deal gives a program fewer tiles than notices, and a window leaves nobody out of a round."""
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    """Each scheduler gives a program fewer tiles than tile infos, and a window leaves nobody out of a round."""
+    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
     masks = ({}, {"window_left": seqlen // 2}, {"heads_kv": 16}, {"seqlen_k": 100}, {"window_right": -1})
     for changes in masks:
         size = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch}
         some = problem(**{"window_right": 0, **size, **changes})
-        form = sm90.config_of(some)
-        if not form.persistent:
+        config = hopper_configs.config_of(some)
+        if not config.persistent:
             continue
-        assert sm90.notices_of(form) == sm90.KEPT_NOTICES
-        tiles, programs = sm90.tiles_of(some, form), sm90.grid_of(some, form, torch.device("cpu"))
-        assert tiles <= programs * (sm90.KEPT_NOTICES - 1)
-        if form.deal == "balanced":
+        assert hopper_configs.tile_infos_of(config) == hopper_configs.MAX_TILE_INFOS
+        tiles = hopper_configs.tiles_of(some, config)
+        programs = hopper_configs.grid_of(some, config, torch.device("cpu"))
+        assert tiles <= programs * (hopper_configs.MAX_TILE_INFOS - 1)
+        if config.scheduler == "balanced":
             assert "window_left" not in changes
             if tiles < 400_000:
-                taken = [len(mine) for mine in dealt(tiles, sm90.tiles_of_group(some, form), programs)]
-                assert max(taken) < sm90.KEPT_NOTICES and sum(taken) == tiles
+                taken = [len(mine) for mine in scheduled(tiles, hopper_configs.tiles_of_group(some, config), programs)]
+                assert max(taken) < hopper_configs.MAX_TILE_INFOS and sum(taken) == tiles
         else:
-            assert form.deal == "dynamic" or -(-tiles // programs) < sm90.KEPT_NOTICES
+            assert config.scheduler == "dynamic" or -(-tiles // programs) < hopper_configs.MAX_TILE_INFOS
 
 
 def test_a_balanced_deal_of_too_many_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head is a group of one tile here: no number of programs would make their turns few."""
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
     many = problem(batch=24, heads_q=8, heads_kv=2, seqlen_q=200, seqlen_k=200, window_right=-1)
-    form = replace(sm90.config_of(many), persistent=True, deal="balanced")
+    config = replace(hopper_configs.config_of(many), persistent=True, scheduler="balanced")
     with pytest.raises(ValueError, match="whole rounds"):
-        sm90.grid_of(many, form, torch.device("cpu"))
+        hopper_configs.grid_of(many, config, torch.device("cpu"))
 
 
 MASKS = {
@@ -311,7 +313,7 @@ MASKS = {
 def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and infinities in v: no other sample and no other column, and the rest is right. One in the last column."""
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
     case = AttentionCase(f"{mask}_{head_dim}", **{**sizes, **MASKS[mask]})
 
@@ -347,7 +349,7 @@ def test_what_is_not_finite_reaches_what_sees_it(head_dim: int, mask: str, monke
 def test_scores_may_rise_beyond_what_sums_hold(head_dim: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maxima of blocks differ by more than float32 can hold as a power of two."""
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(sm90, "FULL_GPU", 0)
+    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     sizes = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 700, "head_dim": head_dim, "dtype": "bfloat16"}
     changes = {**MASKS.get(mask, {}), "sm_scale": 30.0}
     if mask == "softcap":
@@ -401,13 +403,13 @@ def test_repeats_bit_by_bit(head_dim: int, seqlen: int) -> None:
 @needs_kernel
 def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that run at the same time have counters of their own; each leaves its own as the next one needs it."""
-    from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.gluon import tile_counter
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
-    def dynamic(problem: AttentionProblem) -> sm90.Sm90Config:
-        return replace(sm90.config_of(problem), persistent=True, deal="dynamic")
+    def dynamic(problem: AttentionProblem) -> hopper_configs.Sm90Config:
+        return replace(hopper_configs.config_of(problem), persistent=True, scheduler="dynamic")
 
-    monkeypatch.setattr(fwd_sm90, "config_of", dynamic)
+    monkeypatch.setattr(hopper_fwd, "config_of", dynamic)
     q, k, v = (torch.randn(4, 16, 2048, 128, device="cuda").bfloat16() for _ in range(3))
 
     def call() -> torch.Tensor:
@@ -430,4 +432,4 @@ def test_programs_draw_tiles_in_graphs_and_on_streams_side_by_side(monkeypatch: 
                 outs.append(call())
     torch.cuda.synchronize()
     assert all(torch.equal(out, first) for out in outs + captured)
-    assert all(not counter.any() for counter in sm90_tickets._counters.values())
+    assert all(not counter.any() for counter in tile_counter._counters.values())

@@ -38,22 +38,22 @@ def descriptor(x: torch.Tensor, *block: int, **changes) -> TensorDescriptor:
     return TensorDescriptor(x, **{**fields, **changes})
 
 
-def double_rows(bug: str = "", seed: int = 0, rows: int = 90, slots: int = 2, by_warp: bool = False) -> None:
+def double_rows(bug: str = "", seed: int = 0, rows: int = 90, stages: int = 2, per_warp_arrive: bool = False) -> None:
     source = torch.randn(rows, 64, dtype=torch.float16)
     # What lies behind the tensors in their storages must neither be read nor written.
     target = torch.full((rows + 30, 64), float("nan"), dtype=torch.float16)
     sums = torch.full((rows,), float("nan"))
     kernel = InterpretedKernel(kernels.double_rows, seed)
     descriptors = descriptor(source, 16, 64), descriptor(target[:rows], 16, 64)
-    kernel[(1,)](*descriptors, sums, rows, SLOTS=slots, BY_WARP=by_warp, BUG=bug)
+    kernel[(1,)](*descriptors, sums, rows, STAGES=stages, PER_WARP=per_warp_arrive, BUG=bug)
     assert torch.equal(target[:rows], source + source) and target[rows:].isnan().all()
     torch.testing.assert_close(sums, source.float().sum(1))
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_a_right_pipeline_passes(seed: int, slots: int) -> None:
-    double_rows(seed=seed, slots=slots, by_warp=seed % 2 == 1)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_right_pipeline_passes(seed: int, stages: int) -> None:
+    double_rows(seed=seed, stages=stages, per_warp_arrive=seed % 2 == 1)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_a_planted_bug_of_the_pipeline_is_reported(bug: str, error: type, messag
 @pytest.mark.parametrize(
     ("bug", "message"),
     [
-        ("one_arrival", "by warp is one of each of 4, not 1"),
-        ("wrong_mark", r"release_by_warp.* in front of mbarrier\.wait"),
-        ("mark_of_nothing", r"release_by_warp.* in front of mbarrier\.expect"),
-        ("two_marks", "wait_by_warp.* but what .*release_by_warp.* speaks of has not come"),
-        ("mark_at_the_end", "ends, but what .*wait_by_warp.* speaks of has not come"),
+        ("one_arrival", "per warp is one of each of 4, not 1"),
+        ("wrong_marker", r"release_per_warp.* in front of mbarrier\.wait"),
+        ("marker_of_nothing", r"release_per_warp.* in front of mbarrier\.expect"),
+        ("two_markers", "wait_per_warp.* but what .*release_per_warp.* means has not come"),
+        ("marker_at_the_end", "ends, but what .*wait_per_warp.* means has not come"),
     ],
 )
-def test_a_mark_without_its_instruction_is_reported(bug: str, message: str) -> None:
+def test_a_marker_without_its_instruction_is_reported(bug: str, message: str) -> None:
     for seed in SEEDS:
         with pytest.raises(InvalidOperand, match=message):
-            double_rows(bug, seed, by_warp=True)
+            double_rows(bug, seed, per_warp_arrive=True)
 
 
 def through_aggregates(bug: str = "", seed: int = 0) -> None:
@@ -128,6 +128,11 @@ def test_a_planted_bug_of_aggregates_is_reported(bug: str, error: type, message:
         through_aggregates(bug)
 
 
+def test_a_constant_is_defined_once() -> None:
+    with pytest.raises(InvalidOperand, match="defines the constant TWICE in each round of a static_range"):
+        InterpretedKernel(gluon_aggregates.constant_in_rounds)[(1,)](torch.zeros(2, dtype=torch.int32))
+
+
 def test_a_seed_is_an_interleaving() -> None:
     def report(seed: int) -> str:
         with pytest.raises(KernelBug) as caught:
@@ -144,14 +149,14 @@ def test_several_programs_must_not_write_one_place() -> None:
     target, sums = torch.empty_like(x), torch.empty(32)
     with pytest.raises(Race, match="already written there by somebody else"):
         kernel = InterpretedKernel(kernels.double_rows)
-        kernel[(2,)](descriptor(x, 16, 64), descriptor(target, 16, 64), sums, 32, SLOTS=2, BY_WARP=False, BUG="")
+        kernel[(2,)](descriptor(x, 16, 64), descriptor(target, 16, 64), sums, 32, STAGES=2, PER_WARP=False, BUG="")
 
 
 def multiply(bug: str = "", seed: int = 0, dtype: torch.dtype = torch.float16) -> None:
     a, b = torch.randn(64, 192, dtype=dtype), torch.randn(192, 32, dtype=dtype)
     c = torch.full((64, 32), float("nan"))
     kernel = InterpretedKernel(kernels.multiply, seed)
-    kernel[(1,)](descriptor(a, 64, 32), descriptor(b, 32, 32), c, 6, SLOTS=2, BUG=bug)
+    kernel[(1,)](descriptor(a, 64, 32), descriptor(b, 32, 32), c, 6, STAGES=2, BUG=bug)
     torch.testing.assert_close(c, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-4)
 
 
@@ -343,7 +348,7 @@ def test_the_hardware_flushes_those() -> None:
 def test_products_keep_subnormal_numbers() -> None:
     a, b, c = torch.full((64, 192), SMALL).bfloat16(), torch.ones(192, 32).bfloat16(), torch.zeros(64, 32)
     kernel = InterpretedKernel(kernels.multiply)
-    kernel[(1,)](descriptor(a, 64, 32), descriptor(b, 32, 32), c, 6, SLOTS=2, BUG="")
+    kernel[(1,)](descriptor(a, 64, 32), descriptor(b, 32, 32), c, 6, STAGES=2, BUG="")
     assert (c == 192 * SMALL).all()
 
 
@@ -381,7 +386,7 @@ def test_descriptors_keep_the_rules_of_tma(
     source = descriptor(x, *block, **changes)
     with pytest.raises(InvalidOperand, match=rule):
         kernel = InterpretedKernel(kernels.double_rows)
-        kernel[(1,)](source, descriptor(x, 16, 64), torch.zeros(90), 90, SLOTS=2, BY_WARP=False, BUG="")
+        kernel[(1,)](source, descriptor(x, 16, 64), torch.zeros(90), 90, STAGES=2, PER_WARP=False, BUG="")
 
 
 def test_a_descriptor_larger_than_its_tensor_is_out_of_bounds() -> None:
@@ -389,7 +394,7 @@ def test_a_descriptor_larger_than_its_tensor_is_out_of_bounds() -> None:
     with pytest.raises(OutOfBounds, match="source"):
         kernel = InterpretedKernel(kernels.double_rows)
         source = descriptor(x, 16, 64, shape=[64, 64])
-        kernel[(1,)](source, descriptor(target, 16, 64), torch.zeros(64), 64, SLOTS=2, BY_WARP=False, BUG="")
+        kernel[(1,)](source, descriptor(target, 16, 64), torch.zeros(64), 64, STAGES=2, PER_WARP=False, BUG="")
 
 
 def test_what_tritons_interpreter_leaves_behind_changes_nothing() -> None:
@@ -407,18 +412,18 @@ def test_what_tritons_interpreter_leaves_behind_changes_nothing() -> None:
         tl.core.add = add
 
 
-def take_tickets(bug: str = "", seed: int = 0, interleave: bool = True, num_warps: int = 1) -> None:
-    out, tickets = torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+def take_numbers(bug: str = "", seed: int = 0, interleave: bool = True, num_warps: int = 1) -> None:
+    out, counter = torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for _ in range(2):  # the second launch needs what the first one leaves
-        kernel = InterpretedKernel(kernels.take_tickets, seed, interleave)
-        kernel[(3,)](out.zero_(), tickets, 9, BUG=bug, num_warps=num_warps)
-        assert (out > 0).all() and tickets.tolist() == [0, 0]
+        kernel = InterpretedKernel(kernels.take_numbers, seed, interleave)
+        kernel[(3,)](out.zero_(), counter, 9, BUG=bug, num_warps=num_warps)
+        assert (out > 0).all() and counter.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("interleave", [False, True])
 def test_a_counter_hands_out_each_number_once(interleave: bool, seed: int) -> None:
-    take_tickets(seed=seed, interleave=interleave)
+    take_numbers(seed=seed, interleave=interleave)
 
 
 @pytest.mark.parametrize(
@@ -428,10 +433,10 @@ def test_a_counter_hands_out_each_number_once(interleave: bool, seed: int) -> No
         ("plain_load", Race, "load at .* nothing orders it after an atomic access by"),
         ("relaxed", Race, "store at .* nothing orders it after an atomic access by"),
         ("first_clears", Race, "nothing orders it after an atomic access|without atomics"),
-        ("every_warp", InvalidOperand, "draws a ticket at .* in each of its 4 warps"),
+        ("every_warp", InvalidOperand, "draws a number at .* in each of its 4 warps"),
     ],
 )
 def test_a_planted_bug_of_atomics_is_reported(bug: str, error: type, message: str) -> None:
     for seed in SEEDS:
         with pytest.raises(error, match=message):
-            take_tickets(bug, seed, num_warps=4 if bug == "every_warp" else 1)
+            take_numbers(bug, seed, num_warps=4 if bug == "every_warp" else 1)

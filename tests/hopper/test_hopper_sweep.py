@@ -26,14 +26,14 @@ def sweep() -> ModuleType:
     return module
 
 
-def test_peers_are_measured_beside_every_form(sweep: ModuleType) -> None:
-    for case, names in sweep.FORMS.items():
+def test_peers_are_measured_beside_every_config(sweep: ModuleType) -> None:
+    for case, names in sweep.CONFIG_NAMES.items():
         work = sweep.names_of(case, list(sweep.PEERS), [])
         assert len(work) == len(set(work))
         peers = ["cudnn", "fa3", "fa4"] if case in sweep.GRID else ["cudnn"]
         assert work == peers + list(names)
-    some = sweep.names_of((128, True), [], ["held"])
-    assert some and all("held" in name for name in some)
+    some = sweep.names_of((128, True), [], ["q-registers"])
+    assert some and all("q-registers" in name for name in some)
 
 
 CHILD = """
@@ -80,12 +80,12 @@ def test_implementations_are_measured_in_turns(sweep: ModuleType, monkeypatch: p
     assert {row["implementation"] for row in late} == set(names) and not any("ms" in row for row in late)
 
 
-def test_forms_differ(sweep: ModuleType) -> None:
-    for case in sweep.FORMS:
-        forms = sweep.candidates(*case)
-        assert len(set(forms.values())) == len(forms)
+def test_configs_differ(sweep: ModuleType) -> None:
+    for case in sweep.CONFIG_NAMES:
+        configs = sweep.candidates(*case)
+        assert len(set(configs.values())) == len(configs)
     with pytest.raises(ValueError, match="sideways"):
-        sweep.form(128, "2x64 sideways")
+        sweep.config_named(128, "2x64 sideways")
 
 
 def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
@@ -93,8 +93,11 @@ def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
 
 
 def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    first, second = "2x64 balanced own-walk pairs held lazy", "2x64 dynamic pairs held lazy by-warp"
-    third = "2x64 dynamic pingpong pairs held following"
+    first, second = (
+        "2x64 balanced skip-masked pairs q-registers-2 lazy-rescale",
+        "2x64 dynamic pairs q-registers-2 lazy-rescale per-warp-arrive",
+    )
+    third = "2x64 dynamic pingpong pairs q-registers-2 running-max"
     rows = [row(name, s, 600) for name in ("cudnn", "fa3") for s in (1024, 4096, 16384)]
     rows += [row(first, 1024, 500), row(first, 4096, 630), row(first, 16384, 655)]
     rows += [row(second, 1024, 540), row(second, 4096, 640), row(second, 16384, 600)]
@@ -112,4 +115,4 @@ def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
         (2048, "H200: 540"),
         (1 << 62, "H200: 630/655"),
     ]
-    assert found[128, True][0][1].deal == sweep.form(128, second).deal
+    assert found[128, True][0][1].scheduler == sweep.config_named(128, second).scheduler

@@ -1,4 +1,4 @@
-"""Random dense and packed problems through the Hopper kernel's own choice of a form: in the Gluon interpreter, or on
+"""Random dense and packed problems through the Hopper kernel's own choice of a config: in the Gluon interpreter, or on
 a GPU of that kind.
 
 The default few are always the same; DIYFA_FUZZ=N runs N new ones.
@@ -18,7 +18,7 @@ import sm90_interpreted  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from diyfa.backends.cuda.hopper import configs as sm90  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import YARDSTICK_DRAWS, AttentionCase  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 sm90_interpreted.take_all(patches)
             if small:
-                patches.setattr(sm90, "FULL_GPU", 1 << 30)
+                patches.setattr(hopper_configs, "FULL_GPU", 1 << 30)
             device = "cpu" if is_interpreting() else "cuda"
             assert not sm90_interpreted.run(case, 4 * YARDSTICK_DRAWS, device), (case, small)
 

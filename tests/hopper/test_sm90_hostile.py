@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason=
 NAN, INF = float("nan"), float("inf")
 NORM_FACTOR = 1.4  # of the error's norm, against the running maximum's
 BLOCK = 64  # keys that the running maximum takes at once
-# head_dim -> form; None: the table's own.
-FORMS = {64: Sm90Config(2, 128, 4, True, 240, 24), 128: None}
+# head_dim -> config; None: the table's own.
+CONFIGS = {64: Sm90Config(2, 128, 4, True, 240, 24), 128: None}
 Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -109,7 +109,7 @@ def large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def late_large_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The same in the block that comes last in the walk."""
+    """The same in the block that comes last in the KV loop."""
     scores_by_key(lambda key: torch.where((key >= 128) & (key < 256), 50 * math.log(2), 0.0))(q, k, v)
     v *= 1e30
 
@@ -147,7 +147,7 @@ def overflowing(first: int, last: int) -> Change:
 
 
 def low_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Minus infinity but for the keys that come last in the walk, where exponentials of the scores are 0."""
+    """Minus infinity but for the keys that come last in the KV loop, where exponentials of the scores are 0."""
     minus_infinity(0, 512)(q, k, v)
     k[128:256, 5] = 0
     q[:, 0], k[128:256, 0] = 1, -200 * 8
@@ -162,7 +162,7 @@ def with_nan(change: Change, name: str, key: int, value: float = NAN) -> Change:
 
 
 def rising(nats: float) -> Change:
-    """Along the walk, which begins at the last key: from 0 there to `nats` at the first."""
+    """Along the KV loop, which begins at the last key: from 0 there to `nats` at the first."""
     return scores_by_key(lambda key: nats * (1 - key / key.max()))
 
 
@@ -254,7 +254,7 @@ def attend(
     case: Hostile, head_dim: int, monkeypatch: pytest.MonkeyPatch, **of_head: float
 ) -> tuple[tuple[torch.Tensor, ...], float, torch.Tensor, torch.Tensor]:
     """The inputs, and what the kernel makes of them: out and lse. `of_head`: the head's `sinks` or `alibi_slopes`."""
-    (interpret if is_interpreting() else take_all)(monkeypatch, FORMS[head_dim])
+    (interpret if is_interpreting() else take_all)(monkeypatch, CONFIGS[head_dim])
     tensors, scale = case.inputs(head_dim)
     device = "cpu" if is_interpreting() else "cuda"
     features = {name: torch.tensor([value], device=device) for name, value in of_head.items()}
@@ -270,7 +270,7 @@ def lse_tolerance(q: torch.Tensor, k: torch.Tensor, scale: float, case: Hostile)
     return 2.0**-20 * s[s.isfinite() & (s.abs() < 2.0**64)].abs().max().item() + 1e-6
 
 
-@pytest.mark.parametrize("head_dim", FORMS)
+@pytest.mark.parametrize("head_dim", CONFIGS)
 @pytest.mark.parametrize("name", FINITE)
 def test_as_exact_as_a_running_maximum(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = FINITE[name]
@@ -283,7 +283,7 @@ def test_as_exact_as_a_running_maximum(name: str, head_dim: int, monkeypatch: py
     assert (lse - expected_lse).abs().max() <= lse_tolerance(q, k, scale, case)
 
 
-@pytest.mark.parametrize("head_dim", FORMS)
+@pytest.mark.parametrize("head_dim", CONFIGS)
 @pytest.mark.parametrize("name", NONFINITE)
 def test_what_is_not_finite_shows_where_it_is_seen(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a score of minus infinity weighs nothing. (A row that has no others is left to itself.)"""
@@ -307,7 +307,7 @@ def test_what_is_not_finite_shows_where_it_is_seen(name: str, head_dim: int, mon
 
 
 def late_peak(nats: float) -> Change:
-    """In the second of four blocks of 128 keys, which comes last in the walk."""
+    """In the second of four blocks of 128 keys, which comes last in the KV loop."""
     return scores_by_key(lambda key: torch.where(key == 200, nats, 0.0))
 
 
@@ -323,7 +323,7 @@ def test_a_sink_above_a_large_sum(sink: float, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_slope_that_leaves_far_keys_their_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a fixed maximum, too: slopes that a wrong one makes overflow are put right by the second pass."""
+    """Beside a fixed maximum, too: slopes that a wrong one makes overflow are put right by the fallback."""
     case = Hostile(nats=1.0, seqlen=512, **CAUSAL)
     (q, k, v), scale, out, _ = attend(case, 64, monkeypatch, alibi_slopes=0.01)
     slopes = torch.tensor([0.01])
@@ -347,7 +347,7 @@ def beside_the_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
     scores_by_key(lambda key: torch.where(key == 400, 200.0, 0.0))(q, k, v)
 
 
-WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles are gone through again
+FALLBACKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles the fallback computes again
     "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
     "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
     "a sink among the keys": (Hostile(added_to_key(0, 30), nats=1.0, seqlen=512), {}, 0),
@@ -361,11 +361,11 @@ WALKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tile
 
 @pytest.mark.skipif(not is_interpreting(), reason="counts what the interpreter copies")
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", FALLBACKS)
 def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from simulators.gluon import tma
 
-    monkeypatch.setitem(FORMS, 64, replace(FORMS[64], persistent=persistent))
+    monkeypatch.setitem(CONFIGS, 64, replace(CONFIGS[64], persistent=persistent))
     copies = []
     begin = tma.Landing.__init__
 
@@ -374,7 +374,7 @@ def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkey
         begin(landing, *args)
 
     monkeypatch.setattr(tma.Landing, "__init__", counted)
-    case, of_head, again = WALKS[name]
+    case, of_head, again = FALLBACKS[name]
     (q, k, v), scale, out, _ = attend(case, 64, monkeypatch, **of_head)
     n_tiles, n_blocks = (math.ceil(case.seqlen / 128),) * 2
     of_a_tile = 2 + 2 * n_blocks  # its queries, 64 at once, and blocks of K and V

@@ -16,7 +16,7 @@ need_hopper_gluon()
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 
-from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets  # noqa: E402
+from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 
 def config(head_dim: int, consumers: int = 2, **changes) -> Sm90Config:
     """As in the table, with as few buffers as the schedule can do with: nothing waits in vain with many."""
-    block_n, slots, own_o = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
+    block_n, stages, own_o = {64: (128, 4, True), 128: (128, 4, True), 256: (64, 4, False)}[head_dim]
     registers = (240, 24) if consumers == 2 else (160, 32)
-    return replace(Sm90Config(consumers, block_n, slots, own_o, *registers), **changes)
+    return replace(Sm90Config(consumers, block_n, stages, own_o, *registers), **changes)
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -49,9 +49,9 @@ CASES = {
     "three_consumers": (case("three_consumers", seqlen_q=200), config(64, 3, persistent=True)),
     "direct": (case("direct", seqlen_q=260), config(64, own_o=False, direct=True, persistent=True)),
     "shared_o": (case("shared_o", seqlen_q=260), config(64, own_o=False, persistent=True)),
-    "two_slots": (case("two_slots", seqlen_q=260), config(64, slots=2, persistent=True)),
-    "odd_slots": (case("odd_slots", seqlen_q=260), config(64, slots=3, persistent=True)),
-    "pingpong": (case("pingpong", seqlen_q=260), config(64, slots=8, persistent=True, pingpong=True)),
+    "two_stages": (case("two_stages", seqlen_q=260), config(64, stages=2, persistent=True)),
+    "odd_stages": (case("odd_stages", seqlen_q=260), config(64, stages=3, persistent=True)),
+    "pingpong": (case("pingpong", seqlen_q=260), config(64, stages=8, persistent=True, pingpong=True)),
     "pingpong_causal": (
         case("pingpong_causal", head_dim=128, causal=True, seqlen_q=260),
         config(128, persistent=True, pingpong=True),
@@ -75,33 +75,33 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert kernel.launches == 1
 
 
-DEALT = case("dealt", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, causal=True)
+SCHEDULED = case("scheduled", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, causal=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("form", [{}, {"own_o": False}, {"pingpong": True}], ids=str)
-def test_tiles_drawn_by_programs_side_by_side(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{}, {"own_o": False}, {"pingpong": True}], ids=str)
+def test_tiles_drawn_by_programs_side_by_side(changes: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile once, whoever is faster, and the counter is left as the next launch needs it."""
-    monkeypatch.setattr(sm90_tickets, "_counters", {})
-    dynamic = config(64, consumers=2 + seed % 2, block_n=64, persistent=True, deal="dynamic", **form)
+    monkeypatch.setattr(tile_counter, "_counters", {})
+    dynamic = config(64, consumers=2 + seed % 2, block_n=64, persistent=True, scheduler="dynamic", **changes)
     kernel = interpret(monkeypatch, dynamic, seed, interleave=True)
-    assert not run(DEALT) and not run(DEALT)
+    assert not run(SCHEDULED) and not run(SCHEDULED)
     assert kernel.launches == 2
-    (counter,) = sm90_tickets._counters.values()
+    (counter,) = tile_counter._counters.values()
     assert counter.tolist() == [0, 0]
 
 
-# Short walks, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
-WALK = case("walk", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
+# Short KV loops, so that many interleavings fit: two tiles for each program, three blocks of keys, few buffers.
+SMALL = case("small", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
-    "form", [{}, {"own_o": False}, {"pingpong": True}, {"slots": 2}, {"piece": 32, "joined": True}], ids=str
+    "changes", [{}, {"own_o": False}, {"pingpong": True}, {"stages": 2}, {"box_columns": 32, "joined": True}], ids=str
 )
-def test_every_interleaving(form: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch, config(64, persistent=True, **form), seed)
-    assert not run(WALK)
+def test_every_interleaving(changes: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, config(64, persistent=True, **changes), seed)
+    assert not run(SMALL)
 
 
 def test_programs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ MUTANTS = {
         r"    if config\.Q_IN_REGISTERS > 0:\n        fence_async_shared\(\)\n",
         "",
         Race,
-        {"piece": 64, "joined": True, "q_held": 1},
+        {"box_columns": 64, "joined": True, "q_in_registers": 1},
     ),
     "the end does not wait for out": (
         r"    else:\n        tma\.store_wait\(0\)\n(?=\n\n@gluon)",
@@ -194,27 +194,27 @@ MUTANTS = {
 def each_seed_raises(
     error: type[Exception],
     module: ModuleType,
-    form: Sm90Config,
+    config: Sm90Config,
     case: AttentionCase,
     monkeypatch: pytest.MonkeyPatch,
     interleave: bool = False,
 ) -> None:
     for seed in (0, 1, 3):
         with monkeypatch.context() as patch:
-            patch.setattr(sm90_tickets, "_counters", {})  # a kernel that failed leaves its own as they are
-            interpret(patch, form, seed, interleave, kernels=module)
+            patch.setattr(tile_counter, "_counters", {})  # a kernel that failed leaves its own as they are
+            interpret(patch, config, seed, interleave, kernels=module)
             with pytest.raises(error):
                 run(case)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_in_the_kernel_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, replacement, error, form = MUTANTS[name]
+    pattern, replacement, error, changes = MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
-    each_seed_raises(error, module, config(64, persistent=True, **form), WALK, monkeypatch)
+    each_seed_raises(error, module, config(64, persistent=True, **changes), SMALL, monkeypatch)
 
 
-# The same for what hands out tiles, with programs side by side, whose tickets come in any order.
+# The same for the tile scheduler, with programs side by side, whose numbers come in any order.
 DYNAMIC_MUTANTS = {
     "the first to leave clears the counter": (r"== gl\.num_programs\(0\) - 1:", "== 0:", Race),
     "leaving orders nothing": (r'sem="acq_rel"', 'sem="relaxed"', Race),
@@ -239,8 +239,8 @@ DYNAMIC_MUTANTS = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC_MUTANTS)
-def test_a_bug_in_dealing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_scheduling_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, replacement, error = DYNAMIC_MUTANTS[name]
     module = mutant(tmp_path, pattern, replacement)
-    form = config(64, block_n=64, persistent=True, deal="dynamic")
-    each_seed_raises(error, module, form, DEALT, monkeypatch, interleave=True)
+    dynamic = config(64, block_n=64, persistent=True, scheduler="dynamic")
+    each_seed_raises(error, module, dynamic, SCHEDULED, monkeypatch, interleave=True)

@@ -1,4 +1,4 @@
-"""What the Hopper kernel's PTX is completed with, and when that happens."""
+"""How the Hopper kernel's PTX is post-processed, and when that happens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import pytest
 import triton
 from subprocesses import SUPPORT, run_python
 
-from diyfa.backends.cuda.gluon import inline_ptx as sm90_ptx
+from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.compat import has_gluon
-from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, complete, completing
+from diyfa.backends.cuda.gluon.inline_ptx import (
+    ARRIVE_MARKER,
+    RELEASE_MARKER,
+    WAIT_MARKER,
+    post_process,
+    post_processing,
+)
 
 needs_triton = pytest.mark.skipif(not has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
 
@@ -21,7 +27,7 @@ COPY = (
     "[%r1], [%rd3, {%r4, %r5, %r6, %r7}], [%r8];\n"
 )
 ARRIVAL = "bar.sync \t2, 128;\n// begin inline asm\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 4;\n"
-BY_WARP = (
+PER_WARP = (
     "\n// begin inline asm\n{ .reg .pred one; elect.sync _|one, 0xffffffff; "
     "@one mbarrier.arrive.shared::cta.b64 _, [%r10]; }\n"
 )
@@ -31,80 +37,83 @@ OF_WARP = "bar.warp.sync \t-1;\n@%p9 mbarrier.arrive.shared::cta.b64 _, [%r10], 
 BY_LANE = "bar.warp.sync \t-1;\nmbarrier.arrive.shared::cta.b64 _, [%r10];\n"
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
-COMPLETED = {
-    "a release": (f"{RELEASE_MARK}{OTHER}{ARRIVAL}{OTHER}", f"{OTHER}{BY_WARP}{OTHER}"),
-    "the release behind the mark only": (f"{ARRIVAL}{RELEASE_MARK}{ARRIVAL}{ARRIVAL}", f"{ARRIVAL}{BY_WARP}{ARRIVAL}"),
-    "only the barrier in front of a release": (f"{RELEASE_MARK}{BARRIER}{ARRIVAL}", f"{BARRIER}{BY_WARP}"),
-    "a wait": (f"{WAIT_MARK}{OTHER}{BARRIER}{OTHER}{POLL}", f"{OTHER}\n{OTHER}{POLL}"),
-    "a wait without a barrier": (f"{WAIT_MARK}{OTHER}{POLL}{BARRIER}{POLL}", f"{OTHER}{POLL}{BARRIER}{POLL}"),
-    "only the barrier in front of a wait": (f"{WAIT_MARK}{BARRIER}{BARRIER}{POLL}", f"{BARRIER}\n{POLL}"),
-    "an arrival": (f"{ARRIVE_MARK}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
+PROCESSED = {
+    "a release": (f"{RELEASE_MARKER}{OTHER}{ARRIVAL}{OTHER}", f"{OTHER}{PER_WARP}{OTHER}"),
+    "the release behind the marker only": (
+        f"{ARRIVAL}{RELEASE_MARKER}{ARRIVAL}{ARRIVAL}",
+        f"{ARRIVAL}{PER_WARP}{ARRIVAL}",
+    ),
+    "only the barrier in front of a release": (f"{RELEASE_MARKER}{BARRIER}{ARRIVAL}", f"{BARRIER}{PER_WARP}"),
+    "a wait": (f"{WAIT_MARKER}{OTHER}{BARRIER}{OTHER}{POLL}", f"{OTHER}\n{OTHER}{POLL}"),
+    "a wait without a barrier": (f"{WAIT_MARKER}{OTHER}{POLL}{BARRIER}{POLL}", f"{OTHER}{POLL}{BARRIER}{POLL}"),
+    "only the barrier in front of a wait": (f"{WAIT_MARKER}{BARRIER}{BARRIER}{POLL}", f"{BARRIER}\n{POLL}"),
+    "an arrival": (f"{ARRIVE_MARKER}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
     "all of them": (
-        f"{COPY}{WAIT_MARK}{BARRIER}{POLL}{RELEASE_MARK}{ARRIVAL}{WAIT_MARK}{POLL}{ARRIVE_MARK}{OF_WARP}",
-        f"{COPY}\n{POLL}{BY_WARP}{POLL}{BY_LANE}",
+        f"{COPY}{WAIT_MARKER}{BARRIER}{POLL}{RELEASE_MARKER}{ARRIVAL}{WAIT_MARKER}{POLL}{ARRIVE_MARKER}{OF_WARP}",
+        f"{COPY}\n{POLL}{PER_WARP}{POLL}{BY_LANE}",
     ),
     "nothing": (f"{COPY}{ARRIVAL}{BARRIER}{POLL}", f"{COPY}{ARRIVAL}{BARRIER}{POLL}"),
 }
 
 
-@pytest.mark.parametrize("name", COMPLETED)
-def test_marks_are_completed(name: str) -> None:
-    ptx, expected = COMPLETED[name]
-    assert complete(ptx) == expected
+@pytest.mark.parametrize("name", PROCESSED)
+def test_markers_are_post_processed(name: str) -> None:
+    ptx, expected = PROCESSED[name]
+    assert post_process(ptx) == expected
 
 
 @pytest.mark.parametrize(
     "ptx",
     [
-        f"{ARRIVAL}{RELEASE_MARK}{OTHER}",
-        f"{RELEASE_MARK}{ARRIVAL.replace('bar.sync', 'bar.warp.sync')}",
-        f"{RELEASE_MARK}{ARRIVAL.replace('128', '256')}",
-        f"{RELEASE_MARK}{ARRIVAL.replace('], 4;', '];')}",
-        f"{RELEASE_MARK}{BARRIER}{POLL}{ARRIVAL.split(';', 1)[1]}",
-        f"{RELEASE_MARK}{RELEASE_MARK}{ARRIVAL}",
-        f"{POLL}{WAIT_MARK}{BARRIER}",
-        f"{WAIT_MARK}{WAIT_MARK}{BARRIER}{POLL}",
-        f"{OF_WARP}{ARRIVE_MARK}{OTHER}",
-        f"{ARRIVE_MARK}{OF_WARP.replace('32;', '4;')}",
-        f"{ARRIVE_MARK}{POLL}{OF_WARP}",
+        f"{ARRIVAL}{RELEASE_MARKER}{OTHER}",
+        f"{RELEASE_MARKER}{ARRIVAL.replace('bar.sync', 'bar.warp.sync')}",
+        f"{RELEASE_MARKER}{ARRIVAL.replace('128', '256')}",
+        f"{RELEASE_MARKER}{ARRIVAL.replace('], 4;', '];')}",
+        f"{RELEASE_MARKER}{BARRIER}{POLL}{ARRIVAL.split(';', 1)[1]}",
+        f"{RELEASE_MARKER}{RELEASE_MARKER}{ARRIVAL}",
+        f"{POLL}{WAIT_MARKER}{BARRIER}",
+        f"{WAIT_MARKER}{WAIT_MARKER}{BARRIER}{POLL}",
+        f"{OF_WARP}{ARRIVE_MARKER}{OTHER}",
+        f"{ARRIVE_MARKER}{OF_WARP.replace('32;', '4;')}",
+        f"{ARRIVE_MARKER}{POLL}{OF_WARP}",
     ],
 )
-def test_a_mark_without_its_instruction_is_an_error(ptx: str) -> None:
+def test_a_marker_without_its_instruction_is_an_error(ptx: str) -> None:
     with pytest.raises(RuntimeError, match="this Triton writes other PTX"):
-        complete(ptx)
+        post_process(ptx)
 
 
-def test_marks_change_with_this_file() -> None:
-    """So that Triton does not take a kernel from its cache that was completed in another way."""
-    marks = (RELEASE_MARK, WAIT_MARK, ARRIVE_MARK)
-    assert all(mark.endswith(f"_{sm90_ptx._EDITION};") for mark in marks)
-    assert not any(one in other for one in marks for other in marks if one != other)
+def test_markers_change_with_this_file() -> None:
+    """So that Triton does not take a kernel from its cache that was post-processed in another way."""
+    markers = (RELEASE_MARKER, WAIT_MARKER, ARRIVE_MARKER)
+    assert all(marker.endswith(f"_{inline_ptx._EDITION};") for marker in markers)
+    assert not any(one in other for one in markers for other in markers if one != other)
 
 
 # ---- the hook
 
 
-def completed_by_hook(ptx: str) -> str:
+def processed_by_hook(ptx: str) -> str:
     """What a compilation with the hook makes of `ptx`."""
     stages = {"ptx": lambda source, metadata: ptx}
-    with completing():
+    with post_processing():
         triton.knobs.runtime.add_stages_inspection_hook(None, stages, None, None, 90)
     return stages["ptx"](None, {})
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["nothing", "a wait", "all of them"])
-def test_the_hook_completes_what_is_compiled(name: str) -> None:
-    ptx, expected = COMPLETED[name]
-    assert completed_by_hook(ptx) == expected
+def test_the_hook_post_processes_what_is_compiled(name: str) -> None:
+    ptx, expected = PROCESSED[name]
+    assert processed_by_hook(ptx) == expected
 
 
 @needs_triton
 def test_the_hook_of_somebody_else_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *arguments: calls.append(arguments))
-    ptx, expected = COMPLETED["all of them"]
-    assert completed_by_hook(ptx) == expected
+    ptx, expected = PROCESSED["all of them"]
+    assert processed_by_hook(ptx) == expected
     assert [arguments[-1] for arguments in calls] == [90]
 
 
@@ -114,7 +123,7 @@ def test_the_hook_says_what_kernels_are_kept_under(others: tuple | None, monkeyp
     """Triton 3.7 asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
     runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime, "add_stages_inspection_hook", others and (lambda *arguments: others))
-    with completing():
+    with post_processing():
         key, hash_value = runtime.add_stages_inspection_hook()
     assert (key, hash_value) == (others or ("", ""))
 
@@ -127,20 +136,20 @@ def test_the_hook_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = triton.knobs.runtime
     for before in (None, of_somebody_else):
         monkeypatch.setattr(runtime, "add_stages_inspection_hook", before)
-        with completing(), completing():
+        with post_processing(), post_processing():
             assert runtime.add_stages_inspection_hook is not before
         assert runtime.add_stages_inspection_hook is before
-        with pytest.raises(KeyError), completing():
+        with pytest.raises(KeyError), post_processing():
             raise KeyError
         assert runtime.add_stages_inspection_hook is before
 
 
 def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90_ptx, "has_gluon", lambda: False)
-    monkeypatch.setattr(sm90_ptx, "_wrap_ptx_stage", None)
+    monkeypatch.setattr(inline_ptx, "has_gluon", lambda: False)
+    monkeypatch.setattr(inline_ptx, "_wrap_ptx_stage", None)
     before = getattr(getattr(triton, "knobs", None), "runtime", None)
     hook = getattr(before, "add_stages_inspection_hook", None)
-    with completing():
+    with post_processing():
         assert getattr(before, "add_stages_inspection_hook", None) is hook
 
 
@@ -151,7 +160,7 @@ import json, re
 import aot_kernels, triton
 from diyfa.backends.cuda.compile import aot, specs as attention_specs
 from diyfa.backends.cuda.hopper.configs import Sm90Config
-from diyfa.backends.cuda.gluon.inline_ptx import completing
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 
 def compiled(spec):
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
@@ -165,23 +174,23 @@ PATTERNS = {
     "arrivals of warps": r"elect\\.sync _\\|one, 0xffffffff; @one mbarrier\\.arrive",
     "arrivals of partitions": r"@%p\\d+ mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
     "arrivals of lanes": r"\\n\\s*mbarrier\\.arrive\\.shared::cta\\.b64 _, \\[%r\\d+\\];",
-    "marks": r"\\.(release|wait)_by_warp|\\.arrive_by_lane",
+    "markers": r"\\.(release|wait)_per_warp|\\.arrive_per_lane",
 }
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
-form = Sm90Config(2, 64, 2, True, 240, 24)
+config = Sm90Config(2, 64, 2, True, 240, 24)
 specs = {
-    "by warp": attention_specs._hopper_spec(problem, Sm90Config(2, 64, 2, True, 240, 24, by_warp=True)),
-    "together": attention_specs._hopper_spec(problem, form),
+    "by warp": attention_specs._hopper_spec(problem, Sm90Config(2, 64, 2, True, 240, 24, per_warp_arrive=True)),
+    "together": attention_specs._hopper_spec(problem, config),
 }
 report = {}
 try:
     compiled(specs["by warp"])
 except Exception as error:
-    report["not completed"] = f"{type(error).__name__}: {error}"
+    report["not processed"] = f"{type(error).__name__}: {error}"
 (plain,) = [spec for spec in aot_kernels.compile_specs("sm_90") if spec.case == "plain"]
 before = compiled(plain)
 triton.knobs.compilation.always_compile = True
-with completing():
+with post_processing():
     report |= {name: counts(compiled(spec)) for name, spec in specs.items()}
     inside = compiled(plain)
 after = compiled(plain)
@@ -198,17 +207,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @needs_triton
-def test_ptxas_refuses_marks(report: dict) -> None:
-    assert "PTXASError" in report["not completed"]
+def test_ptxas_refuses_markers(report: dict) -> None:
+    assert "PTXASError" in report["not processed"]
 
 
 @needs_triton
 def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
-    by_warp, together = report["by warp"], report["together"]
+    per_warp_arrive, together = report["by warp"], report["together"]
     assert not together["arrivals of warps"]
-    assert by_warp["arrivals of warps"] == together["arrivals of partitions"] - by_warp["arrivals of partitions"] > 0
-    assert by_warp["arrivals of lanes"] and together["arrivals of lanes"]  # that the notice is there
-    assert not by_warp["marks"] and not together["marks"]
+    assert (
+        per_warp_arrive["arrivals of warps"]
+        == together["arrivals of partitions"] - per_warp_arrive["arrivals of partitions"]
+        > 0
+    )
+    assert per_warp_arrive["arrivals of lanes"] and together["arrivals of lanes"]  # that the tile info is there
+    assert not per_warp_arrive["markers"] and not together["markers"]
 
 
 @needs_triton

@@ -44,21 +44,21 @@ METHODS = ("init", "invalidate", "wait_empty", "wait_full", "release", "wait_tur
 # And: each lane arrives for itself instead of one for all, which is for racecheck.
 HARMLESS = ("_inline_ptx(_WAIT_PER_WARP)", "_inline_ptx(_RELEASE_PER_WARP)", "_inline_ptx(_ARRIVE_PER_LANE)")
 # Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
-WALK = AttentionCase("walk", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
+SMALL = AttentionCase("small", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
-DYNAMIC = replace(PLAIN, deal="dynamic", slots=8)
-OVERFLOWN = replace(WALK, sm_scale=30.0)  # tiles that are gone through again
+DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
+OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
 # With shorter blocks than tiles, the first consumer has some to pass over.
-OWN_WALK = replace(PLAIN, own_walk=True, pingpong=True, block_n=64)
-FORMS = (
-    (PLAIN, WALK),
-    (replace(PLAIN, fixed_max=False), WALK),
-    (replace(PLAIN, own_o=False), WALK),
-    (replace(PLAIN, pingpong=True), WALK),
-    (replace(PLAIN, by_warp=True), WALK),
-    (DYNAMIC, WALK),
-    (OWN_WALK, replace(WALK, causal=True)),
-    (replace(PLAIN, piece=64, joined=True, q_held=1), WALK),
+SKIP_MASKED = replace(PLAIN, skip_masked=True, pingpong=True, block_n=64)
+CONFIGS = (
+    (PLAIN, SMALL),
+    (replace(PLAIN, fixed_max=False), SMALL),
+    (replace(PLAIN, own_o=False), SMALL),
+    (replace(PLAIN, pingpong=True), SMALL),
+    (replace(PLAIN, per_warp_arrive=True), SMALL),
+    (DYNAMIC, SMALL),
+    (SKIP_MASKED, replace(SMALL, causal=True)),
+    (replace(PLAIN, box_columns=64, joined=True, q_in_registers=1), SMALL),
     (PLAIN, OVERFLOWN),
     (replace(PLAIN, pingpong=True, own_o=False), OVERFLOWN),
 )
@@ -87,9 +87,9 @@ LINES = [
 
 def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
-    for form, case in FORMS:
+    for config, case in CONFIGS:
         with monkeypatch.context() as patch:
-            interpret(patch, form, seed=3, kernels=kernels)
+            interpret(patch, config, seed=3, kernels=kernels)
             assert not run(case)
 
 
@@ -99,9 +99,9 @@ def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.M
     tree = copy.deepcopy(TREES[name])
     statements(tree)[int(number)].value = ast.Constant(None)
     kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
-    for form, case in FORMS:
+    for config, case in CONFIGS:
         with monkeypatch.context() as patch:
-            interpret(patch, form, seed=3, kernels=kernels)
+            interpret(patch, config, seed=3, kernels=kernels)
             try:
                 run(case)
             except KernelBug:

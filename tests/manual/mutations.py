@@ -320,7 +320,7 @@ MUTATIONS = [
         hostile("only_what_overflows_is_loaded_twice", "a peak in the block beside the last key-False"),
     ),
     Mutation("sm90: skipped blocks stay at the right end", TILES, "self.n_right - n, self.n_left",
-             "self.n_right, self.n_left", hopper("own_walk")),
+             "self.n_right, self.n_left", hopper("skip_masked")),
     Mutation(
         "sm90: a consumer flags the first one's tile", SM90, "flags.flag(turn, overflown, INDEX)",
         "flags.flag(turn, overflown, 0)", far("full", "causal"),

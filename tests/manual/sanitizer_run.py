@@ -4,8 +4,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck python tests/manual/sanitizer_run.py
     PYTHONPATH=. compute-sanitizer --tool racecheck python tests/manual/sanitizer_run.py
 
-With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of the Hopper forms.
-racecheck names one thing in Hopper forms (docs/hopper.md, "Tested on a GPU"): Triton's own handing over, in the
+With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of Hopper's configs.
+racecheck names one thing in Hopper configs (docs/hopper.md, "Tested on a GPU"): Triton's own handing over, in the
 lines of the kernel's `def` and of what follows its partitions, of which `racecheck_barriers.cu` shows that it is no
 race. Any other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its
 memory.
@@ -102,7 +102,7 @@ HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 
 
 def run_hopper(part: int, parts: int) -> None:
-    """The Gluon kernel, one call for each form, and packed sequences."""
+    """The Gluon kernel, one call for each config, and packed sequences."""
     for options, (b, h, hk, sq, sk, d, dv) in HOPPER[part::parts]:
         shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv))
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -151,7 +151,7 @@ def run_portable() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", choices=("hopper", "portable"), help="both by default")
-    parser.add_argument("--part", default="0/1", help="which of how many parts of the Hopper forms")
+    parser.add_argument("--part", default="0/1", help="which of how many parts of the Hopper configs")
     options = parser.parse_args()
     kernels = options.kernels or ["hopper", "portable"]
     part, parts = map(int, options.part.split("/"))

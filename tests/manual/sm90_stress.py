@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 from diyfa.backends.cuda.attention import configs, fwd
-from diyfa.backends.cuda.hopper import configs as sm90
-from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.runtime import tune
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors
 
 DEVICE = "cuda"
-KINDS = ("plain", "causal", "seq_lens", "packed", "window", "softcap", "widths", "form", "tiles")
+KINDS = ("plain", "causal", "seq_lens", "packed", "window", "softcap", "widths", "config", "tiles")
 # At most this difference in units of out's largest element: two roundings of the weights and one of the result.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 2e-3
@@ -42,24 +42,26 @@ REPEATS = 20  # of each call: most of the time goes to compiling
 LIMIT = 90  # seconds for one call, compiling included; what takes longer hangs
 
 
-def forms(head_dim: int, consumers: int) -> list[dict[str, Any]]:
+def changes_of(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     """Changes to the table's row that other rows and the sweep use."""
     changes: list[dict[str, Any]] = [
         {},
         {"persistent": True},
-        {"own_walk": True},
-        {"by_warp": True, "lazy": True},
+        {"skip_masked": True},
+        {"per_warp_arrive": True, "lazy_rescale": True},
         {"pairs": True},
-        {"lazy": True},
+        {"lazy_rescale": True},
     ]
-    changes += [{"persistent": True, "deal": deal} for deal in ("balanced", "dynamic", "dynamic")]
+    changes += [{"persistent": True, "scheduler": scheduler} for scheduler in ("balanced", "dynamic", "dynamic")]
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
-        changes += [{"persistent": True, "pingpong": True, "own_walk": True, "pairs": True, "deal": "dynamic"}] * 2
+        changes += [
+            {"persistent": True, "pingpong": True, "skip_masked": True, "pairs": True, "scheduler": "dynamic"}
+        ] * 2
     if 64 < head_dim <= 128:
-        changes += [{"piece": 64, "joined": True, "q_held": held} for held in (1, 2)]
+        changes += [{"box_columns": 64, "joined": True, "q_in_registers": boxes} for boxes in (1, 2)]
     if 64 < head_dim <= 96:
-        changes += [{"piece": 32}, {"piece": 32, "joined": True}] * 2
+        changes += [{"box_columns": 32}, {"box_columns": 32, "joined": True}] * 2
     if 128 < head_dim <= 192:
         changes += [{"joined": True}] * 3
     return changes
@@ -71,8 +73,8 @@ def lengths(choose: random.Random, count: int, most: int) -> list[int]:
 
 def call(
     seed: int, variant: int, kind: str, head_dim: int
-) -> tuple[AttentionProblem, AttentionTensors, sm90.Sm90Config]:
-    """A random problem of a kind, its tensors, which hold NaN where no sequence reaches, and the form to run it in.
+) -> tuple[AttentionProblem, AttentionTensors, hopper_configs.Sm90Config]:
+    """A random problem of a kind, its tensors, which hold NaN where no sequence reaches, and the config to run it in.
 
     `head_dim`: 0 for a random one.
     """
@@ -135,16 +137,16 @@ def call(
                     (x if layout == "bhsd" else x.transpose(1, 2))[b, :, n:] = float("nan")
         size = (batch, heads, heads_kv, sq, sk)
     problem = AttentionProblem("cuda", "sm_90", str(dtype)[6:], layout, *size, d, dv, **common)
-    large = compiled.random() < 0.7  # as if all grids were large: their forms
-    sm90.FULL_GPU = 0 if large else 1 << 30
-    sm90.config_of.cache_clear()
-    config = sm90.config_of(problem)
-    if kind == "form":
-        config = replace(config, **compiled.choice(forms(d, config.consumers)))
-        if config.deal == "balanced" and not sm90.fills_rounds(problem, config):
-            config = replace(config, deal="static")
+    large = compiled.random() < 0.7  # as if all grids were large: their configs
+    hopper_configs.FULL_GPU = 0 if large else 1 << 30
+    hopper_configs.config_of.cache_clear()
+    config = hopper_configs.config_of(problem)
+    if kind == "config":
+        config = replace(config, **compiled.choice(changes_of(d, config.consumers)))
+        if config.scheduler == "balanced" and not hopper_configs.fills_rounds(problem, config):
+            config = replace(config, scheduler="static")
     elif kind in ("packed", "seq_lens", "window", "causal", "tiles") and compiled.random() < 0.5:
-        config = replace(config, persistent=True, deal="dynamic")
+        config = replace(config, persistent=True, scheduler="dynamic")
     return problem, AttentionTensors(q, k, v, scale, **features), config
 
 
@@ -178,11 +180,11 @@ def difference(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...])
 def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
     """What is wrong with one call, or None."""
     problem, tensors, config = call(seed, variant, kind, head_dim)
-    fwd_sm90.config_of = lambda problem: config
-    mine = results(problem, tensors, fwd_sm90.attention_forward)
+    hopper_fwd.config_of = lambda problem: config
+    mine = results(problem, tensors, hopper_fwd.attention_forward)
     wrong = difference(mine, results(problem, tensors, fwd.attention_forward))
     for turn in range(REPEATS if wrong is None else 0):
-        again = results(problem, tensors, fwd_sm90.attention_forward)
+        again = results(problem, tensors, hopper_fwd.attention_forward)
         if not all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(mine, again, strict=True)):
             wrong = f"other bits when repeated: {turn}, {difference(again, mine)}"
             break

@@ -111,17 +111,17 @@ def dense(
 
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
-    from diyfa.backends.cuda.hopper import configs as sm90
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
-    sm90._multiprocessors = lambda device: 132
+    hopper_configs._multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
     problem = describe_attention(cuda, q, k, v, WHOLE, options)
-    assert sm90.refuses(problem) is None
+    assert hopper_configs.refuses(problem) is None
     tensors = bind(q, k, v, WHOLE, options)
-    fwd_sm90.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
+    hopper_fwd.attention_forward(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
 
 
 def windowed(rng: random.Random, **arguments: Any) -> None:
@@ -150,12 +150,12 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def main() -> None:
-    from diyfa.backends.cuda.hopper import configs as sm90
+    from diyfa.backends.cuda.hopper import configs as hopper_configs
 
     JITFunction.run = record
     tune.set_enabled(False)
     counts = {}
-    runs = RUNS if sm90.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
+    runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
     for name, (call, arguments) in runs.items():
         keys.clear()
         rng = random.Random(name)

@@ -1,4 +1,4 @@
-"""A small Gluon kernel whose partitions take aggregates, right or with one planted bug (BUG)."""
+"""Small Gluon kernels with aggregates and constants, right or with one planted bug (BUG)."""
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
@@ -59,6 +59,13 @@ def _write(job, BUG: gl.constexpr):
 @gluon.jit
 def _read(job, out_ptr):
     gl.store(out_ptr + job.cell.positions(4), job.cell.read(4))
+
+
+@gluon.jit
+def constant_in_rounds(out_ptr):
+    for i in gl.static_range(2):
+        TWICE: gl.constexpr = i * 2
+        gl.store(out_ptr + i, TWICE)
 
 
 @gluon.jit

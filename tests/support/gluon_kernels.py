@@ -13,14 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.inline_ptx import RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.gluon.inline_ptx import RELEASE_MARKER, WAIT_MARKER
 
-_RELEASE_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
-_WAIT_BY_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
+_RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
+_WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARKER}")
 
 
 @gluon.jit
-def _say(text: gl.constexpr):
+def _inline_ptx(text: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -33,55 +33,55 @@ def _barrier(action: gl.constexpr, number: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(source, ring, full, empty, n_tiles, SLOTS: gl.constexpr, BUG: gl.constexpr):
+def _load_tiles(source, ring, full, empty, n_tiles, STAGES: gl.constexpr, BUG: gl.constexpr):
     ROWS: gl.constexpr = source.block_shape[0]
     SIZE: gl.constexpr = source.block_type.nbytes
     for i in range(n_tiles):
-        slot = i % SLOTS
-        if BUG == "mark_of_nothing":
-            _say(_RELEASE_BY_WARP)
+        stage = i % STAGES
+        if BUG == "marker_of_nothing":
+            _inline_ptx(_RELEASE_PER_WARP)
         elif BUG == "wrong_parity":
-            mbarrier.wait(empty.index(slot), 1)
+            mbarrier.wait(empty.index(stage), 1)
         else:
-            mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         if BUG == "too_few_bytes":
-            mbarrier.expect(full.index(slot), SIZE // 2)
+            mbarrier.expect(full.index(stage), SIZE // 2)
         elif BUG == "too_many_bytes":
-            mbarrier.expect(full.index(slot), SIZE * 2)
+            mbarrier.expect(full.index(stage), SIZE * 2)
         else:
-            mbarrier.expect(full.index(slot), SIZE)
-        tma.async_copy_global_to_shared(source, [i * ROWS, 0], full.index(slot), ring.index(slot))
+            mbarrier.expect(full.index(stage), SIZE)
+        tma.async_copy_global_to_shared(source, [i * ROWS, 0], full.index(stage), ring.index(stage))
 
 
 @gluon.jit
 def _double_tiles(
     target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles,
-    SLOTS: gl.constexpr, BY_WARP: gl.constexpr, BUG: gl.constexpr,
+    STAGES: gl.constexpr, PER_WARP: gl.constexpr, BUG: gl.constexpr,
 ):  # fmt: skip
-    """BY_WARP: waits and releases are marked, as those of the Hopper kernel are."""
+    """PER_WARP: waits and releases are marked, as those of the Hopper kernel are."""
     ROWS: gl.constexpr = target.block_shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     OTHER: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
     for i in range(n_tiles):
-        slot = i % SLOTS
-        if BUG == "wrong_mark" or BUG == "two_marks":
-            _say(_RELEASE_BY_WARP)
-        if BY_WARP and BUG != "wrong_mark":
-            _say(_WAIT_BY_WARP)
+        stage = i % STAGES
+        if BUG == "wrong_marker" or BUG == "two_markers":
+            _inline_ptx(_RELEASE_PER_WARP)
+        if PER_WARP and BUG != "wrong_marker":
+            _inline_ptx(_WAIT_PER_WARP)
         if BUG != "no_wait":
-            mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         if BUG == "early_release":
-            mbarrier.arrive(empty.index(slot), count=1)
-        x = ring.index(slot).load(LAYOUT)
+            mbarrier.arrive(empty.index(stage), count=1)
+        x = ring.index(stage).load(LAYOUT)
         if BUG != "no_fence_after_reading":
             fence_async_shared()
-        if BY_WARP:
-            _say(_RELEASE_BY_WARP)
-            mbarrier.arrive(empty.index(slot), count=1 if BUG == "one_arrival" else 4)
+        if PER_WARP:
+            _inline_ptx(_RELEASE_PER_WARP)
+            mbarrier.arrive(empty.index(stage), count=1 if BUG == "one_arrival" else 4)
         elif BUG != "early_release" and BUG != "no_release":
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
         if BUG == "released_twice":
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
         if BUG == "layout_mismatch":
             x = x + gl.full([ROWS, x.shape[1]], 1.0, x.dtype, OTHER)
         if BUG == "wrong_warps":
@@ -101,33 +101,33 @@ def _double_tiles(
         tma.async_copy_shared_to_global(target, [i * ROWS, 0], buffer)
     if BUG != "store_at_the_end":
         tma.store_wait(0)
-    if BUG == "mark_at_the_end":
-        _say(_WAIT_BY_WARP)
+    if BUG == "marker_at_the_end":
+        _inline_ptx(_WAIT_PER_WARP)
 
 
 @gluon.jit
-def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BY_WARP: gl.constexpr, BUG: gl.constexpr):
+def double_rows(source, target, sums_ptr, n_rows, STAGES: gl.constexpr, PER_WARP: gl.constexpr, BUG: gl.constexpr):
     """target = 2 * source, sums = row sums of source: a ring of tiles between a producer and one consumer."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     ROWS: gl.constexpr = source.block_shape[0]
     COLUMNS: gl.constexpr = source.block_shape[1]
-    ring = gl.allocate_shared_memory(source.dtype, [SLOTS, ROWS, COLUMNS], source.layout)
+    ring = gl.allocate_shared_memory(source.dtype, [STAGES, ROWS, COLUMNS], source.layout)
     buffer = gl.allocate_shared_memory(target.dtype, [ROWS, COLUMNS], target.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for slot in gl.static_range(SLOTS):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
         if BUG != "no_init":
-            mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=4 if BY_WARP else 1)
+            mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=4 if PER_WARP else 1)
         if BUG == "init_twice":
-            mbarrier.init(empty.index(slot), count=1)
+            mbarrier.init(empty.index(stage), count=1)
     if BUG != "no_fence_after_init":
         fence_async_shared()
     n_tiles = gl.cdiv(n_rows, ROWS)
     gl.warp_specialize(
         [
-            (_double_tiles, (target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, SLOTS, BY_WARP, BUG)),
-            (_load_tiles, (source, ring, full, empty, n_tiles, SLOTS, BUG)),
+            (_double_tiles, (target, sums_ptr, n_rows, ring, buffer, full, empty, n_tiles, STAGES, PER_WARP, BUG)),
+            (_load_tiles, (source, ring, full, empty, n_tiles, STAGES, BUG)),
         ],
         [1],
         [24],
@@ -135,19 +135,19 @@ def double_rows(source, target, sums_ptr, n_rows, SLOTS: gl.constexpr, BY_WARP: 
 
 
 @gluon.jit
-def _load_operands(a, b, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.constexpr):
+def _load_operands(a, b, a_buffers, b_buffers, full, empty, n_blocks, STAGES: gl.constexpr):
     SIZE: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
     K: gl.constexpr = a.block_shape[1]
     for i in range(n_blocks):
-        slot = i % SLOTS
-        mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), SIZE)
-        tma.async_copy_global_to_shared(a, [0, i * K], full.index(slot), a_buffers.index(slot))
-        tma.async_copy_global_to_shared(b, [i * K, 0], full.index(slot), b_buffers.index(slot))
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), SIZE)
+        tma.async_copy_global_to_shared(a, [0, i * K], full.index(stage), a_buffers.index(stage))
+        tma.async_copy_global_to_shared(b, [i * K, 0], full.index(stage), b_buffers.index(stage))
 
 
 @gluon.jit
-def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.constexpr, BUG: gl.constexpr):
+def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, STAGES: gl.constexpr, BUG: gl.constexpr):
     M: gl.constexpr = a_buffers.shape[1]
     N: gl.constexpr = b_buffers.shape[2]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -155,9 +155,9 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
     copy = gl.allocate_shared_memory(a_buffers.dtype, a_buffers.shape[1:], a_buffers.layout)
     acc = gl.zeros([M, N], gl.float32, WRONG if BUG == "wrong_instruction" else OUT)
     for i in range(n_blocks):
-        slot = i % SLOTS
-        mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
-        a = a_buffers.index(slot)
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        a = a_buffers.index(stage)
         if BUG == "operand_layout":
             a = a.load(gl.DotOperandLayout(0, OUT, 4))
         elif BUG == "through_registers":  # no bug
@@ -168,9 +168,9 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
             if BUG != "no_fence":
                 fence_async_shared()
             a = copy
-        running = warpgroup_mma(a, b_buffers.index(slot), acc, is_async=True)
+        running = warpgroup_mma(a, b_buffers.index(stage), acc, is_async=True)
         if BUG == "early_release":
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
         if BUG == "no_wait":
             acc = running * 1.0
         elif BUG == "short_wait":
@@ -178,28 +178,28 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS: gl.cons
         else:
             acc = warpgroup_mma_wait(0, deps=[running])
         if BUG != "early_release":
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
     rows = gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, OUT))
     gl.store(c_ptr + rows[:, None] * N + columns[None, :], acc)
 
 
 @gluon.jit
-def multiply(a, b, c_ptr, n_blocks, SLOTS: gl.constexpr, BUG: gl.constexpr):
+def multiply(a, b, c_ptr, n_blocks, STAGES: gl.constexpr, BUG: gl.constexpr):
     """c = a @ b, for one tile of c."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    a_buffers = gl.allocate_shared_memory(a.dtype, [SLOTS, a.block_shape[0], a.block_shape[1]], a.layout)
-    b_buffers = gl.allocate_shared_memory(b.dtype, [SLOTS, b.block_shape[0], b.block_shape[1]], b.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+    a_buffers = gl.allocate_shared_memory(a.dtype, [STAGES, a.block_shape[0], a.block_shape[1]], a.layout)
+    b_buffers = gl.allocate_shared_memory(b.dtype, [STAGES, b.block_shape[0], b.block_shape[1]], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (c_ptr, a_buffers, b_buffers, full, empty, n_blocks, SLOTS, BUG)),
-            (_load_operands, (a, b, a_buffers, b_buffers, full, empty, n_blocks, SLOTS)),
+            (_multiply, (c_ptr, a_buffers, b_buffers, full, empty, n_blocks, STAGES, BUG)),
+            (_load_operands, (a, b, a_buffers, b_buffers, full, empty, n_blocks, STAGES)),
         ],
         [1],
         [24],
@@ -274,31 +274,31 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
 
 
 @gluon.jit
-def take_tickets(out_ptr, tickets_ptr, n, BUG: gl.constexpr):
+def take_numbers(out_ptr, counter_ptr, n, BUG: gl.constexpr):
     """Programs of one warp number n places as they come, by a counter that the last one clears."""
-    ticket = gl.program_id(0)
-    while ticket < n:
-        gl.store(out_ptr + ticket, gl.program_id(0) + 1)
+    number = gl.program_id(0)
+    while number < n:
+        gl.store(out_ptr + number, gl.program_id(0) + 1)
         drawn = gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
             "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
-            "=r,l", [tickets_ptr], dtype=gl.int32, is_pure=False, pack=1,
+            "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         if BUG != "first_lane":
             drawn = gl.inline_asm_elementwise(
                 "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
             )
         if BUG == "plain_load":
-            drawn = gl.load(tickets_ptr)
-        ticket = gl.num_programs(0) + drawn
+            drawn = gl.load(counter_ptr)
+        number = gl.num_programs(0) + drawn
     if BUG == "relaxed":
-        left = gl.atomic_add(tickets_ptr + 1, 1, sem="relaxed")
+        left = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
     else:
-        left = gl.atomic_add(tickets_ptr + 1, 1, sem="acq_rel")
+        left = gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel")
     last = 0 if BUG == "first_clears" else gl.num_programs(0) - 1
     if left == last:
-        gl.store(tickets_ptr, 0)
-        gl.store(tickets_ptr + 1, 0)
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit

@@ -14,9 +14,9 @@ from simulators.gluon import InterpretedKernel
 
 from diyfa import fast_path, ops, registry
 from diyfa.backends.cuda.attention import configs
-from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
-from diyfa.backends.cuda.hopper import configs as sm90
-from diyfa.backends.cuda.hopper import fwd as fwd_sm90
+from diyfa.backends.cuda.gluon import tile_counter
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.runtime.launch import Launches
 from diyfa.testing import (
     YARDSTICK_DRAWS,
@@ -40,48 +40,50 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 MULTIPROCESSORS = 2
-FROM_THE_TABLE = sm90.config_of.__wrapped__  # without what it remembers
+FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what it remembers
 
 
 def interpret(
     monkeypatch: pytest.MonkeyPatch,
-    config: sm90.Sm90Config | None = None,
+    config: hopper_configs.Sm90Config | None = None,
     seed: int = 0,
     interleave: bool = False,
-    kernels: ModuleType = fwd_sm90,
+    kernels: ModuleType = hopper_fwd,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
     """From now on `variant="sm90"` runs here, and takes what `take_all` says. `kernels`: where the kernel is taken
     from. `multiprocessors`: that persistent grids see."""
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
-    monkeypatch.setattr(fwd_sm90, "_fwd_sm90_kernel", kernel)
-    monkeypatch.setattr(fwd_sm90, "_launches", Launches())
-    monkeypatch.setattr(sm90_tickets, "_counters", {})  # a run that a bug ended leaves its counter as it was
-    monkeypatch.setattr(sm90, "environment_refusal", lambda: None)
-    monkeypatch.setattr(sm90, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", kernel)
+    monkeypatch.setattr(hopper_fwd, "_launches", Launches())
+    monkeypatch.setattr(tile_counter, "_counters", {})  # a run that a bug ended leaves its counter as it was
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: multiprocessors)
     take_all(monkeypatch, config)
     return kernel
 
 
-def take_all(monkeypatch: pytest.MonkeyPatch, config: sm90.Sm90Config | None = None) -> None:
+def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config | None = None) -> None:
     """From now on `variant="sm90"` takes what `refuses` would not for being small, with `config` or as if the grid were
     large."""
     # What is decided here must not outlive the patches.
     monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(sm90, "FULL_GPU", 0)
-    monkeypatch.setattr(sm90, "SHORT_WALK", 0)
+    monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
+    monkeypatch.setattr(hopper_configs, "SHORT_KV_LOOP", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
-    monkeypatch.setattr(sm90, "TMA_MIN_WORK", 0)
+    monkeypatch.setattr(hopper_configs, "TMA_MIN_WORK", 0)
     choice = lru_cache(FROM_THE_TABLE) if config is None else lambda problem: config
-    for module in (sm90, fwd_sm90):
+    for module in (hopper_configs, hopper_fwd):
         monkeypatch.setattr(module, "config_of", choice)
     if config is not None:
-        every_form = {
-            (head_dim, mask): sm90.CONFIGS[head_dim, False] for head_dim, _ in sm90.CONFIGS for mask in (0, 1)
+        every_config = {
+            (head_dim, mask): hopper_configs.CONFIGS[head_dim, False]
+            for head_dim, _ in hopper_configs.CONFIGS
+            for mask in (0, 1)
         }
-        monkeypatch.setattr(sm90, "CONFIGS", every_form)
+        monkeypatch.setattr(hopper_configs, "CONFIGS", every_config)
 
 
 def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
@@ -122,4 +124,4 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
 
 
 def source_of(name: str) -> str:
-    return (Path(fwd_sm90.__file__).parents[1] / f"{name.replace('.', '/')}.py").read_text()
+    return (Path(hopper_fwd.__file__).parents[1] / f"{name.replace('.', '/')}.py").read_text()

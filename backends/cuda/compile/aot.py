@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
-from diyfa.backends.cuda.gluon.inline_ptx import completing
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.problem import CompileReport
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -117,7 +117,7 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
     log = io.StringIO()
     start = time.perf_counter()
     # Always compile: a binary from Triton's cache comes without ptxas's log.
-    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log), completing():
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log), post_processing():
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
         try:

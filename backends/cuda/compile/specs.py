@@ -23,7 +23,7 @@ from diyfa.backends.cuda.attention.configs import (
 )
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, padded_head_dim
 from diyfa.backends.cuda.compile.aot import CompileSpec
-from diyfa.backends.cuda.hopper import configs as sm90
+from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem
 
 _TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -193,14 +193,14 @@ def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     """The Gluon kernel with each tile of its table, with and without a mask, and where the keys end inside a block."""
-    if arch != sm90.ARCH or sm90.environment_refusal():
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
-    # Every compiled form in one dtype; the other dtype, keys that end inside a block, sequences of other lengths.
+    # Every config of the tables in one dtype; the other dtype; keys that end inside a block; other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
         *(
             (case, "bfloat16", {"seqlen_q": 16384, "seqlen_k": min(most, 16384)})
-            for case, rows in sm90.CONFIGS.items()
+            for case, rows in hopper_configs.CONFIGS.items()
             for most, _ in rows
         ),
         ((128, True), "float16", {}),
@@ -232,31 +232,33 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     ]
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
-        if not sm90.refuses(problem):
-            yield _hopper_spec(problem, sm90.config_of(problem))
+        if not hopper_configs.refuses(problem):
+            yield _hopper_spec(problem, hopper_configs.config_of(problem))
 
 
-def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileSpec:
+def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
     from diyfa.backends.cuda.gluon.tma import smem_layout
-    from diyfa.backends.cuda.hopper import fwd as fwd_sm90  # needs the Gluon that `_hopper_specs` asked for
+    from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
 
     d, dv = problem.head_dim, problem.head_dim_v
     element = _TRITON_DTYPE[problem.dtype]
-    constants = fwd_sm90.constants(problem, config, False)
-    blocks = {"q_tensor": sm90.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
-    blocks["o_tensor"] = sm90.CONSUMER_ROWS
+    constants = hopper_fwd.constants(problem, config, False)
+    blocks = {"q_tensor": hopper_configs.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
+    blocks["o_tensor"] = hopper_configs.CONSUMER_ROWS
     signature: dict[str, str] = {}
     for name, rows in blocks.items():
         ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
         rank = 5 if ragged else 4
-        columns, _ = sm90.pieces_of(*((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)), config.piece)
+        columns, _ = hopper_configs.boxes_of(
+            *((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)), config.box_columns
+        )
         block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
         signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
-    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(fwd_sm90.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
+    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(hopper_fwd.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
     if constants["LENGTHS"] == EQUAL.value:
-        constants |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS)
+        constants |= dict.fromkeys(hopper_fwd.LENGTH_POINTERS)
     else:
-        signature |= dict.fromkeys(fwd_sm90.LENGTH_POINTERS, "*i32")
+        signature |= dict.fromkeys(hopper_fwd.LENGTH_POINTERS, "*i32")
     for name, there in (("slopes_ptr", problem.alibi), ("sinks_ptr", problem.sinks)):
         if there:
             signature[name] = "*fp32"
@@ -266,7 +268,7 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
         signature["o_ptr"] = f"*{element}"
     else:
         constants["o_ptr"] = None
-    if config.deal == "dynamic":
+    if config.scheduler == "dynamic":
         signature["counter_ptr"] = "*i32"
     else:
         constants["counter_ptr"] = None
@@ -275,20 +277,22 @@ def _hopper_spec(problem: AttentionProblem, config: sm90.Sm90Config) -> CompileS
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     return CompileSpec(
         "attention_fwd/sm90",
-        f"{problem.dtype} D={widths} {features}{mask} {config.consumers}x{sm90.CONSUMER_ROWS}x{config.block_n}"
-        f"{f' pieces of {config.piece}' if config.piece else ''}{' joined' if config.joined else ''}"
-        f"{' own walk' if config.own_walk else ''}{' direct' if config.direct else ''}"
+        f"{problem.dtype} D={widths} {features}{mask} "
+        f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' joined' if config.joined else ''}"
+        f"{' skip masked' if config.skip_masked else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
-        f"{f' {config.q_held} of Q held' if config.q_held else ''}{' lazy' if config.lazy else ''}"
+        f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
+        f"{' lazy rescale' if config.lazy_rescale else ''}"
         f"{' fixed max' if constants['FIXED_MAX'] else ''}"
-        f"{' by warp' if config.by_warp else ''}"
-        f"{' pingpong' if config.pingpong else ''}{'' if config.deal == 'static' else ' ' + config.deal}",
-        fwd_sm90._fwd_sm90_kernel,
+        f"{' per-warp arrive' if config.per_warp_arrive else ''}"
+        f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}",
+        hopper_fwd._fwd_sm90_kernel,
         signature,
         constants,
         4,
         1,
-        options={name: n for name, n in sm90.schedule_of(config).items() if name != "num_warps"},
+        options={name: n for name, n in hopper_configs.schedule_of(config).items() if name != "num_warps"},
         aligned=frozenset({"lse_ptr", *(("o_ptr",) if config.direct else ())}),
         spill_budget=HOPPER_SPILLS,
         clean_loops=True,

@@ -1,7 +1,7 @@
 """Waiting and arriving, in the ways that Gluon has no words for.
 
 PER_WARP: the warps of a consumer wait for a stage and release it each for itself. Triton has all four meet before
-each of both, so that none can run ahead. Gluon cannot say that; it is marked here and rewritten in PTX
+each of both, so that none can run ahead. Gluon cannot say that: a marker here says it to what post-processes the PTX
 (`inline_ptx.py`).
 """
 
@@ -12,11 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK
+from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARKER, RELEASE_MARKER, WAIT_MARKER
 
-_RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARK}")
-_WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARK}")
-_ARRIVE_PER_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARK}")
+_RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
+_WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARKER}")
+_ARRIVE_PER_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARKER}")
 WARPS = gl.constexpr(4)  # of a consumer
 LANES = gl.constexpr(32)  # of a warp
 

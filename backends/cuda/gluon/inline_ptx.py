@@ -1,14 +1,15 @@
-"""Completes the PTX of the Hopper kernel with what Gluon of Triton 3.6 and 3.7 has no words for.
+"""Post-processes PTX where Gluon of Triton 3.6 and 3.7 has no words for what is meant.
 
-Plain Python, no Triton types. Neither the warps of a consumer nor the lanes of the producer can wait and arrive at a
-barrier each for itself there: Triton has them all meet before, and one arrive. `barriers.py` writes marks in front
-of the instructions it means. A mark is no PTX, so ptxas refuses a kernel that was not completed. Between Triton's
-making of the PTX and ptxas, `complete` acts on the marks:
+There neither the warps of a consumer nor the lanes of the producer can wait and arrive at a barrier each for itself:
+Triton puts a barrier among them first, and one arrives for all. `barriers.py` writes markers in front of the
+instructions that it means. A marker is no PTX, so ptxas refuses a kernel that was not post-processed. Between Triton's
+making of the PTX and ptxas, `post_process` acts on the markers:
 
-* a marked release, one thread's arrival for four warps behind a barrier of all of them, becomes one of each warp for
-  itself;
-* a marked wait loses the barrier among warps that Triton puts in front of it;
-* a marked arrival of one thread for the 32 of a warp becomes one of each.
+* one thread's arrival for four warps, behind a barrier of all of them, becomes one of each warp for itself;
+* a wait loses the barrier among warps that Triton puts in front of it;
+* one thread's arrival for the 32 of a warp becomes one of each.
+
+Plain Python, no Triton types.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import triton
 
 from diyfa.backends.cuda.gluon.compat import has_gluon
 
-# Part of the marks, and with them of the key under which Triton keeps the compiled kernel.
+# Part of the markers, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-RELEASE_MARK = f".release_by_warp_{_EDITION};"
-WAIT_MARK = f".wait_by_warp_{_EDITION};"
-ARRIVE_MARK = f".arrive_by_lane_{_EDITION};"
+RELEASE_MARKER = f".release_per_warp_{_EDITION};"
+WAIT_MARKER = f".wait_per_warp_{_EDITION};"
+ARRIVE_MARKER = f".arrive_per_lane_{_EDITION};"
 
 _RELEASE = re.compile(
     r"bar\.sync\s+\d+, 128;(?P<between>(?:(?!bar\.sync|mbarrier).)*?)"
@@ -44,7 +45,7 @@ _ARRIVAL = re.compile(
 )
 
 
-def _release_by_warp(release: re.Match[str]) -> str:
+def _release_per_warp(release: re.Match[str]) -> str:
     return (
         f"{release['between']}{{ .reg .pred one; elect.sync _|one, 0xffffffff; "
         f"@one mbarrier.arrive.shared::cta.b64 _, [{release['barrier']}]; }}"
@@ -52,21 +53,25 @@ def _release_by_warp(release: re.Match[str]) -> str:
 
 
 _EDITS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
-    RELEASE_MARK: (_RELEASE, _release_by_warp),
-    WAIT_MARK: (_WAIT, lambda wait: wait["wait"]),
-    ARRIVE_MARK: (_ARRIVAL, lambda arrival: f"{arrival['before']}{arrival['arrival']};"),
+    RELEASE_MARKER: (_RELEASE, _release_per_warp),
+    WAIT_MARKER: (_WAIT, lambda wait: wait["wait"]),
+    ARRIVE_MARKER: (_ARRIVAL, lambda arrival: f"{arrival['before']}{arrival['arrival']};"),
 }
 
 
-def complete(ptx: str) -> str:
-    """PTX with marks -> PTX that does what they say; RuntimeError where a mark is not followed by what it speaks of."""
-    for mark, (pattern, edit) in _EDITS.items():
-        first, *marked = ptx.split(mark)
+def post_process(ptx: str) -> str:
+    """PTX with markers -> PTX that does what they mean.
+
+    Raises:
+        RuntimeError: a marker is not followed by the instruction that it means.
+    """
+    for marker, (pattern, edit) in _EDITS.items():
+        first, *marked = ptx.split(marker)
         parts = [first]
         for part in marked:
             edited, edits = pattern.subn(edit, part, count=1)
             if not edits:
-                raise RuntimeError(f"what {mark!r} speaks of does not follow it: this Triton writes other PTX")
+                raise RuntimeError(f"what {marker!r} means does not follow it: this Triton writes other PTX")
             parts.append(edited)
         ptx = "".join(parts)
     return ptx
@@ -76,18 +81,18 @@ def _wrap_ptx_stage(backend: Any, stages: dict[str, Any], options: Any, language
     """Triton's hook, called with the stages of each compilation."""
     make = stages["ptx"]
 
-    def make_and_complete(source: Any, metadata: dict[str, Any]) -> str:
-        return complete(make(source, metadata))
+    def make_and_post_process(source: Any, metadata: dict[str, Any]) -> str:
+        return post_process(make(source, metadata))
 
-    stages["ptx"] = make_and_complete
+    stages["ptx"] = make_and_post_process
 
 
-_LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas would refuse the marks
+_LOCK = threading.RLock()  # Triton's hook is the process's; without it ptxas would refuse the markers
 
 
 @contextmanager
-def completing() -> Iterator[None]:
-    """Kernels with marks that are compiled inside are completed; others are as ever, and so is another's hook."""
+def post_processing() -> Iterator[None]:
+    """Post-process the PTX of kernels compiled inside. Without markers it stays as it is; hooks of others run, too."""
     if not has_gluon():  # the patterns are made for the PTX of those versions
         yield
         return
@@ -96,7 +101,7 @@ def completing() -> Iterator[None]:
 
         def both(*arguments: Any) -> Any:
             asked = other(*arguments) if other is not None else None
-            if not arguments:  # Triton 3.7 asks what to keep the kernel under besides; for our edits the marks say it
+            if not arguments:  # Triton 3.7 asks for a cache key; for our edits the markers are in it
                 return asked or ("", "")
             return _wrap_ptx_stage(*arguments)
 

@@ -1,13 +1,13 @@
-"""Whose ticket counter a launch of the Hopper kernel uses: two int32 that are zero between launches.
+"""The tile counter of a launch, which a dynamic scheduler draws from: two int32 that are zero between launches.
 
-One for each (device, stream): launches on one stream follow each other, and each leaves zeros behind, so none has to
-be cleared and none shares its counter with a launch that runs beside it. A launch that raises on the host has drawn
-nothing; one that fails on the device takes the context with it.
+There is one for each (device, stream). Launches on one stream follow each other, and each leaves zeros behind, so none
+has to be cleared, and none shares its counter with a launch that runs beside it. A launch that raises on the host has
+drawn nothing; one that fails on the device takes the context with it.
 
-A CUDA graph replays on any stream, beside any launch: while one is captured each launch gets a counter of its own from
+A CUDA graph replays on any stream, beside any launch. So each launch that is captured gets a counter of its own from
 the graph's memory, which the graph zeroes whenever it is replayed.
 
-A thread of its own allocates what is kept: it must not come from a memory pool that the caller's thread or stream
+A thread of its own allocates what is kept. It must not come from a memory pool that the caller's thread or stream
 allocates from at that time, such as the one that torch.compile's CUDA graphs rewind after their warm-up.
 """
 
@@ -28,8 +28,8 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=x.device)
 
 
-def ticket_counter(x: torch.Tensor) -> torch.Tensor:
-    """The counter (int32, [next ticket, programs that left]) of a launch on the current stream of `x`'s device."""
+def counter_of(x: torch.Tensor) -> torch.Tensor:
+    """The counter (int32, [next tile, programs that left]) of a launch on the current stream of `x`'s device."""
     if _is_capturing(x):
         return _zeros(x)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None

@@ -1,4 +1,4 @@
-"""How TMA reads and writes the tensors of the Hopper kernel: host-side descriptions (`hopper/tiles.py` uses them)."""
+"""How TMA reads and writes tensors: descriptions made on the host (`hopper/tiles.py` uses them)."""
 
 from __future__ import annotations
 

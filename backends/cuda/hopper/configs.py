@@ -1,4 +1,4 @@
-"""Which problems the Hopper kernel (`hopper/fwd.py`) runs, and its tile for each: plain data, importable everywhere."""
+"""Which problems the Hopper kernel (`hopper/fwd.py`) runs, and with which config. Plain data, importable everywhere."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these the producer has more to count than 24 registers hold; ptxas would spill.
 BUSY_PRODUCER = frozenset({"window", "softcap", "seq_lens", "varlen"})
 ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has all of them end
-# Keys times head_dim from which on it pays in dense calls of any size: it costs the host 2 us more than the portable
-# kernel. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
-LONG_WALK = 1 << 14
-SHORT_WALK = 128  # keys for a query, with heads of 64 columns: the portable kernel takes 0.7 of the time
+# Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
+# portable one. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
+LONG_KV_LOOP = 1 << 14
+SHORT_KV_LOOP = 128  # keys for a query, with heads of 64 columns: the portable kernel takes 0.7 of the time
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
-KEPT_NOTICES = 128  # that fit beside the buffers of every form: 8 KB
+MAX_TILE_INFOS = 128  # of a program; 8 KB, which fit beside the buffers of every config
 L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may fill
 
 
@@ -37,27 +37,25 @@ L2_BYTES = 32 << 20  # of 50 MB: what keys and values of neighbouring heads may 
 class Sm90Config:
     """Tile and schedule of the Hopper kernel: 64 * consumers queries, keys in blocks of block_n."""
 
-    consumers: int
+    consumers: int  # warpgroups
     block_n: int
-    slots: int  # buffers of [block_n, head_dim] that K and V share
+    stages: int  # buffers of [block_n, head_dim] that K and V share
     own_o: bool  # out leaves through buffers of its own, so that the next Q need not wait for it
     consumer_registers: int
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
     pingpong: bool = False  # the consumers issue their products in turns
     together: int = 0  # query heads that take turns; 0: see `heads_together`
-    own_walk: bool = False  # a consumer passes over blocks of which a mask on the right leaves its own rows nothing
-    piece: int = 0  # columns of the pieces that make up a tile; 0: see `pieces_of`
-    joined: bool = False  # products with V take 2 or 4 pieces at once where so many are left
-    pairs: bool = False  # weights wait for their product in pairs, see `held` in `hopper/mma.py`
-    lazy: bool = False  # out is rescaled only where scores have risen far, see `softmax_step` in `hopper/softmax.py`
-    q_held: int = 0  # pieces of Q that a consumer keeps in registers, see `held_queries` in `hopper/mma.py`
-    direct: bool = False  # out leaves from registers, through no buffer (`hopper/epilogue.py`)
-    by_warp: bool = (
-        False  # the warps of a consumer do not meet to wait for blocks and release them (`gluon/barriers.py`)
-    )
-    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `hopper/softmax.py`)
-    deal: str = "static"  # which tile a persistent program takes next: also "balanced", "dynamic" (`scheduler.py`)
+    skip_masked: bool = False  # a consumer skips blocks of which a mask on the right leaves its own rows nothing
+    box_columns: int = 0  # columns of the TMA boxes that make up a tile; 0: see `boxes_of`
+    joined: bool = False  # products with V take 2 or 4 boxes at once where so many are left
+    pairs: bool = False  # weights wait for their product in pairs (`mma_operand` in `mma.py`)
+    lazy_rescale: bool = False  # out is rescaled only where scores have risen far (`softmax_step` in `softmax.py`)
+    q_in_registers: int = 0  # boxes of Q that a consumer keeps in registers (`queries_in_registers` in `mma.py`)
+    direct: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
+    per_warp_arrive: bool = False  # each warp waits for stages and releases them for itself (`gluon/barriers.py`)
+    fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `softmax.py`)
+    scheduler: str = "static"  # how programs share tiles: also "balanced", "dynamic" (`gluon/scheduler.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -73,45 +71,63 @@ _ANY = 1 << 62
 _H200 = "H200, 2026-11-21: "
 _LATER = "H200, 2026-11-22: "
 _STATIC: dict[str, Any] = {"persistent": True}
-_DYNAMIC: dict[str, Any] = {"persistent": True, "deal": "dynamic"}
-_BALANCED: dict[str, Any] = {"persistent": True, "deal": "balanced"}
+_DYNAMIC: dict[str, Any] = {"persistent": True, "scheduler": "dynamic"}
+_BALANCED: dict[str, Any] = {"persistent": True, "scheduler": "balanced"}
 _TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
-_HELD: dict[str, Any] = {"pairs": True, "piece": 64, "joined": True}  # pieces that registers can hold one by one
-_TWO_HELD: dict[str, Any] = {**_STATIC, **_HELD, "pingpong": True, "q_held": 2}
-_ALONE: dict[str, Any] = {"lazy": True, "by_warp": True}
-_WALKS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "own_walk": True, "lazy": True}
-_ONE_HELD: dict[str, Any] = {**_STATIC, **_HELD, "q_held": 1, "lazy": True}
-_ONE_HELD_TURNS: dict[str, Any] = {**_HELD, **_ALONE, "pingpong": True, "q_held": 1}
-_PASSES: dict[str, Any] = {**_BALANCED, **_TURNS, "own_walk": True}
-_THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "piece": 32, "joined": True, "by_warp": True}
-_DIRECT: dict[str, Any] = {**_ALONE, "direct": True}
+_Q_BOXES: dict[str, Any] = {
+    "pairs": True,
+    "box_columns": 64,
+    "joined": True,
+}  # boxes that registers can hold one by one
+_TWO_Q_BOXES: dict[str, Any] = {**_STATIC, **_Q_BOXES, "pingpong": True, "q_in_registers": 2}
+_WARPS: dict[str, Any] = {"lazy_rescale": True, "per_warp_arrive": True}
+_DYNAMIC_SKIPS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "skip_masked": True, "lazy_rescale": True}
+_ONE_Q_BOX: dict[str, Any] = {**_STATIC, **_Q_BOXES, "q_in_registers": 1, "lazy_rescale": True}
+_ONE_Q_BOX_TURNS: dict[str, Any] = {**_Q_BOXES, **_WARPS, "pingpong": True, "q_in_registers": 1}
+_BALANCED_SKIPS: dict[str, Any] = {**_BALANCED, **_TURNS, "skip_masked": True}
+_THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "box_columns": 32, "joined": True, "per_warp_arrive": True}
+_DIRECT: dict[str, Any] = {**_WARPS, "direct": True}
 _WIDE: dict[str, Any] = {**_TURNS, **_DIRECT, "joined": True}
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_HELD_TURNS, measured=_LATER + "465")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_ALONE, measured=_LATER + "551/581")),
+        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_Q_BOX_TURNS, measured=_LATER + "465")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_WARPS, measured=_LATER + "551/581")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_HELD_TURNS, measured=_LATER + "364")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_PASSES, by_warp=True, measured=_LATER + "493/571")),
+        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_Q_BOX_TURNS, measured=_LATER + "364")),
+        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED_SKIPS, per_warp_arrive=True, measured=_LATER + "493/571")),
     ),
-    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "508/548/565")),),
+    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES, **_WARPS, measured=_LATER + "508/548/565")),),
     (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
-    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD, **_ALONE, measured=_LATER + "649/706/729")),),
+    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES, **_WARPS, measured=_LATER + "649/706/729")),),
     (128, True): (
         (
             2048,  # most blocks are at an end, which follows the maximum anyway
-            C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, fixed_max=False, measured=_LATER + "475"),
+            C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_WARPS, fixed_max=False, measured=_LATER + "475"),
         ),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_HELD | _DYNAMIC, **_ALONE, measured=_LATER + "489/632/711")),
+        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_WARPS, measured=_LATER + "489/632/711")),
     ),
-    (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD, **_DIRECT, measured=_LATER + "650/715/727")),),
+    (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_Q_BOXES, **_DIRECT, measured=_LATER + "650/715/727")),),
     (192, True): (
-        (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_HELD | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
+        (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
     ),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_ONE_HELD, direct=True, measured=_LATER + "650/731/747")),),
+    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_ONE_Q_BOX, direct=True, measured=_LATER + "650/731/747")),),
     (256, True): (
-        (_ANY, C(2, 64, 4, False, 240, 24, **_WALKS, by_warp=True, direct=True, measured=_LATER + "500/660/719")),
+        (
+            _ANY,
+            C(
+                2,
+                64,
+                4,
+                False,
+                240,
+                24,
+                **_DYNAMIC_SKIPS,
+                per_warp_arrive=True,
+                direct=True,
+                measured=_LATER + "500/660/719",
+            ),
+        ),
     ),
 }
 # Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
@@ -142,51 +158,51 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
     busy = config.consumers == 2 and problem.features & BUSY_PRODUCER
-    if busy and tile_class(problem)[0] == 256:  # nothing is left for a deal, turns or pairs: they spill up to 250 bytes
+    if busy and tile_class(problem)[0] == 256:  # a scheduler, turns or pairs would spill up to 250 bytes
         config = replace(
             config,
             persistent=False,
             pingpong=False,
-            own_walk=False,
+            skip_masked=False,
             pairs=False,
             direct=False,
-            by_warp=False,
-            deal="static",
-            q_held=0,
-            fixed_max=not problem.features & {"softcap", "varlen"},  # their second pass spills up to 192 bytes
+            per_warp_arrive=False,
+            scheduler="static",
+            q_in_registers=0,
+            fixed_max=not problem.features & {"softcap", "varlen"},  # their fallback spills up to 192 bytes
         )
-    if not has_one_ring(problem, config.piece):
-        config = replace(config, slots=cdiv(config.slots, 2) * 2)
+    if not has_one_ring(problem, config.box_columns):
+        config = replace(config, stages=cdiv(config.stages, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
             config = replace(
-                config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.slots < 6 else 128)
+                config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.stages < 6 else 128)
             )
-    if config.persistent and config.deal == "static" and problem.features & {"seq_lens", "varlen"}:
-        config = replace(config, deal="dynamic")  # nobody can count lengths that only the device knows
-    if config.deal == "balanced" and not fills_rounds(problem, config):
-        config = replace(config, deal="dynamic")
+    if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
+        config = replace(config, scheduler="dynamic")  # nobody can count lengths that only the device knows
+    if config.scheduler == "balanced" and not fills_rounds(problem, config):
+        config = replace(config, scheduler="dynamic")
     if busy and not finds_ahead(problem, config):
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
 
 def finds_ahead(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether the producer looks for its next tile before it copies the last keys of one, see `_producer`."""
-    return "varlen" in problem.features and config.persistent and config.slots <= 4
+    """Whether the producer looks for its next tile before it copies the last keys of one (`_producer` says why)."""
+    return "varlen" in problem.features and config.persistent and config.stages <= 4
 
 
 def keys_seen(problem: AttentionProblem) -> int:
-    """How many keys a query sees at most: the length of its walk."""
+    """How many keys a query sees at most: the length of its KV loop."""
     if problem.window_left < 0:
         return problem.seqlen_k
     right = problem.seqlen_k if problem.window_right < 0 else problem.window_right
     return min(problem.window_left + 1 + right, problem.seqlen_k)
 
 
-def walks_far(problem: AttentionProblem) -> bool:
-    """Whether a tile's walk takes so long that the kernel pays however few tiles there are."""
+def has_long_kv_loop(problem: AttentionProblem) -> bool:
+    """Whether the KV loop is so long that the kernel pays however few tiles there are."""
     with_lengths = problem.seq_lens or problem.varlen
-    return not with_lengths and keys_seen(problem) * widest(problem) >= LONG_WALK
+    return not with_lengths and keys_seen(problem) * widest(problem) >= LONG_KV_LOOP
 
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
@@ -197,22 +213,22 @@ def schedule_of(config: Sm90Config) -> dict[str, int]:
     return options
 
 
-def pieces_of(head_dim: int, other: int, piece: int = 0) -> tuple[int, int]:
-    """(columns, how many): the buffers that make up a tile of `head_dim` columns; `other` is that of V, or of K.
+def boxes_of(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, int]:
+    """(columns, how many) of the TMA boxes that make up a tile of `head_dim` columns.
 
-    `piece`: how many columns, where a config says so.
+    `other`: the head dim of V, or for V that of K. `box_columns`: where a config says so.
     """
-    if piece:
-        return piece, cdiv(head_dim, piece)
+    if box_columns:
+        return box_columns, cdiv(head_dim, box_columns)
     if 128 < max(head_dim, other) <= 192:  # a power of two would waste a quarter
         return 64, cdiv(head_dim, 64)
     return max(64, padded_head_dim(head_dim)), 1
 
 
-def has_one_ring(problem: AttentionProblem, piece: int = 0) -> bool:
+def has_one_ring(problem: AttentionProblem, box_columns: int = 0) -> bool:
     """Whether tiles of K and of V are alike, so that they take turns in the same buffers."""
     d, dv = problem.head_dim, problem.head_dim_v
-    return pieces_of(d, dv, piece) == pieces_of(dv, d, piece)
+    return boxes_of(d, dv, box_columns) == boxes_of(dv, d, box_columns)
 
 
 def rows_of(problem: AttentionProblem) -> tuple[tuple[int, Sm90Config], ...]:
@@ -250,10 +266,13 @@ def tiles_of_group(problem: AttentionProblem, config: Sm90Config) -> int:
 
 
 def fills_rounds(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether a balanced deal is one. Each group of heads begins a round, and what is missing from its last one must be
-    the shortest tiles: with a window they are as long as the others. Turns are as many as groups, or more."""
+    """Whether a balanced scheduler does balance.
+
+    Each group of heads begins a round, and its last one must lack only the shortest tiles: with a window these are as
+    long as the others. A program has as many turns as there are groups, or more.
+    """
     groups = cdiv(tiles_of(problem, config), tiles_of_group(problem, config))
-    return problem.window_left < 0 and groups <= KEPT_NOTICES // 2
+    return problem.window_left < 0 and groups <= MAX_TILE_INFOS // 2
 
 
 def heads_together(problem: AttentionProblem) -> int:
@@ -275,15 +294,15 @@ def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
     return config.fixed_max and problem.dtype == "bfloat16" and near_first
 
 
-def notices_of(config: Sm90Config) -> int:
-    """How many notices a program has room for (`gluon/tile_info.py`); one of one tile, for that and the end."""
-    return KEPT_NOTICES if config.persistent else 2
+def tile_infos_of(config: Sm90Config) -> int:
+    """How many tile infos a program has room for. One of a single tile has that tile's and the end's."""
+    return MAX_TILE_INFOS if config.persistent else 2
 
 
 def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) -> int:
-    """How many tiles a program of so many takes at most; of a dynamic deal, must be able to take."""
+    """How many tiles a program of so many takes at most; with a dynamic scheduler, must be able to take."""
     tiles = tiles_of(problem, config)
-    if config.deal != "balanced":
+    if config.scheduler != "balanced":
         return cdiv(tiles, programs)
     group = tiles_of_group(problem, config)
     return tiles // group * cdiv(group, programs) + cdiv(tiles % group, programs)
@@ -299,10 +318,10 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
-    if config.deal == "balanced" and not fills_rounds(problem, config):
-        raise ValueError("a balanced deal needs whole rounds, see fills_rounds")
+    if config.scheduler == "balanced" and not fills_rounds(problem, config):
+        raise ValueError("a balanced scheduler needs whole rounds, see fills_rounds")
     at_once = programs = min(tiles, _multiprocessors(device))
-    while _most_turns(problem, config, programs) >= KEPT_NOTICES:  # the last one is of no tile
+    while _most_turns(problem, config, programs) >= MAX_TILE_INFOS:  # the last one is of no tile
         programs += at_once
     return programs
 
@@ -321,13 +340,13 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 writes rows of out that are multiples of 16 bytes, head_dim {problem.head_dim_v} is not"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
-    if not has_tma(problem) and not walks_far(problem):
+    if not has_tma(problem) and not has_long_kv_loop(problem):
         return (
             f"sm90 pays from {TMA_MIN_WORK} multiply-adds in the scores on,"
-            f" or from {LONG_WALK} elements of K for a query, without seq_lens and not packed"
+            f" or from {LONG_KV_LOOP} elements of K for a query, without seq_lens and not packed"
         )
-    if widest(problem) <= 64 and keys_seen(problem) <= SHORT_WALK:
-        return f"sm90 pays from {SHORT_WALK + 1} keys for a query on where heads have 64 columns"
+    if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
+        return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
     config = config_of(problem)
     if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
         return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"

@@ -1,4 +1,4 @@
-"""Rows of the Hopper kernel's tensors by their addresses, for what does not go through TMA: Gluon helpers.
+"""Rows of tensors by their addresses, for what does not go through TMA.
 
 Strides are those of the tensors' descriptors, multiples of 16 bytes, which is how many a thread moves at once.
 """

@@ -29,24 +29,24 @@ from diyfa.backends.cuda.attention.launch import softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
-from diyfa.backends.cuda.gluon.inline_ptx import completing
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
-from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
+from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
 from diyfa.backends.cuda.gluon.tma import dense_box, ragged_box, steps_of
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
     Sm90Config,
+    boxes_of,
     config_of,
     finds_ahead,
     grid_of,
     has_fixed_max,
     has_one_ring,
     heads_together,
-    notices_of,
-    pieces_of,
     schedule_of,
+    tile_infos_of,
 )
 from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_rows
 from diyfa.backends.cuda.hopper.mma import (
@@ -687,18 +687,20 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.consumers,
-        "STAGES": config.slots,
+        "STAGES": config.stages,
         "OWN_O": config.own_o,
         "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
-        "PER_WARP_ARRIVE": config.by_warp,
-        "SKIP_MASKED": config.own_walk and problem.window_right >= 0,
-        "Q_IN_REGISTERS": min(config.q_held, pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1]),
-        "BOXES": pieces_of(problem.head_dim, problem.head_dim_v, config.piece)[1],
-        "BOXES_V": pieces_of(problem.head_dim_v, problem.head_dim, config.piece)[1],
+        "PER_WARP_ARRIVE": config.per_warp_arrive,
+        "SKIP_MASKED": config.skip_masked and problem.window_right >= 0,
+        "Q_IN_REGISTERS": min(
+            config.q_in_registers, boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
+        ),
+        "BOXES": boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1],
+        "BOXES_V": boxes_of(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
         "JOINED": config.joined,
         "PAIRS": config.pairs,
-        "ONE_RING": has_one_ring(problem, config.piece),
+        "ONE_RING": has_one_ring(problem, config.box_columns),
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
         "HAS_RIGHT": problem.window_right >= 0,
@@ -709,10 +711,10 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
         "NEGATE": negate,
-        "LAZY_RESCALE": config.lazy,
+        "LAZY_RESCALE": config.lazy_rescale,
         "FIXED_MAX": has_fixed_max(problem, config),
-        "TILE_INFOS": notices_of(config),
-        "SCHEDULE": config.deal,
+        "TILE_INFOS": tile_infos_of(config),
+        "SCHEDULE": config.scheduler,
         "FIND_AHEAD": finds_ahead(problem, config),
         "CONSUMER_REGISTERS": config.consumer_registers,
         "PRODUCER_REGISTERS": config.producer_registers,
@@ -731,7 +733,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
         scale, negate = softmax_scale(problem, tensors.sm_scale)
         layout = problem.layout
         d, dv = problem.head_dim, problem.head_dim_v
-        width, width_v = pieces_of(d, dv, config.piece)[0], pieces_of(dv, d, config.piece)[0]
+        width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
         box = ragged_box if problem.seq_lens or problem.varlen else dense_box
         boxes = (
             box(q, layout, CONSUMER_ROWS, width),
@@ -739,7 +741,7 @@ def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Ten
             box(v, layout, config.block_n, width_v),
             # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
             (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 7,  # lengths, lse, o_ptr, slopes, sinks, tickets
+            *(None,) * 7,  # lengths, lse, o_ptr, slopes, sinks, counter
         )
         scalars = (
             problem.batch * problem.heads_q,
@@ -775,11 +777,11 @@ def attention_forward(
     config = config_of(problem)
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
     with on_device(q):
-        tickets = ticket_counter(q) if config.deal == "dynamic" else None
+        counter = counter_of(q) if config.scheduler == "dynamic" else None
         launch = _launch(problem, tensors, out, config)
-        with completing() if launch.again is None else nullcontext():
+        with post_processing() if launch.again is None else nullcontext():
             address = out if config.direct else None
-            launch(q, k, v, out, *lengths, lse, address, tensors.alibi_slopes, tensors.sinks, tickets)
+            launch(q, k, v, out, *lengths, lse, address, tensors.alibi_slopes, tensors.sinks, counter)
 
 
 def repeat(
@@ -789,12 +791,12 @@ def repeat(
     decide, known = config_of, _launches
     config = decide(problem)
     launch = _launch(problem, tensors, out, config)
-    no_tickets = () if config.deal == "dynamic" else (None,)
+    no_counter = () if config.scheduler == "dynamic" else (None,)
 
     def arguments(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, out if config.direct else None, None, None, *no_tickets
+        return q, k, v, out, None, None, lse, out if config.direct else None, None, None, *no_counter
 
-    again = repeat_forward(launch, out, lse, arguments, None if no_tickets else ticket_counter)
+    again = repeat_forward(launch, out, lse, arguments, None if no_counter else counter_of)
     if again is None:
         return None
 

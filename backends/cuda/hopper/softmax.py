@@ -1,4 +1,4 @@
-"""The softmax of the Hopper kernel: one step, with a running maximum (online softmax) or with a fixed one."""
+"""The softmax: one step of it, with a running maximum (online softmax) or with a fixed one."""
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
@@ -66,7 +66,7 @@ def _scores(s, score):
 
 @gluon.jit
 def _columns(s):
-    """The columns [1, BLOCK_N] of a block of scores in two parts: (that of the lane, a constant of the program).
+    """The columns [1, BLOCK_N] of a block of scores as two summands: (that of the lane, a constant of the program).
 
     A thread's columns are those of its lane, 2 * (lane % 4), plus constants. With the lane's part on the rows' side of
     a comparison or difference the other side is a constant; else the columns would fill up to 32 registers.

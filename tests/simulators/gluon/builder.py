@@ -20,7 +20,7 @@ from . import barriers, inline_asm
 from .atomics import add_scalar
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
-from .marks import ARRIVE_MARK, RELEASE_MARK, WAIT_MARK, take_mark
+from .markers import ARRIVE_MARKER, RELEASE_MARKER, WAIT_MARKER, take_marker
 from .mma import product
 from .numerics import flush, narrow, poison, stored, widen
 from .program import Program
@@ -244,24 +244,26 @@ class Builder(InterpreterBuilder):
         barriers.invalidate(view)
 
     def create_mbarrier_expect(self, view: SharedView, size: int, pred: TensorHandle) -> None:
-        take_mark("mbarrier.expect")
+        take_marker("mbarrier.expect")
         self.program.scheduler.pause()
         if _scalar(pred):
             barriers.barrier_at(view).expect(size)
 
     def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
-        mark = take_mark("mbarrier.arrive", RELEASE_MARK, ARRIVE_MARK)
-        if mark == ARRIVE_MARK:
+        marker = take_marker("mbarrier.arrive", RELEASE_MARKER, ARRIVE_MARKER)
+        if marker == ARRIVE_MARKER:
             if count != barriers.WARP or current().num_warps != 1:
-                raise InvalidOperand(f"{location()}: an arrival by lane is one of each of a warp, not {count}")
-        elif mark is not None and not count == current().num_warps == 4:
-            raise InvalidOperand(f"{location()}: an arrival by warp is one of each of 4, not {count}")
+                raise InvalidOperand(f"{location()}: an arrival per lane is one of each of a warp, not {count}")
+        elif marker is not None and not count == current().num_warps == 4:
+            raise InvalidOperand(f"{location()}: an arrival per warp is one of each of 4, not {count}")
         self.program.scheduler.pause()
         if _scalar(pred):
             barriers.barrier_at(view).arrive(count)
 
     def create_mbarrier_wait(self, view: SharedView, phase: TensorHandle, pred: TensorHandle, deps: list[Any]) -> None:
-        take_mark("mbarrier.wait", WAIT_MARK)  # it frees warps of a partition from each other, which run in step here
+        take_marker(
+            "mbarrier.wait", WAIT_MARKER
+        )  # it frees warps of a partition from each other, which run in step here
         if _scalar(pred):
             barriers.barrier_at(view).wait(_scalar(phase))
 

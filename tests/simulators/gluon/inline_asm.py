@@ -1,4 +1,4 @@
-"""The inline assembly that kernels use: named barriers, marks, tickets, pairs of 16 bits, functions by name."""
+"""The inline assembly that kernels use: named barriers, markers, tile counter, pairs of 16 bits, functions by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.runtime.interpreter import TensorHandle
 
 from .atomics import OfFirstLane, add_scalar
 from .errors import BarrierMisuse, InvalidOperand, location
-from .marks import MARKS, mark
+from .markers import MARKERS, leave_marker
 from .numerics import flush, narrow
 from .scheduler import current
 
@@ -61,11 +61,11 @@ _RESULT = "mov.b32 $0, 0;"
 _SAID: dict[str, Callable[[], None]] = {
     "griddepcontrol.wait;": _await_kernels_before,
     "cp.async.bulk.wait_group 0;": _await_stores,
-    **{text: partial(mark, text) for text in MARKS},
+    **{text: partial(leave_marker, text) for text in MARKERS},
 }
 
 
-# A ticket: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
+# The tile counter: the first lane adds 1 to the number at an address, and later hands what was there to all lanes.
 _DRAW = re.compile(
     r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); mov\.u32 \2, %laneid; setp\.eq\.u32 \1, \2, 0; mov\.b32 \$0, 0; "
     r"@\1 atom\.global\.relaxed\.gpu\.add\.u32 \$0, \[\$1\], 1; \}"
@@ -76,7 +76,7 @@ _SHARE = re.compile(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;")
 def _draw(pointer: TensorHandle) -> TensorHandle:
     task = current()
     if task.num_warps != 1:
-        raise InvalidOperand(f"{task.name} draws a ticket at {location()} in each of its {task.num_warps} warps")
+        raise InvalidOperand(f"{task.name} draws a number at {location()} in each of its {task.num_warps} warps")
     return OfFirstLane(add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELAXED))
 
 
@@ -115,8 +115,8 @@ _UNLESS_ZERO = re.compile(
 
 
 def _any_in_warp(factors: np.ndarray) -> TensorHandle:
-    by_warp = (factors.reshape(-1, 16) != 1).any(axis=1)
-    return TensorHandle(np.repeat(by_warp, 16).astype(np.int32), tl.int32)
+    per_warp_arrive = (factors.reshape(-1, 16) != 1).any(axis=1)
+    return TensorHandle(np.repeat(per_warp_arrive, 16).astype(np.int32), tl.int32)
 
 
 def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> TensorHandle:

@@ -15,7 +15,7 @@ from .clock import Clock
 from .errors import KernelBug
 from .global_memory import GlobalMemory
 from .language import Function, Tensor, TensorDescriptor
-from .marks import leave_no_mark
+from .markers import leave_no_marker
 from .pristine import language_as_imported
 from .program import Program
 from .scheduler import Scheduler, Task
@@ -123,7 +123,7 @@ class InterpretedKernel:
         def body() -> None:
             program.semantic = Semantic(program)
             self._function(**values)
-            leave_no_mark()
+            leave_no_marker()
             program.finish()
 
         task = Task(body, f"program {index[0]}", program, options.get("num_warps", 4), Clock())

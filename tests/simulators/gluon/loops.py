@@ -2,7 +2,8 @@
 
 A Python number that a loop changes becomes a number of the running kernel where the loop begins: int32 or float32, with
 that type's range, and with division that rounds towards zero. So before each loop every name that it assigns is passed
-through `CARRIED`. Loops over `static_range` are unrolled and carry nothing.
+through `CARRIED`. Loops over `static_range` are unrolled and carry nothing. A constant defined in one would be defined
+in each round, which the compiler refuses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType
+
+from .errors import InvalidOperand
 
 CARRIED = "__carried"
 
@@ -45,6 +48,12 @@ class _Carry(ast.NodeTransformer):
     def _visit_loop(self, loop: ast.For | ast.While) -> list[ast.stmt] | ast.stmt:
         self.generic_visit(loop)
         if _is_static(loop):
+            for node in ast.walk(loop):
+                if isinstance(node, ast.AnnAssign) and "constexpr" in ast.unparse(node.annotation):
+                    name = ast.unparse(node.target)
+                    raise InvalidOperand(
+                        f"line {node.lineno} defines the constant {name} in each round of a static_range"
+                    )
             return loop
         lines = [
             f"try:\n    {name} = {CARRIED}({name})\nexcept NameError:\n    pass"

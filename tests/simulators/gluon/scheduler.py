@@ -37,7 +37,7 @@ class Task:
         self.body, self.name, self.program, self.num_warps = body, name, program, num_warps
         self.clock = clock
         self.steps = 0
-        self.mark: str | None = None  # what the next instruction of some kind means, see `marks.py`
+        self.marker: str | None = None  # what the next instruction of some kind means, see `markers.py`
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = lambda: "its turn"
         self.weight = 1.0

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import TensorHandle
 from .builder import Builder
 from .errors import InvalidOperand, location
 from .layouts import inference
-from .marks import leave_no_mark
+from .markers import leave_no_marker
 from .program import COMPILER_BARRIERS, Program
 from .scheduler import Task, current
 
@@ -167,6 +167,6 @@ def _values(x: Any) -> Iterator[Any]:
 def _call(function: Any, args: Any) -> Any:
     def call() -> None:
         function(*args)
-        leave_no_mark()
+        leave_no_marker()
 
     return call

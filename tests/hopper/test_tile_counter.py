@@ -1,45 +1,45 @@
-"""Whose ticket counter a launch gets."""
+"""Whose tile counter a launch gets."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from diyfa.backends.cuda.gluon import tile_counter as sm90_tickets
-from diyfa.backends.cuda.gluon.tile_counter import ticket_counter
+from diyfa.backends.cuda.gluon import tile_counter
+from diyfa.backends.cuda.gluon.tile_counter import counter_of
 
 
 @pytest.fixture(autouse=True)
 def no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90_tickets, "_counters", {})
+    monkeypatch.setattr(tile_counter, "_counters", {})
 
 
 def test_launches_on_one_stream_share_a_counter() -> None:
     x = torch.zeros(1)
-    counter = ticket_counter(x)
+    counter = counter_of(x)
     assert counter.dtype == torch.int32 and counter.tolist() == [0, 0]
-    assert ticket_counter(x) is counter
+    assert counter_of(x) is counter
 
 
 def test_each_launch_in_a_graph_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
-    kept = ticket_counter(x)
-    monkeypatch.setattr(sm90_tickets, "_is_capturing", lambda x: True)
-    first, second = ticket_counter(x), ticket_counter(x)
+    kept = counter_of(x)
+    monkeypatch.setattr(tile_counter, "_is_capturing", lambda x: True)
+    first, second = counter_of(x), counter_of(x)
     assert len({kept.data_ptr(), first.data_ptr(), second.data_ptr()}) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: streams and graphs")
 def test_streams_and_graphs_do_not_share() -> None:
     x = torch.zeros(1, device="cuda")
-    here = ticket_counter(x)
+    here = counter_of(x)
     with torch.cuda.stream(torch.cuda.Stream()):
-        other = ticket_counter(x)
-        assert ticket_counter(x) is other
+        other = counter_of(x)
+        assert counter_of(x) is other
     assert other.data_ptr() != here.data_ptr() and other.tolist() == [0, 0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ticket_counter(x)
+        captured = counter_of(x)
         captured += 1
     for _ in range(2):
         graph.replay()
