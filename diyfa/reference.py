@@ -9,16 +9,19 @@ and a non-finite value must reach exactly the rows that see it, which `_weighted
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, position_words
+from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, as_bhsd
 
 _INF = float("inf")
 
-# (q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p) -> out, lse: `_attend`.
+# (q, k, v, lengths, options, keep) -> out, lse: `_attend`.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -83,35 +86,30 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    seq_lens: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    attn_bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    lengths: Lengths,
+    options: AttentionOptions,
     keep: torch.Tensor | None,
-    dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, H, Sq, D), (B, Hk, Sk, D) and (B, Hk, Sk, Dv) -> out and lse; `keep` is the dropout mask, True where kept."""
     dtype = q.dtype
     stat_dtype = torch.promote_types(dtype, torch.float32)  # of the softmax statistics
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
+    window, seq_lens, sinks = (options.window_left, options.window_right), lengths.seq_lens, options.sinks
     visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
     if seq_lens is not None:
         valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
         q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
     k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
 
-    scores = _product(q * scale, k.transpose(-1, -2))
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
+    scores = _product(q * options.sm_scale, k.transpose(-1, -2))
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(stat_dtype).expand(batch, heads)[:, :, None, None]
         scores = (scores - slopes * distance.abs()).to(dtype)
-    if attn_bias is not None:
-        scores = scores + attn_bias.to(dtype)
+    if options.attn_bias is not None:
+        scores = scores + options.attn_bias.to(dtype)
     scores = scores.to(stat_dtype).masked_fill(~visible, -_INF)
 
     # Softmax by hand: rows without a key must give 0 and not NaN, and the sink joins the denominator only.
@@ -129,7 +127,7 @@ def _attend(
     weights = weights / total
     lse = (row_max + total.log()).masked_fill(empty | ~valid_q, _INF).squeeze(-1)
     if keep is not None:
-        weights = torch.where(keep, weights / (1 - dropout_p), 0)
+        weights = torch.where(keep, weights / (1 - options.dropout_p), 0)
         visible = visible & keep
     out = _weighted_sum(weights.to(dtype), v, visible)
     out = torch.where(total.isnan(), float("nan"), out)  # as it is already, but where a row has no key or keeps none
@@ -137,38 +135,29 @@ def _attend(
 
 
 def _attend_each(
-    attend: Attend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends: list[tuple[tuple[int, int], tuple[int, int]]],
-    scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-    dropout_p: float,
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences one by one; `ends` holds the rows ((q0, q1), (k0, k1)) of each."""
+    """Packed sequences one by one."""
+    assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None, "packed sequences come with both"
+    ends = list(zip(pairwise(lengths.cu_seqlens_q.tolist()), pairwise(lengths.cu_seqlens_k.tolist()), strict=True))
     heads, stat_dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
     keys = None
-    if rng_state is not None and dropout_p:
-        seed, offset = rng_state.tolist()
+    if options.rng_state is not None:
+        seed, offset = options.rng_state.tolist()
         keys = head_keys(len(ends), heads, seed, offset, q.device)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        slopes = alibi_slopes
-        if alibi_slopes is not None and alibi_slopes.dim() == 2:
-            slopes = alibi_slopes[b : b + 1]
+        slopes = options.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
         keep = None
         if keys is not None:
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
-            keep = element_levels(*words) >= drop_threshold(dropout_p)  # what dropout_mask has for sample b
-        part, part_lse = attend(q_b, k_b, v_b, scale, window, softcap, None, slopes, None, sinks, keep, dropout_p)
+            keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # what dropout_mask has for sample b
+        part, part_lse = attend(q_b, k_b, v_b, WHOLE, replace(options, alibi_slopes=slopes), keep)
         out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
     return out, lse
 
@@ -216,9 +205,9 @@ def reference_attention(
             combine, dropout without rng_state; shapes that do not fit raise what PyTorch raises.
     """
     out, lse = attention_by(
-        _attend, q, k, v, causal, sm_scale, seq_lens, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype,
+        _attend, q, k, v, causal=causal, sm_scale=sm_scale, seq_lens=seq_lens, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=layout, dtype=dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -228,44 +217,35 @@ def attention_by(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    seq_lens: torch.Tensor | None = None,
     *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
     layout: str = "bhsd",
+    causal: bool = False,
+    window: tuple[int, int] = UNBOUNDED,
+    sm_scale: float | None = None,
     dtype: torch.dtype | None = None,
+    **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` on (B, H, S, D) views of q, k, v in any layout, on packed sequences one by one -> out and lse.
 
-    Arguments and errors are those of `reference_attention`.
+    Arguments (`given` are the others) and errors are those of `reference_attention`.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
-    if dropout_p and rng_state is None:
-        raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
-    dtype = dtype or q.dtype
+    lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    bounds = (window[0], 0 if causal else window[1])
-    keep = None
+    left, right = window
+    options = AttentionOptions(layout, scale, left, 0 if causal else right, **given)
+    dtype, seq_lens = dtype or q.dtype, lengths.seq_lens
+    if options.dropout_p and options.rng_state is None:
+        raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
+    if not options.dropout_p:
+        options = replace(options, rng_state=None)
+    keep, packed = None, lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
     if layout == VARLEN:
-        if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
+        if not packed or seq_lens is not None or options.attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")
-        ends = list(zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True))
-        out, lse = _attend_each(
-            attend, q.to(dtype), k.to(dtype), v.to(dtype), ends, scale, bounds, softcap, alibi_slopes, sinks, rng_state,
-            dropout_p,
-        )  # fmt: skip
-        return out, lse
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        return _attend_each(attend, q.to(dtype), k.to(dtype), v.to(dtype), lengths, options)
+    if lengths.cu_seqlens_q is not None or lengths.cu_seqlens_k is not None:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
     leading = q.shape[:-2]
     if not (q.dim() == k.dim() == v.dim() >= 2) or (layout != "bhsd" and q.dim() != 4):
@@ -279,10 +259,10 @@ def attention_by(
     elif q.dim() > 4:
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
-    if rng_state is not None and dropout_p:
-        seed, offset = rng_state.tolist()
-        keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p, seed, offset, q.device)
-    out, lse = attend(q, k, v, scale, bounds, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p)
+    if options.rng_state is not None:
+        seed, offset = options.rng_state.tolist()
+        keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], options.dropout_p, seed, offset, q.device)
+    out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
     if len(leading) != 2:
         out, lse = out.reshape(*leading, *out.shape[-2:]), lse.reshape(*leading, lse.shape[-1])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.options import AttentionOptions, Lengths
 from diyfa.reference import attention_by, visible_keys
 
 _INF = float("inf")
@@ -124,9 +125,10 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _prepared(
-    q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p
+    q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _Call]:
     """q, k and v with zeros beyond the sequences' ends, which queries exist, and the rest of the call."""
+    window, seq_lens, alibi_slopes = (options.window_left, options.window_right), lengths.seq_lens, options.alibi_slopes
     batch, heads, seqlen_q, _ = q.shape
     seqlen_k, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
     visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
@@ -136,21 +138,23 @@ def _prepared(
     alibi = None
     if alibi_slopes is not None:
         alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()
-    return q, k, v, valid_q, _Call(scale, softcap, visible, alibi, keep, 1 / (1 - dropout_p))
+    return q, k, v, valid_q, _Call(options.sm_scale, options.softcap, visible, alibi, keep, 1 / (1 - options.dropout_p))
 
 
-def _attend(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p):
-    q, k, v, valid_q, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
-    out, lse = _FlashAttention.apply(q, k, v, attn_bias, sinks, call)
+def _attend(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None):
+    q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
+    out, lse = _FlashAttention.apply(q, k, v, options.attn_bias, options.sinks, call)
     return torch.where(valid_q, out, 0), lse.masked_fill(~valid_q.squeeze(-1), _INF)
 
 
-def _row_maxima(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, attn_bias, sinks, keep, dropout_p):
-    q, k, v, _, call = _prepared(q, k, v, scale, window, softcap, seq_lens, alibi_slopes, keep, dropout_p)
-    scores = _scores_log2(q, k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1), attn_bias, call)[0] * LN2
+def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None):
+    q, k, v, _, call = _prepared(q, k, v, lengths, options, keep)
+    scores = (
+        _scores_log2(q, k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1), options.attn_bias, call)[0] * LN2
+    )
     candidates = [scores, scores.new_full((*scores.shape[:-1], 1), -_INF)]
-    if sinks is not None:
-        candidates.append(sinks.to(scores.dtype)[:, None, None].expand_as(candidates[-1]))
+    if options.sinks is not None:
+        candidates.append(options.sinks.to(scores.dtype)[:, None, None].expand_as(candidates[-1]))
     return q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.cat(candidates, -1).amax(-1)
 
 

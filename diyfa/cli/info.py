@@ -15,6 +15,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from diyfa import options
 from diyfa.bench.record import cpu_name, versions
 from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
@@ -35,20 +36,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float16": {},
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
-    "causal": {"window_right": 0},
-    "window": {"window_left": 256, "window_right": 0},
     "grouped-query": {"heads_kv": 2},
     "D = 256": {"head_dim": 256, "head_dim_v": 256},
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
     "V of another D": {"head_dim": 192, "head_dim_v": 128},
-    "seq_lens": {"seq_lens": True},
-    "packed sequences": {"layout": "thd", "total_q": 4096, "total_k": 4096},
-    "softcap": {"softcap": 30.0},
-    "ALiBi": {"alibi": True},
-    "attn_bias": {"bias": "float32"},
-    "sinks": {"sinks": True},
-    "dropout": {"dropout": True},
-    "deterministic": {"deterministic": True},
+    **{feature.label: feature.example for feature in options.FEATURES if feature.label},
 }
 
 

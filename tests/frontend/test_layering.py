@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import diyfa
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -62,9 +64,37 @@ def test_front_end_imports_no_backend(path: Path) -> None:
         assert name.split(".")[0] not in KERNEL_LANGUAGES, f"{path} imports {name} when it is imported"
 
 
+# Their parameters are given: those of flash_attn and torch_npu.
+FOREIGN_SIGNATURES = {
+    "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
+    "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments",
+}  # fmt: skip
+MOST_PARAMETERS = 10
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether its parameters are the options of a command line."""
+    return any("app.command" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+@pytest.mark.parametrize("path", FRONT_END_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_public_functions_take_many_parameters(path: Path) -> None:
+    """What a call has besides tensors travels in `Lengths` and `AttentionOptions`."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = node.args
+            count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+            public = node.name in {*diyfa.__all__, *FOREIGN_SIGNATURES} or is_command(node)
+            assert count <= MOST_PARAMETERS or public, f"{path}: {node.name} takes {count} parameters"
+
+
 @pytest.mark.parametrize("module", ["problem.py", "arch.py", "dropout.py"])
 def test_the_protocol_imports_nothing_of_diyfa(module: str) -> None:
     assert not [name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")]
+
+
+def test_options_import_the_protocol_only() -> None:
+    assert [name for name in imports(ROOT / "diyfa" / "options.py") if name.startswith("diyfa")] == ["diyfa.problem"]
 
 
 def test_testing_needs_no_test_framework() -> None:

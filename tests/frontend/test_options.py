@@ -1,0 +1,77 @@
+"""The table of features is complete, and nothing is lost between the objects of a call and the operators' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from diyfa import options
+from diyfa.options import FEATURES, AttentionOptions, Lengths
+from diyfa.problem import AttentionProblem, AttentionTensors
+
+# Fields of a problem that the device and q, k and v decide.
+BY_TENSORS = {
+    "device_type", "arch", "dtype", "heads_q", "heads_kv", "head_dim", "head_dim_v", "aligned", "total_q", "total_k",
+}  # fmt: skip
+
+
+def names_of(cls: type) -> set[str]:
+    return {field.name for field in fields(cls) if field.init}
+
+
+def a_call() -> tuple[Lengths, AttentionOptions]:
+    """Every field has a value of its own."""
+    vector = torch.arange(12, dtype=torch.int32)
+    lengths = Lengths(vector[:3], vector[3:6], vector[:2], 7, 5)
+    checked = AttentionOptions(
+        layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5,
+        alibi_slopes=torch.rand(4), attn_bias=torch.rand(5, 7), sinks=torch.rand(8)[::2],
+        rng_state=torch.tensor([1, 2]),
+        deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",
+    )  # fmt: skip
+    assert all(getattr(checked, f.name) != f.default for f in fields(AttentionOptions) if "Tensor" not in str(f.type))
+    return lengths, checked
+
+
+def test_every_field_has_a_row() -> None:
+    assert names_of(Lengths) | names_of(AttentionOptions) == {feature.name for feature in FEATURES} | {"packing"}
+    assert len({feature.name for feature in FEATURES}) == len(FEATURES)
+
+
+def test_every_field_of_a_problem_is_decided() -> None:
+    assert set(options.FACTS) == names_of(AttentionProblem) - BY_TENSORS
+    assert len(set(options.FACTS)) == len(options.FACTS)
+
+
+def test_every_optional_tensor_reaches_the_backends() -> None:
+    named = {feature.name for feature in options.TENSORS}
+    assert named == set(AttentionTensors._fields) - {"q", "k", "v", "sm_scale", "dropout_p"}
+    lengths, checked = a_call()
+    q, k, v = torch.rand(3, 2)
+    tensors = options.bind(q, k, v, lengths, checked)
+    assert (tensors.q, tensors.k, tensors.v, tensors.sm_scale, tensors.dropout_p) == (q, k, v, 0.25, 0.5)
+    for name in named:
+        given = getattr(lengths if name in options.LENGTHS else checked, name)
+        assert torch.equal(getattr(tensors, name), given)
+        assert (getattr(tensors, name) is given) == (name != "sinks")  # the strided ones are copied
+    assert tensors.sinks is not None and tensors.sinks.is_contiguous()
+
+
+def test_unpacking_is_the_opposite_of_packing() -> None:
+    lengths, checked = a_call()
+    arguments = options.pack(lengths, checked)
+    assert arguments == options.tensors_of(lengths, checked) + options.scalars_of(lengths, checked)
+    again = options.unpack(arguments, "kv")
+    for before, after in zip((lengths, checked), again, strict=True):
+        for field in fields(before):
+            value, other = getattr(before, field.name), getattr(after, field.name)
+            assert other is value if isinstance(value, torch.Tensor) else other == value, field.name
+
+
+@pytest.mark.parametrize("name", [feature.name for feature in FEATURES if feature.label])
+def test_examples_change_a_problem(name: str) -> None:
+    (feature,) = (feature for feature in FEATURES if feature.name == name)
+    assert feature.example and set(feature.example) <= names_of(AttentionProblem)
+    assert feature.problem in {*feature.example, "batch"}
