@@ -72,19 +72,27 @@ FOREIGN_SIGNATURES = {
 MOST_PARAMETERS = 10
 
 
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it runs on a device, where every number is an argument."""
+    return any(
+        ast.unparse(decorator).split("(")[0] in ("triton.jit", "gluon.jit", "kernel")
+        for decorator in function.decorator_list
+    )
+
+
 def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether its parameters are the options of a command line."""
     return any("app.command" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", FRONT_END_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*FRONT_END_FILES, *BACKEND_FILES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_public_functions_take_many_parameters(path: Path) -> None:
     """What a call has besides tensors travels in `Lengths` and `AttentionOptions`."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = node.args
             count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
-            public = node.name in {*diyfa.__all__, *FOREIGN_SIGNATURES} or is_command(node)
+            public = node.name in {*diyfa.__all__, *FOREIGN_SIGNATURES} or is_command(node) or is_kernel(node)
             assert count <= MOST_PARAMETERS or public, f"{path}: {node.name} takes {count} parameters"
 
 

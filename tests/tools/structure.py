@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MOST_HOST_PARAMETERS = 10
 MOST_GLUON_PARAMETERS = 15
-# What users call, where each argument has a name of its own; the schemas of operators are lists by nature.
+# What users call, where each argument has a name of its own.
 PUBLIC = {
     "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/selector.py", "diyfa/reference.py",
     "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py", "diyfa/integrations/npu_fusion_attention.py",
@@ -59,8 +59,8 @@ def functions(trees: dict[str, ast.Module]) -> Iterator[Function]:
 
 def is_public(function: Function) -> bool:
     """Whether users or PyTorch call it by these parameters."""
-    own_schema = function.file == "diyfa/ops.py" and function.name in ("_matmul", "_matmul_fake", "matmul")
-    return own_schema or (function.file in PUBLIC and not function.name.startswith("_")) or "/cli/" in function.file
+    foreign = function.name.startswith("_flash_attn_") or function.name == "fusion_attention_arguments"
+    return foreign or (function.file in PUBLIC and not function.name.startswith("_")) or "/cli/" in function.file
 
 
 def too_many_parameters(found: list[Function]) -> list[Function]:

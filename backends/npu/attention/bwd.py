@@ -53,6 +53,17 @@ def _flags(problem: AttentionProblem, kernel: str) -> dict[str, bool | str]:
     return flags
 
 
+def _slope_stride(tensors: AttentionTensors) -> int:
+    """From one sample's slopes to the next one's."""
+    slopes = tensors.alibi_slopes
+    return 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
+
+
+def _sizes(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[float, ...]:
+    """The scalars and sizes that all kernels with matrix products take."""
+    return (*attention_scalars(problem, tensors.sm_scale, tensors.dropout_p), *attention_sizes(problem))
+
+
 def _launch_dbias(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -63,8 +74,6 @@ def _launch_dbias(
     bias: Bias,
     dbias: torch.Tensor,
     stride: Mapping[str, tuple[int, ...]],
-    slope_stride: int,
-    sizes: tuple[float, ...],
     shared: dict[str, object],
 ) -> None:
     """Fill the gradient of the bias."""
@@ -98,8 +107,9 @@ def _launch_dbias(
         _bwd_dbias_kernel[(cube_programs(problem.arch, q.device, tasks),)](
             q, k, v, dout, lse, delta, tensors.seq_lens, tensors.alibi_slopes, bias.tensor, tensors.rng_state,
             written.tensor,
-            *stride["q"], *stride["k"], *stride["v"], *stride["dout"], *written.strides, slope_stride, *bias.strides,
-            *sizes, own_batch, own_heads,
+            *stride["q"], *stride["k"], *stride["v"], *stride["dout"],
+            *written.strides, _slope_stride(tensors), *bias.strides,
+            *_sizes(problem, tensors), own_batch, own_heads,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BIAS=bias.dims, **shared, **flags,
             **launch_options(tile, problem.arch),
         )  # fmt: skip
@@ -134,8 +144,7 @@ def attention_bwd(
     v, stride["v"] = addressed(tensors.v, problem.layout)
     dout, stride["dout"] = addressed(dout, problem.layout)
     bias = as_read(tensors.attn_bias)
-    slope_stride = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
-    feature_strides = (slope_stride, *bias.strides)
+    feature_strides = (_slope_stride(tensors), *bias.strides)
     shared: dict[str, object] = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -145,8 +154,7 @@ def attention_bwd(
     }
     cut = {**shared, **cut_columns(problem.head_dim, widest_product(problem.dtype))}
     lengths = (tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    scalars = attention_scalars(problem, tensors.sm_scale, tensors.dropout_p)
-    sizes = (*scalars, *attention_sizes(problem))
+    sizes = _sizes(problem, tensors)
     rows = preprocess_rows(problem)
     with device_guard(q):
         tasks = triton.cdiv(row_sizes[2], rows) * row_sizes[0] * heads_q
@@ -184,7 +192,7 @@ def attention_bwd(
         )  # fmt: skip
         tensors = tensors._replace(q=q, k=k, v=v)
         if dbias is not None:
-            _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, slope_stride, sizes, shared)
+            _launch_dbias(problem, tensors, lse, dout, delta, dlse, bias, dbias, stride, shared)
         if dsinks is not None:
             _bwd_dsinks_kernel[(vector_programs(problem.arch, q.device, heads_q),)](
                 tensors.sinks, lse, delta, dsinks, *row_sizes, BLOCK_M=PREPROCESS_ROWS
