@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, ops, registry, validation
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -42,20 +42,21 @@ def packed_lengths(
 
 
 def checked_options(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, given: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: dict[str, Any]
 ) -> AttentionOptions:
     """Check every argument of one call and fill in the defaults.
 
-    `given` holds fields of `AttentionOptions` and what stands for some of them in the public functions: `causal` and
-    `window`, a scale and a backend that may be None. A dropout mask's state is drawn if none is given.
+    `options` hold fields of `AttentionOptions` and what stands for some of them in the public functions: `causal` and
+    `window`, a scale and a backend that may be None; they are used up. Without a given state of the dropout mask one is
+    drawn.
     """
-    options = dict(given)
     sizes = validation.check_shapes(q, k, v, lengths, options["layout"])
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p)
     left, right = validation.check_window(options.pop("window", UNBOUNDED))
-    validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens, **options})
+    validation.check_optional_tensors(q, sizes, options)
     if lengths.seq_lens is not None:
+        validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens})
         validation.check_values(lengths.seq_lens, sizes["k"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
@@ -65,10 +66,9 @@ def checked_options(
     elif options.get("rng_state") is None:
         options["rng_state"] = new_rng_state(q.device)
     if torch.is_grad_enabled():
-        bias, sinks = options.get("attn_bias"), options.get("sinks")
-        options["bias_grad"] = bias_grad = bias is not None and bias.requires_grad
-        sinks_grad = sinks is not None and sinks.requires_grad
-        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bias_grad or sinks_grad
+        learned = [name for name in DIFFERENTIABLE if options.get(name) is not None and options[name].requires_grad]
+        options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
+        options["bias_grad"] = "attn_bias" in learned
     options["backend"] = options.get("backend") or registry.forced_backend()
     return AttentionOptions(**options)
 

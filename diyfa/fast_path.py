@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from diyfa.options import OPTIONAL_TENSORS, AttentionOptions
+from diyfa.options import AttentionOptions, has_optional_tensors
 from diyfa.problem import AttentionProblem, Kernel
 
 Repeat = Callable[..., Any]
@@ -73,9 +73,8 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, A
 
     None where there is no fast path: something looks on, there are optional tensors, or q, k, v are no plain tensors.
     """
-    for name in OPTIONAL_TENSORS:
-        if given.get(name) is not None:
-            return None
+    if has_optional_tensors(given):
+        return None
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are

@@ -83,7 +83,7 @@ def _attend(
     given["packing"] = packing
     key = None if lengths is not None else fast_path.key_of(q, k, v, given)
     plan = None if key is None else fast_path.find(key)
-    first, second, third = (*owners, None, None)[:3]
+    first, second, third = (*owners, None, None)[:3] if packing else owners
     if plan is not None:
         result = ops.run_plan(plan, q, k, v, return_attn_probs, (first, second, third))
         return (*result, q.new_empty(0)) if return_attn_probs else result
@@ -296,7 +296,9 @@ def _backward(
     q, k, v, out, softmax_lse = saved
     validation.check_booleans(causal=given["causal"], deterministic=given["deterministic"])
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
-    if given["dropout_p"] and given["rng_state"] is None:
+    if not given["dropout_p"]:
+        given["rng_state"] = None  # whatever it is, it says nothing
+    elif given["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
     lengths, options = _checked(q, k, v, lengths, given)
     options = replace(options, needs_grad=True)

@@ -31,6 +31,7 @@ from diyfa.options import (
     facts_of,
     pack,
     scalars_of,
+    tensors_among,
     tensors_of,
     unpack,
 )
@@ -420,7 +421,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *optional = ctx.saved_tensors
         lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
         dq, dk, dv, *rest = _differentiate(grads, (q, k, v), (out, lse), lengths, options)
-        of_features = iter(rest)
+        of_features = iter(rest)  # dbias and dsinks, in the order of the table
         gradients = [dq, None if k is None else dk, None if v is None else dv]
         gradients += [next(of_features) if feature.differentiable else None for feature in TENSORS]
         # An operator returns a tensor without elements where there is no gradient.
@@ -452,8 +453,8 @@ def _wants_grad(*tensors: torch.Tensor | None) -> bool:
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
     """The operator as autograd sees it: called from a traced program, which may be trained though it was traced not to
     be, or the other way round."""
-    lengths, options = unpack(features, packing)
-    if _differentiates_forward() or _wants_grad(q, k, v, *tensors_of(lengths, options)):
+    if _differentiates_forward() or _wants_grad(q, k, v, *tensors_among(features)):
+        lengths, options = unpack(features, packing)
         options = replace(options, needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
         return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
     with torch._C._AutoDispatchBelowAutograd():

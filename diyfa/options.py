@@ -176,7 +176,8 @@ NAMES = tuple(feature.name for feature in FEATURES)
 LENGTHS = tuple(f.name for f in fields(Lengths))
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 OPTIONAL_TENSORS = tuple(feature.name for feature in TENSORS if feature.name not in LENGTHS)
-CHECKED_TENSORS = tuple(feature for feature in TENSORS if feature.shape is not None)
+DIFFERENTIABLE = tuple(feature.name for feature in TENSORS if feature.differentiable)
+CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
 _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
 FACTS = tuple(feature.problem for feature in FEATURES if feature.problem)  # fields of AttentionProblem
 
@@ -184,7 +185,8 @@ FACTS = tuple(feature.problem for feature in FEATURES if feature.problem)  # fie
 def _reader(features: Sequence[Feature], rule: str = "") -> Callable[[Lengths, AttentionOptions], tuple[Any, ...]]:
     """A function of (lengths, options) that returns these fields; where a row has a rule, what it makes of the value.
 
-    Written out as a loop would be unrolled: it runs several times in every call, where a loop costs five times as much.
+    Its expression is generated, because a loop over the rows costs five times as much, several times in every call,
+    and torch.compile would guard every row.
     """
     rules = {f"{f.name}_rule": getattr(f, rule) for f in features if rule and getattr(f, rule) is not None}
     values = [f"{'lengths' if f.name in LENGTHS else 'options'}.{f.name}" for f in features]
@@ -202,13 +204,35 @@ facts_of = _reader([feature for feature in FEATURES if feature.problem], "fact")
 _as_backends_read = _reader(TENSORS, "prepared")
 
 
+# Of arguments by name, those that are optional tensors, and whether there are any but lengths.
+checked_tensors_in: Callable[[dict[str, Any]], dict[str, Any]] = eval(
+    f"lambda given: {{{', '.join(f'{name!r}: given.get({name!r})' for name in CHECKED_TENSORS)}}}"
+)
+has_optional_tensors: Callable[[dict[str, Any]], bool] = eval(
+    f"lambda given: {' or '.join(f'given.get({name!r}) is not None' for name in OPTIONAL_TENSORS)}"
+)
+
+
+def _by_name(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={name}" for name in names)
+
+
+_OPTIONS = [feature.name for feature in FEATURES if feature.name not in LENGTHS]
+_make: Callable[..., tuple[Lengths, AttentionOptions]] = eval(
+    f"lambda packing, {', '.join(NAMES)}: "
+    f"(Lengths({_by_name(LENGTHS)}), AttentionOptions(packing=packing, {_by_name(_OPTIONS)}))",
+    {"Lengths": Lengths, "AttentionOptions": AttentionOptions},
+)
+
+
+def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+    """The optional tensors, which come first in `SCHEMA`."""
+    return arguments[: len(TENSORS)]
+
+
 def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
     """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
-    given = dict(zip(NAMES, arguments, strict=True))
-    if given["cu_seqlens_k"] is None:  # the same offsets on both sides
-        given["cu_seqlens_k"] = given["cu_seqlens_q"]
-    lengths = Lengths(**{name: given.pop(name) for name in LENGTHS})
-    return lengths, AttentionOptions(packing=packing, **given)
+    return _make(packing, *arguments)
 
 
 def bind(
@@ -216,4 +240,6 @@ def bind(
 ) -> AttentionTensors:
     """What a backend gets."""
     optional = dict(zip(_TENSOR_NAMES, _as_backends_read(lengths, options), strict=True))
+    if optional["cu_seqlens_k"] is None:  # the same offsets on both sides
+        optional["cu_seqlens_k"] = optional["cu_seqlens_q"]
     return AttentionTensors(q, k, v, options.sm_scale, dropout_p=options.dropout_p, **optional)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from diyfa.options import ATTENTION_DTYPES as ATTENTION_DTYPES
-from diyfa.options import CHECKED_TENSORS, Lengths, Sizes
+from diyfa.options import CHECKED_TENSORS, Lengths, Sizes, checked_tensors_in
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
 
@@ -256,18 +256,18 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
 
 def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any]) -> None:
     """Kind, dtype, shape and device of the optional tensors in `given`, by their rows."""
-    for feature in CHECKED_TENSORS:
-        x = given.get(feature.name)
+    for name, x in checked_tensors_in(given).items():
         if x is None:
             continue
-        check_tensors(**{feature.name: x})
+        feature = CHECKED_TENSORS[name]
+        check_tensors(**{name: x})
         if x.dtype not in feature.dtypes:
-            raise TypeError(f"{feature.name} must be {feature.dtypes_in_words}, got {x.dtype}")
+            raise TypeError(f"{name} must be {feature.dtypes_in_words}, got {x.dtype}")
         assert feature.shape is not None, "or it is not checked here"
         if problem := feature.shape(x, sizes):
-            raise ValueError(f"{feature.name} must {problem}")
+            raise ValueError(f"{name} must {problem}")
         if x.device != q.device:
-            check_same_device(q, **{feature.name: x})
+            check_same_device(q, **{name: x})
 
 
 def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
