@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from subprocesses import ROOT, run_python
+from subprocesses import SUPPORT, run_python
 from targets import TARGETS
 
 from diyfa.dropout import dropout_mask
@@ -30,7 +30,7 @@ def mask_in_tiles(backend, state, b, h, origin, block_m, block_n, transposed):
     """Elements [rows, columns] of the mask from the kernel."""
     from dropout_kernels import constants, mask_kernel
 
-    helpers = importlib.import_module(f"diyfa.backends.{backend}.dropout")
+    helpers = importlib.import_module(f"diyfa.backends.{backend}.attention.dropout")
     row0, column0, rows, columns = origin
     device = TARGETS[backend].device if backend in TARGETS else "cpu"
     rng_state = torch.tensor([signed(x) for x in state]).to(device)
@@ -86,9 +86,7 @@ print(json.dumps([asdict(r) for r in aot.compile_all("{arch}", [dropout_kernels.
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_cuda_helpers_compile(arch, tmp_path) -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
-    out = run_python(
-        COMPILE_CUDA.format(arch=arch), ROOT / "tests", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
-    )
+    out = run_python(COMPILE_CUDA.format(arch=arch), SUPPORT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     reports = json.loads(out)
     assert len(reports) == 4
     for report in reports:

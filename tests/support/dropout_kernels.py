@@ -43,7 +43,7 @@ def mask_kernel(
 
 
 def constants(helpers, block_m, block_n, transposed):
-    """The kernel's constexprs for the module `diyfa.backends.<backend>.dropout`."""
+    """The kernel's constexprs for the module `diyfa.backends.<backend>.attention.dropout`."""
     return {
         "HEAD_KEYS": helpers.head_keys,
         "POSITION_WORDS": helpers.position_words,
