@@ -6,6 +6,7 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -42,6 +43,15 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _has_block_pointers() -> bool:
+    """Whether this Triton still has what the NPU kernels read tiles by."""
+    try:
+        release = version("triton")
+    except PackageNotFoundError:  # triton-ascend has them, and another name; or there is none
+        return _has_triton()
+    return tuple(int(part) for part in release.split(".")[:2]) < (3, 9)
+
+
 def _has_npu() -> bool:
     npu = getattr(torch, "npu", None)
     return npu is not None and npu.is_available()
@@ -63,7 +73,7 @@ def available_targets() -> dict[str, Target]:
             interpreted = os.environ.get("TRITON_INTERPRET") == "1"
             if asked and _has_npu():
                 found[name] = Target("npu", "npu", interpreted)
-            elif asked or (interpreted and _exists("npu") and _has_triton()):
+            elif asked or (interpreted and _exists("npu") and _has_block_pointers()):
                 found[name] = Target("npu", "cpu", True)
         elif name not in ("cpu", "cuda"):
             raise ValueError(f"DIYFA_TEST_BACKENDS names an unknown backend: {name!r}")
