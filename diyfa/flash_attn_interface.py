@@ -18,7 +18,6 @@ Below the public functions stand the private ones that sequence-parallel librari
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -277,7 +276,7 @@ def _forward(
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
     lengths, options = _checked(q, k, v, lengths, given)
-    options = replace(options, needs_grad=True)
+    options = options._replace(needs_grad=True)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
         probabilities = signed_probabilities(q, k, lse, lengths, options) if return_softmax else q.new_empty(0)
@@ -301,7 +300,7 @@ def _backward(
     elif given["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
     lengths, options = _checked(q, k, v, lengths, given)
-    options = replace(options, needs_grad=True)
+    options = options._replace(needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -11,7 +11,6 @@ a call (torch.compile, torch.export) records the operator alone and can still di
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -455,7 +454,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
     be, or the other way round."""
     if _differentiates_forward() or _wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
-        options = replace(options, needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
+        options = options._replace(needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
         return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)

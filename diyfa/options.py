@@ -1,16 +1,16 @@
 """What a call has besides q, k and v, as two objects, `Lengths` and `AttentionOptions`, and the table of their fields.
 
-A public function checks its arguments once and makes these two; everything behind it takes them whole. `FEATURES` has
-one row for each of their fields. From the rows come the checks of optional tensors, the operators' schema, the flat
-arguments that the schema wants (`pack`, `unpack`), what decisions depend on, which gradients there are, and the rows of
-the feature tables. A new feature is a field and a row.
+A public function checks its arguments once and makes these two; everything behind it takes them whole. They are named
+tuples, because every call makes some. `FEATURES` has one row for each of their fields. From the rows come the checks of
+optional tensors, the operators' schema, the flat arguments that the schema wants (`pack`, `unpack`), what decisions
+depend on, which gradients there are, and the rows of the feature tables. A new feature is a field and a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNBOUNDED = (-1, -1)  # a window that hides nothing
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """How long the sequences of one call are. Without tensors: as long as q and k."""
 
     cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: packed sequence b is rows [b] to [b + 1] of q
@@ -34,8 +33,7 @@ class Lengths:
 WHOLE = Lengths()
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """The options and optional tensors of one call, checked, with the defaults filled in.
 
     `packing` says which of q, k, v share one tensor: "" none, "kv" (k is both, v None) or "qkv" (q is all, k, v None).
@@ -173,7 +171,7 @@ FEATURES = (
 
 SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
 NAMES = tuple(feature.name for feature in FEATURES)
-LENGTHS = tuple(f.name for f in fields(Lengths))
+LENGTHS = Lengths._fields
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 OPTIONAL_TENSORS = tuple(feature.name for feature in TENSORS if feature.name not in LENGTHS)
 DIFFERENTIABLE = tuple(feature.name for feature in TENSORS if feature.differentiable)

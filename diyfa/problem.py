@@ -5,6 +5,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 * `AttentionProblem` and `MatmulProblem`: hashable descriptions without tensors, so a decision is a pure function
   and can be cached, explained and tested without a device;
 * `AttentionTensors`: the tensors of one call, in the layout that the problem names;
+* `Launch`: one kernel with all that it is launched with;
 * `Kernel` and `Backend`: the protocol between the front end and an accelerator.
 """
 
@@ -203,6 +204,19 @@ def refuse_features(problem: AttentionProblem, supported: frozenset[str], who: s
     """Reason why `who` cannot run `problem` when it uses a feature outside `supported`, else None."""
     missing = sorted(problem.features - supported)
     return f"{who} does not implement {', '.join(missing)}" if missing else None
+
+
+class Launch(NamedTuple):
+    """One kernel with all that it is launched with: what a launcher returns.
+
+    The same description is run, repeated for equal calls and, made from tensors without memory, compiled ahead of time.
+    """
+
+    kernel: Any  # a jit function
+    grid: int
+    arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
+    constants: dict[str, Any]  # the constexprs, by name
+    options: dict[str, Any]  # the compiler's: num_warps …
 
 
 @dataclass(frozen=True)

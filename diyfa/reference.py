@@ -9,7 +9,6 @@ and a non-finite value must reach exactly the rows that see it, which `_weighted
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -157,7 +156,7 @@ def _attend_each(
             rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
             words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
             keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # what dropout_mask has for sample b
-        part, part_lse = attend(q_b, k_b, v_b, WHOLE, replace(options, alibi_slopes=slopes), keep)
+        part, part_lse = attend(q_b, k_b, v_b, WHOLE, options._replace(alibi_slopes=slopes), keep)
         out[q0:q1], lse[:, q0:q1] = part[0].transpose(0, 1), part_lse[0]
     return out, lse
 
@@ -239,7 +238,7 @@ def attention_by(
     if options.dropout_p and options.rng_state is None:
         raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
     if not options.dropout_p:
-        options = replace(options, rng_state=None)
+        options = options._replace(rng_state=None)
     keep, packed = None, lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
     if layout == VARLEN:
         if not packed or seq_lens is not None or options.attn_bias is not None:
