@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, ops, registry, validation
-from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.ops import new_rng_state
+from diyfa.options import DIFFERENTIABLE, UNBOUNDED, AttentionOptions, Lengths, tensors_given
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -21,15 +22,6 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
-
-
-def new_rng_state(device: torch.device) -> torch.Tensor:
-    """Seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
-
-    It is drawn on the device, so nothing waits, a captured graph draws anew at every replay, and whatever saves and
-    restores the generator (`torch.random.fork_rng`, checkpointing) repeats the mask.
-    """
-    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
 
 def packed_lengths(
@@ -57,7 +49,7 @@ def checked_options(
     validation.check_optional_tensors(q, sizes, options)
     if lengths.seq_lens is not None:
         validation.check_optional_tensors(q, sizes, {"seq_lens": lengths.seq_lens})
-        validation.check_values(lengths.seq_lens, sizes["k"])
+    validation.check_values(lengths, q, k, options["layout"])
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
     options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
@@ -93,29 +85,33 @@ def _as_4d(
 
 
 def _attend(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    seq_lens: torch.Tensor | None,
-    return_lse: bool,
-    given: dict[str, Any],
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths, return_lse: bool, given: dict[str, Any]
 ) -> Result:
-    """One call of `flash_attention` or `flash_attention_v2`; `given` are all their other arguments, and the layout."""
+    """One call; `given` are all arguments but the tensors, lengths and `return_lse`, and the layout."""
     q, k, v = qkv
     if not (type(given["causal"]) is type(given["deterministic"]) is type(return_lse) is bool):
         causal, deterministic = given["causal"], given["deterministic"]
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     given["window"] = validation.check_window(given["window"])  # a list or a tensor may change, and cannot be a key
     given["backend"] = given["backend"] or registry.forced_backend()
-    key = None if seq_lens is not None else fast_path.key_of(q, k, v, given)
+    optional = tensors_given(lengths, given)
+    key = fast_path.key_of(qkv, lengths, given, optional)
     plan = None if key is None else fast_path.find(key)
     if plan is not None:
-        return ops.run_plan(plan, q, k, v, return_lse)
-    q4, k4, v4 = _as_4d(q, k, v, seq_lens, given["layout"])
-    lengths = WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens)
-    options = checked_options(q4, k4, v4, lengths, given)
-    out, lse = ops.attend(q4, k4, v4, lengths, options)
-    if key is not None and not options.dropout_p and q4 is q and k4 is k and v4 is v:  # neither 3-D nor cast
-        fast_path.remember(key, ops.plan_of(q, k, v, options))
-    if q.dim() == 3:
+        if optional:
+            validation.check_values(lengths, q, k, given["layout"])
+        return ops.run_plan(plan, qkv, optional, return_lse)
+    if given["layout"] == VARLEN:
+        validation.check_tensors(q=q, k=k, v=v)
+        q, k, v = autocast(q, k, v)
+    else:
+        q, k, v = _as_4d(q, k, v, lengths.seq_lens, given["layout"])
+    layout = given["layout"]
+    options = checked_options(q, k, v, lengths, given)
+    out, lse = ops.attend(q, k, v, lengths, options)
+    if key is not None and q is qkv[0] and k is qkv[1] and v is qkv[2]:  # neither 3-D nor cast
+        fast_path.remember(key, ops.plan_of(q, k, v, lengths, options))
+    if qkv[0].dim() == 3 and layout != VARLEN:
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     return (out, lse) if return_lse else out
 
@@ -172,7 +168,7 @@ def flash_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
     """
-    return _attend((q, k, v), seq_lens, return_lse, {
+    return _attend((q, k, v), Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -203,7 +199,7 @@ def flash_attention_v2(
 
     The log-sum-exp stays (B, H, Sq).
     """
-    return _attend((q, k, v), seq_lens, return_lse, {
+    return _attend((q, k, v), Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -248,17 +244,12 @@ def flash_attention_varlen(
     Raises:
         ValueError, TypeError: as for `flash_attention`.
     """
-    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-    validation.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = checked_options(q, k, v, lengths, {
+    return _attend((q, k, v), lengths, return_lse, {
         "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
     })  # fmt: skip
-    out, lse = ops.attend(q, k, v, lengths, options)
-    return (out, lse) if return_lse else out
 
 
 def explain(

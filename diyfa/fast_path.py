@@ -2,8 +2,8 @@
 
 A call takes the fast path when nothing but eager execution looks at it: nothing is traced, transformed or profiled, and
 its tensors are no subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as
-much as the launch. Without optional tensors, everything that was checked and decided about a call depends on shapes,
-strides and options only, so an equal call runs at once, by its `Plan`.
+much as the launch. All that was checked and decided about a call depends on shapes, strides, dtypes and options, so an
+equal call runs at once, by its `Plan`. Values are checked again: those of `seq_lens`, and of lengths on the CPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from diyfa.options import AttentionOptions, has_optional_tensors
+from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Kernel
 
 Repeat = Callable[..., Any]
 _c: Any = torch._C
-_float32, _Tensor, _strided = torch.float32, torch.Tensor, torch.strided
+_float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.Parameter, torch.strided
 
 
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "kernel", "options", "problem", "repeat")
+    __slots__ = ("backward_repeats", "kernel", "lengths", "names", "options", "problem", "repeat")
 
-    def __init__(self, problem: AttentionProblem, kernel: Kernel, options: AttentionOptions) -> None:
-        self.problem, self.kernel, self.options = problem, kernel, options
+    def __init__(self, problem: AttentionProblem, kernel: Kernel, lengths: Lengths, options: AttentionOptions) -> None:
+        self.problem, self.kernel = problem, kernel
+        # Without the optional tensors, whose names are kept instead.
+        self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
@@ -68,19 +70,38 @@ def may_be_read(x: object) -> bool:
     return type(x) is _Tensor and x.layout is _strided and not x.is_neg()
 
 
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> Hashable | None:
-    """All that checks and decisions read of a call with the options `given`.
+def described(x: torch.Tensor | None) -> Hashable:
+    """All that checks and decisions read of an optional tensor."""
+    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
 
-    None where there is no fast path: something looks on, there are optional tensors, or q, k, v are no plain tensors.
+
+def key_of(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Lengths,
+    given: dict[str, Any],
+    optional: tuple[torch.Tensor | None, ...],
+) -> Hashable | None:
+    """All that checks and decisions read of a call with the options `given` and the `optional` tensors among them, ()
+    where there are none.
+
+    None where there is no fast path: something looks on, or the tensors are no plain ones.
     """
-    if has_optional_tensors(given):
-        return None
+    q, k, v = qkv
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # their memory does not hold the values as they are
         return None
     dtype, device = q.dtype, q.device
+    scalars: tuple[Hashable, ...] = tuple(given.values())
+    of_optional: tuple[Hashable, ...] = ()
+    wants_grad = torch.is_grad_enabled()
     try:
+        if optional:
+            for x in optional:
+                if x is not None and not (type(x) is _Parameter or may_be_read(x)):
+                    return None
+            scalars = tuple(None if isinstance(x, _Tensor) else x for x in scalars)
+            of_optional = (*map(described, optional), wants_grad, lengths.max_seqlen_q, lengths.max_seqlen_k)
         return (
             q.shape,
             k.shape,
@@ -96,8 +117,9 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, A
             v.device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             dtype is _float32 and device.type != "meta" and torch.is_autocast_enabled(device.type),  # it casts no other
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            tuple(given.values()),
+            wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+            scalars,
+            of_optional,
         )
     except RuntimeError:  # a sparse tensor, or another without strides and address: the checks say so
         return None

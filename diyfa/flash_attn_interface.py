@@ -25,7 +25,7 @@ import torch
 from diyfa import fast_path, ops, registry, validation
 from diyfa.attention import autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
-from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given
 from diyfa.problem import VARLEN
 
 __all__ = [
@@ -53,14 +53,12 @@ def _unpacked(name: str, packed: torch.Tensor, parts: int, varlen: bool) -> tupl
 
 
 def _checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, given: dict[str, Any]
-) -> tuple[Lengths, AttentionOptions]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, given: dict[str, Any]
+) -> AttentionOptions:
     """Everything that can be said about q, k, v and the options without waiting for a device."""
     validation.check_scalars(given["sm_scale"], given["softcap"], given["dropout_p"], scale_name="softmax_scale")
     given["window"] = validation.check_window(given["window"], "window_size")
-    given["layout"] = "bshd" if lengths is None else VARLEN
-    lengths = lengths or WHOLE
-    return lengths, checked_options(q, k, v, lengths, given)
+    return checked_options(q, k, v, lengths, given)
 
 
 def _attend(
@@ -80,16 +78,22 @@ def _attend(
     given["window"] = validation.check_window(given["window"], "window_size")  # a list or a tensor cannot be a key
     given["backend"] = registry.forced_backend()
     given["packing"] = packing
-    key = None if lengths is not None else fast_path.key_of(q, k, v, given)
+    given["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or WHOLE
+    optional = tensors_given(lengths, given)
+    key = fast_path.key_of((q, k, v), lengths, given, optional)
     plan = None if key is None else fast_path.find(key)
     first, second, third = (*owners, None, None)[:3] if packing else owners
-    if plan is not None:
-        result = ops.run_plan(plan, q, k, v, return_attn_probs, (first, second, third))
+    shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
+    if plan is not None and not shows_weights:
+        if optional:
+            validation.check_values(lengths, q, k, given["layout"])
+        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third))
         return (*result, q.new_empty(0)) if return_attn_probs else result
-    lengths, options = _checked(q, k, v, lengths, given)
+    options = _checked(q, k, v, lengths, given)
     out, lse = ops.attend(first, second, third, lengths, options)
-    if key is not None and not options.dropout_p:
-        fast_path.remember(key, ops.plan_of(q, k, v, options))
+    if key is not None:
+        fast_path.remember(key, ops.plan_of(q, k, v, lengths, options))
     if not return_attn_probs:
         return out
     if not options.dropout_p:
@@ -275,8 +279,9 @@ def _forward(
     if return_softmax and not given["dropout_p"]:
         raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
     validation.check_tensors(q=q, k=k, v=v)
-    lengths, options = _checked(q, k, v, lengths, given)
-    options = options._replace(needs_grad=True)
+    given["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or WHOLE
+    options = _checked(q, k, v, lengths, given)._replace(needs_grad=True)
     with torch.no_grad():
         out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
         probabilities = signed_probabilities(q, k, lse, lengths, options) if return_softmax else q.new_empty(0)
@@ -299,8 +304,9 @@ def _backward(
         given["rng_state"] = None  # whatever it is, it says nothing
     elif given["rng_state"] is None:
         raise ValueError("dropout_p > 0 needs the rng_state that the forward pass returned")
-    lengths, options = _checked(q, k, v, lengths, given)
-    options = options._replace(needs_grad=True)
+    given["layout"] = "bshd" if lengths is None else VARLEN
+    lengths = lengths or WHOLE
+    options = _checked(q, k, v, lengths, given)._replace(needs_grad=True)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if options.layout == VARLEN else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

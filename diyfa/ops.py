@@ -10,7 +10,7 @@ a call (torch.compile, torch.export) records the operator alone and can still di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.fast_path import Plan, is_unseen, may_be_read, takes_fast_path
+from diyfa.fast_path import Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
 from diyfa.options import (
     FACTS,
     SCHEMA,
     TENSORS,
-    WHOLE,
     AttentionOptions,
     Lengths,
     bind,
@@ -33,6 +32,7 @@ from diyfa.options import (
     tensors_among,
     tensors_of,
     unpack,
+    with_tensors,
 )
 from diyfa.problem import (
     LAYOUTS,
@@ -41,11 +41,11 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     Backend,
-    Kernel,
     MatmulProblem,
     as_bhsd,
     dtype_name,
     empty_output,
+    is_aligned,
 )
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -71,18 +71,18 @@ _lib.define(
 )
 
 
-def _is_aligned(*tensors: torch.Tensor) -> bool:
-    """Base addresses and all strides but the last are multiples of 16 bytes."""
-    for x in tensors:
-        step = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(s % step for s in x.stride()[:-1]):
-            return False
-    return True
-
-
 def bounds_that_exclude(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """A window's bounds, -1 for those beyond every key: the last query stands at key Sk - 1, the first at Sk - Sq."""
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
+
+
+def new_rng_state(device: torch.device) -> torch.Tensor:
+    """Seed and offset of one call's dropout mask, (2,) int64, drawn from the default generator of `device`.
+
+    It is drawn on the device, so nothing waits, a captured graph draws anew at every replay, and whatever saves and
+    restores the generator (`torch.random.fork_rng`, checkpointing) repeats the mask.
+    """
+    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
 
 def describe_attention(
@@ -112,20 +112,15 @@ def describe_attention(
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=v.shape[-1],
-        aligned=_is_aligned(q, k, v),
+        aligned=is_aligned(q, k, v),
         **facts,
     )
 
 
-# What a call's shapes, strides and options decided, so that a repeated call decides nothing.
-_decided: dict[tuple[Any, ...], tuple[AttentionProblem, Kernel]] = {}
-_DECIDED_LIMIT = 4096  # changing lengths make new entries without end
-
-
-def _decide(
+def _plan(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
-) -> tuple[AttentionProblem, Kernel]:
-    """The problem of a call and the kernel that runs it. Raises ValueError when none does."""
+) -> Plan:
+    """The kernel of a call and what it is launched with. Raises ValueError when no kernel runs it."""
     backend, variant = options.backend, options.variant
     key = (
         op,
@@ -139,20 +134,23 @@ def _decide(
         q.dtype,
         q.device,
         facts_of(lengths, options),
+        tuple(map(described, tensors_of(lengths, options))),
+        options.sm_scale,
+        options.dropout_p,
+        options.packing,
         backend or registry.forced_backend(),
         variant,
     )
-    decided = _decided.get(key)
-    if decided is None:
+    plan = find(key)
+    if plan is None:
         chosen = registry.resolve_backend(q.device, backend)
         problem = describe_attention(chosen, q, k, v, lengths, options)
-        decided = problem, registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
+        kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
             registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
-        if len(_decided) >= _DECIDED_LIMIT:
-            _decided.clear()
-        _decided[key] = decided
-    return decided
+        plan = Plan(problem, kernel, lengths, options)
+        remember(key, plan)
+    return plan
 
 
 def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
@@ -198,68 +196,79 @@ def _fill_from_sinks(
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
-    problem, kernel = _decide("attention_fwd", q, k, v, lengths, options)
-    out, lse = empty_output(q, v.shape[-1]), _empty_lse(q, options.layout)
-    nothing = _computes_nothing(q, k, lengths, options)
-    if nothing or problem.varlen:  # rows that no sequence covers are written by no kernel
-        out.zero_()
-        lse.fill_(_INF)
-    if not nothing:
-        kernel.launch(problem, bind(q, k, v, lengths, options), out, lse)
-    elif options.sinks is not None:
+    plan = _plan("attention_fwd", q, k, v, lengths, options)
+    if not _computes_nothing(q, k, lengths, options):
+        return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
+    out, lse = empty_output(q, v.shape[-1]).zero_(), _empty_lse(q, options.layout).fill_(_INF)
+    if options.sinks is not None:
         _fill_from_sinks(options.sinks, q, lengths, options.layout, out, lse)
     return out, lse
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> Plan | None:
-    """How checked inputs without optional tensors are run; None if there is nothing to launch."""
-    if q.is_meta or _computes_nothing(q, k, WHOLE, options):
+def plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> Plan | None:
+    """How checked inputs are run; None if there is nothing to launch."""
+    if q.is_meta or _computes_nothing(q, k, lengths, options):
         return None
-    problem, kernel = _decide("attention_fwd", q, k, v, WHOLE, options)
-    return Plan(problem, kernel, options)
+    return _plan("attention_fwd", q, k, v, lengths, options)
 
 
-def _run_forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+def _run_forward(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
+) -> Pair:
+    """`optional`: the optional tensors that there are, in the order of the table."""
     if plan.repeat is not None:
-        pair = plan.repeat(q, k, v)
+        pair = plan.repeat(q, k, v, *optional)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.kernel
-    tensors = AttentionTensors(q, k, v, plan.options.sm_scale)
+    tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
     out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
+    if problem.varlen:  # rows that no sequence covers are written by no kernel
+        out.zero_()
+        lse.fill_(_INF)
     kernel.launch(problem, tensors, out, lse)
-    if kernel.repeat is not None:
+    if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
         plan.repeat = kernel.repeat(problem, tensors, out, lse)
     return out, lse
+
+
+def _binds_as_given(tensors: AttentionTensors, *given: torch.Tensor) -> bool:
+    """Whether a backend reads the tensors of a call themselves, no copy of one."""
+    present = tensors.present()
+    return len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))
 
 
 _BACKWARD_REPEATS_LIMIT = 16  # ways in which a gradient lies in memory
 
 
 def _run_backward(
-    plan: Plan, saved: tuple[torch.Tensor, ...], addresses: tuple[int, ...], dout: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """What owns dq, dk, dv of a call without optional tensors, three tensors or None; `saved`: its unchanged
-    (q, k, v, out, lse)."""
+    plan: Plan, saved: tuple[torch.Tensor, ...], optional: Sequence[torch.Tensor], dout: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """`_gradients` of a planned call; `saved`: its unchanged (q, k, v, out, lse)."""
     key = (dout.stride(), registry.forced_backend())
+    q, k, v, out, lse = saved
     repeat = plan.backward_repeats.get(key)
     if repeat is not None:
-        grads = repeat(saved, addresses, dout)
-        if grads is not None:
-            return grads
-    q, k, v, out, lse = saved
-    options = plan.options
-    owners = _gradients(dout, None, saved, WHOLE, options)[:3]
-    problem, kernel = _decide("attention_bwd", q, k, v, WHOLE, options)
-    if kernel.repeat is not None and dout.stride(-1) == 1:  # else it was copied first
-        gradients = AttentionGradients(*UNPACK[options.packing](*owners))
-        tensors = AttentionTensors(q, k, v, options.sm_scale)
-        repeat = kernel.repeat(problem, tensors, out, lse, dout, gradients, _given(*owners))
-        if repeat is not None:
-            if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
-                plan.backward_repeats.clear()
-            plan.backward_repeats[key] = repeat
-    return tuple(owners)
+        gradients = repeat(out, lse, dout, q, k, v, *optional)
+        if gradients is not None:
+            return gradients
+    lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
+    found = _gradients(dout, None, saved, lengths, options)
+    *owners, dbias, dsinks = found
+    of_backward = _plan("attention_bwd", q, k, v, lengths, options)
+    make = of_backward.kernel.repeat
+    if make is not None and dout.stride(-1) == 1:  # else it was copied first
+        tensors = bind(q, k, v, lengths, options)
+        if _binds_as_given(tensors, q, k, v, *optional):
+            gradients = AttentionGradients(*UNPACK[options.packing](*owners), dbias, dsinks)
+            repeat = make(of_backward.problem, tensors, out, lse, dout, gradients, _given(*owners))
+            if repeat is not None:
+                if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
+                    plan.backward_repeats.clear()
+                plan.backward_repeats[key] = repeat
+    return found
 
 
 def _empty_gradients(
@@ -308,8 +317,8 @@ def _backward_into(
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    problem, kernel = _decide("attention_bwd", q, k, v, lengths, options)
-    kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
+    plan = _plan("attention_bwd", q, k, v, lengths, options)
+    plan.kernel.launch(plan.problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
 def _empty_feature_gradients(options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -477,26 +486,28 @@ _lib.impl("attention_bwd", _attention_bwd_autograd, "Autograd")
 
 @once_differentiable
 def _backward_of_planned(
-    context: tuple[Plan, tuple[torch.Tensor, ...]], *grads: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    plan, (*owners, out, lse) = context
-    grads = tuple(_differentiate(grads, tuple(owners), (out, lse), WHOLE, plan.options)[:3])
+    plan: Plan, saved: tuple[torch.Tensor, ...], *grads: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """As `_run_backward`, of a call whose gradients are seen by others than the device, or come from lse too."""
+    owners, (out, lse), optional = saved[:3], saved[3:5], saved[5:]
+    lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
+    found = _differentiate(grads, owners, (out, lse), lengths, options)
     # An operator returns a tensor without elements where there is no gradient.
-    return *(None if x is None else grad for x, grad in zip(owners, grads, strict=True)), None, None
+    return [x if x is not None and x.numel() else None for x in found]
 
 
 class _PlannedAttention(torch.autograd.Function):
     """`_Attention` of repeated calls by their plan, with few arguments and few saved tensors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, plan: Plan, return_lse: bool, *optional: Any) -> Any:
         owners = q, k, v
         if plan.options.packing:
             q, k, v = UNPACK[plan.options.packing](q, k, v)
-        out, lse = _run_forward(plan, q, k, v)
-        ctx.save_for_backward(*owners, out, lse)
+        out, lse = _run_forward(plan, q, k, v, optional)
+        ctx.save_for_backward(*owners, out, lse, *optional)
         ctx.plan = plan
-        ctx.addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        ctx.addresses = [x.data_ptr() for x in (q, k, v, out, lse, *optional)]
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -505,15 +516,21 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
+        found = None
         if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
-            q, k, v, out, lse = inputs = saved
+            q, k, v, out, lse, *optional = saved
             if plan.options.packing:
                 q, k, v = UNPACK[plan.options.packing](q, k, v)
-                inputs = q, k, v, out, lse
-            addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-            if addresses == ctx.addresses:  # not packed and unpacked elsewhere meanwhile
-                return *_run_backward(plan, inputs, addresses, dout), None, None
-        return _backward_of_planned((plan, saved), dout, dlse)
+            # Else they were packed and unpacked elsewhere meanwhile.
+            if [x.data_ptr() for x in (q, k, v, out, lse, *optional)] == ctx.addresses:
+                found = _run_backward(plan, (q, k, v, out, lse), optional, dout)
+        if found is None:
+            found = _backward_of_planned(plan, saved, dout, dlse)
+        dq, dk, dv, dbias, dsinks = found
+        if not plan.names:
+            return dq, dk, dv, None, None
+        gradients = {"attn_bias": dbias, "sinks": dsinks}
+        return dq, dk, dv, None, None, *(gradients.get(name) for name in plan.names)
 
 
 # What `Function.apply` comes to for tensors that no transform of torch.func has seen.
@@ -522,16 +539,18 @@ _apply_planned = super(torch.autograd.Function, _PlannedAttention).apply
 
 def run_plan(
     plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    optional: Sequence[torch.Tensor | None],
     return_lse: bool,
     owners: tuple[torch.Tensor | None, ...] | None = None,
 ) -> Any:
     """Run a call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
+    present = _given(*optional)
+    if plan.options.dropout_p and len(present) < len(plan.names):  # the state of the mask is drawn anew
+        present.append(new_rng_state(qkv[0].device))
     if plan.problem.needs_grad:
-        return _apply_planned(*(owners or (q, k, v)), plan, return_lse)
-    pair = _run_forward(plan, q, k, v)
+        return _apply_planned(*(owners or qkv), plan, return_lse, *present)
+    pair = _run_forward(plan, *qkv, present)
     return pair if return_lse else pair[0]
 
 

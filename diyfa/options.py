@@ -202,12 +202,14 @@ facts_of = _reader([feature for feature in FEATURES if feature.problem], "fact")
 _as_backends_read = _reader(TENSORS, "prepared")
 
 
-# Of arguments by name, those that are optional tensors, and whether there are any but lengths.
+# Of arguments by name, those that are optional tensors; of lengths and
+# arguments, all optional tensors or None, () if there are none.
 checked_tensors_in: Callable[[dict[str, Any]], dict[str, Any]] = eval(
     f"lambda given: {{{', '.join(f'{name!r}: given.get({name!r})' for name in CHECKED_TENSORS)}}}"
 )
-has_optional_tensors: Callable[[dict[str, Any]], bool] = eval(
-    f"lambda given: {' or '.join(f'given.get({name!r}) is not None' for name in OPTIONAL_TENSORS)}"
+_given = [f"lengths.{name}" if name in LENGTHS else f"given.get({name!r})" for name in _TENSOR_NAMES]
+tensors_given: Callable[[Lengths, dict[str, Any]], tuple[Any, ...]] = eval(
+    f"lambda lengths, given: ({', '.join(_given)}) if {' or '.join(f'{x} is not None' for x in _given)} else ()"
 )
 
 
@@ -231,6 +233,25 @@ def tensors_among(arguments: Sequence[Any]) -> Sequence[torch.Tensor | None]:
 def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, AttentionOptions]:
     """The opposite of `pack`; `packing` is no part of `SCHEMA`."""
     return _make(packing, *arguments)
+
+
+def without_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[Lengths, AttentionOptions, tuple[str, ...]]:
+    """Lengths and options with None for each optional tensor, and the names of those that there are."""
+    names = tuple(n for n, x in zip(_TENSOR_NAMES, tensors_of(lengths, options), strict=True) if x is not None)
+    nothing: Any = dict.fromkeys(names)
+    of_lengths = {name: nothing.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**of_lengths), options._replace(**nothing), names
+
+
+def with_tensors(
+    lengths: Lengths, options: AttentionOptions, names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> tuple[Lengths, AttentionOptions]:
+    """The opposite: lengths and options with `tensors` under these names."""
+    if not names:
+        return lengths, options
+    given: Any = dict(zip(names, tensors, strict=True))
+    of_lengths = {name: given.pop(name) for name in names if name in LENGTHS}
+    return lengths._replace(**of_lengths), options._replace(**given)
 
 
 def bind(

@@ -150,14 +150,18 @@ class AttentionTensors(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     sm_scale: float
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: sequence b is rows cu_seqlens_q[b] to [b + 1] of q
+    cu_seqlens_k: torch.Tensor | None = None  # the same for k and v; both or none
     seq_lens: torch.Tensor | None = None  # (B,) int32
     alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
-    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32: sequence b is rows cu_seqlens_q[b] to [b + 1] of q
-    cu_seqlens_k: torch.Tensor | None = None  # the same for k and v; both or none
     rng_state: torch.Tensor | None = None  # (2,) int64: seed and offset of the dropout mask
     dropout_p: float = 0.0
+
+    def present(self) -> list[torch.Tensor]:
+        """q, k, v and the optional tensors that there are, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 class AttentionGradients(NamedTuple):
@@ -183,6 +187,15 @@ def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
         return 0, s[1], s[0], s[2]
     b, h, m, d = LAYOUTS[layout]
     return s[b], s[h], s[m], s[d]
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Base addresses and all strides but the last are multiples of 16 bytes: what TMA can read."""
+    for x in tensors:
+        step = 16 // x.element_size()
+        if x.data_ptr() % 16 or any(s % step for s in x.stride()[:-1]):
+            return False
+    return True
 
 
 def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -232,15 +245,14 @@ class Kernel:
     * matmul: `(problem, a, b) -> c`
 
     An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
-    addresses, and has no optional tensors: `repeat`, asked after that call with its tensors and results, returns a
-    function or, where there is no such way now, None. The function allocates and returns the results, or returns None
-    without having launched anything where what was decided no longer holds.
+    addresses: `repeat`, asked after that call with its tensors and results, returns a function or, where there is no
+    such way now, None. The function takes the tensors of the new call, `tensors.present()`, allocates and returns the
+    results, or returns None without having launched anything where what was decided no longer holds.
 
-    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(q, k, v) -> (out, lse)`
+    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
-      `owners` are the one to three tensors that dq, dk, dv lie in, returns
-      `((q, k, v, out, lse), their addresses, dout) -> new owners`, None for those that there are not; it compares
-      strides, not dtypes and shapes
+      `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
+      None for those of three that there are not, dbias, dsinks]`; it compares strides, not dtypes and shapes
     """
 
     name: str

@@ -199,19 +199,32 @@ def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
     return read[1], read[2]
 
 
-def check_values(seq_lens: torch.Tensor, seqlen_k: int) -> None:
-    """0 < length <= Sk, as far as the host may read it."""
-    if seq_lens.numel() and not is_capturing(seq_lens):
+def _check_offsets(side: str, cu_seqlens: torch.Tensor, longest: int, total: int) -> None:
+    name, offsets = f"cu_seqlens_{side}", cu_seqlens.tolist()
+    rows = [end - start for start, end in pairwise(offsets)]
+    if offsets[0] < 0 or offsets[-1] > total or min(rows, default=0) < 0:
+        raise ValueError(f"{name} must ascend from 0 or more to at most {total}, got {offsets}")
+    if max(rows, default=0) > longest:
+        raise ValueError(f"{name} has a sequence of {max(rows)}, beyond max_seqlen_{side}={longest}")
+
+
+def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str) -> None:
+    """Lengths that passed the other checks fit q and k, as far as the host may read them: seq_lens, and packed lengths
+    where that waits for no device, on the CPU."""
+    seq_lens, cu_seqlens_q, cu_seqlens_k = lengths.seq_lens, lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    if seq_lens is not None and seq_lens.numel() and not is_capturing(seq_lens):
+        seqlen_k = k.shape[LAYOUTS[layout][2]]
         low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
+    if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu" and not is_capturing(cu_seqlens_q):
+        _check_offsets("q", cu_seqlens_q, lengths.max_seqlen_q, q.shape[0])
+        if cu_seqlens_k is not None:
+            _check_offsets("k", cu_seqlens_k, lengths.max_seqlen_k, k.shape[0])
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
-    """Packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device.
-
-    The values of the lengths are checked where that waits for no device: on CPU tensors.
-    """
+    """Packed sequences: q (Tq, H, D), k and v (Tk, Hk, D), cumulative lengths (B + 1,) int32 on q's device."""
     cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     assert cu_seqlens_q is not None and cu_seqlens_k is not None, "they are tensors"
@@ -221,20 +234,11 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
         )
     check_sizes(q, k, v, (None, 1, 0, 2))
     check_same_device(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    sides = (("q", cu_seqlens_q, lengths.max_seqlen_q, q), ("k", cu_seqlens_k, lengths.max_seqlen_k, k))
-    for side, cu_seqlens, longest, x in sides:
-        name = f"cu_seqlens_{side}"
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.stride(0) != 1:
             raise ValueError(f"{name} must be a contiguous vector of B + 1 offsets, got shape {_shape(cu_seqlens)}")
-        if cu_seqlens.device.type == "cpu" and not is_capturing(cu_seqlens):
-            offsets = cu_seqlens.tolist()
-            rows = [end - start for start, end in pairwise(offsets)]
-            if offsets[0] < 0 or offsets[-1] > x.shape[0] or min(rows, default=0) < 0:
-                raise ValueError(f"{name} must ascend from 0 or more to at most {x.shape[0]}, got {offsets}")
-            if max(rows, default=0) > longest:
-                raise ValueError(f"{name} has a sequence of {max(rows)}, beyond max_seqlen_{side}={longest}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must name as many sequences, got shapes {_shape(cu_seqlens_q)} and "

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diyfa.backends.cuda.runtime.tensor_maps import Box
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diyfa.backends.cuda.runtime import launch, tensor_maps
 from diyfa.backends.cuda.runtime import replay as relaunch
 from diyfa.backends.cuda.runtime.replay import relaunch_of
-from diyfa.backends.cuda.runtime.tensor_maps import Box
 
 if not relaunch.IS_KNOWN:
     pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)

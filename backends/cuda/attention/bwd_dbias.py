@@ -23,9 +23,9 @@ from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
+    feature_arguments,
     feature_constants,
-    feature_pointers,
-    feature_scalars,
+    strides,
 )
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
@@ -36,7 +36,8 @@ from diyfa.backends.cuda.attention.scores import (
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.backends.cuda.runtime.launch import launch_kernel
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 NOTHING = tl.constexpr(0)
 QUERIES = tl.constexpr(1)
@@ -202,6 +203,49 @@ def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> 
     }
 
 
+def launch_of(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    dbias: torch.Tensor,
+) -> tuple[Launch, torch.Tensor]:
+    """The launch, and what it fills: `dbias` itself or partial sums of it. `dbias` has the shape of attn_bias."""
+    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
+    tile = config(problem)
+    assert tile is not None and bias is not None, "unsupported() accepted a problem that no tile fits"
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    batch, heads, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
+    if shape[2] == seqlen_q and shape[3] == seqlen_k:
+        reduce, out = NOTHING, dbias.view(shape)
+        grid, walk = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
+        heads_out = shape[1]
+    elif shape[3] == seqlen_k:
+        reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
+        grid, walk, heads_out = blocks_n * batch * heads, blocks_m, heads
+    else:
+        reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
+        grid, walk, heads_out = blocks_m * batch * heads, blocks_n, heads
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "do_ptr": dout,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "dbias_ptr": out,
+        **strides(problem.layout, q=q, k=k, v=v, do=dout),
+        **feature_arguments(problem, tensors, scale),
+        **dict(zip(("stride_outb", "stride_outh", "stride_outm", "stride_outn"), out.stride(), strict=True)),
+        "heads_out": heads_out,
+        "walk": walk,
+    }
+    return Launch(_bwd_dbias_kernel, grid, arguments, constants(problem, tile, reduce.value), schedule(tile)), out
+
+
 def fill_bias_gradient(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -212,31 +256,9 @@ def fill_bias_gradient(
     dbias: torch.Tensor,
 ) -> None:
     """Launch the kernel and add up its partial sums; `dbias` has the shape of attn_bias."""
-    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.attn_bias
-    tile = config(problem)
-    assert tile is not None and bias is not None, "unsupported() accepted a problem that no tile fits"
-    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    batch, heads, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
-    if shape[2] == seqlen_q and shape[3] == seqlen_k:
-        reduce, out = NOTHING, dbias.view(shape)
-        grid, walk = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
-        strides, heads_out = out.stride(), shape[1]
-    elif shape[3] == seqlen_k:
-        reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
-        grid, walk, strides, heads_out = blocks_n * batch * heads, blocks_m, out.stride(), heads
-    else:
-        reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
-        grid, walk, strides, heads_out = blocks_m * batch * heads, blocks_n, out.stride(), heads
-    _bwd_dbias_kernel[(grid,)](
-        q, k, v, dout,
-        lse, delta, *feature_pointers(tensors),
-        out,
-        *(s for x in (q, k, v, dout) for s in bhsd_strides(x, problem.layout)[:3]),
-        *feature_scalars(problem, tensors, scale),
-        *strides, heads_out, walk,
-        **constants(problem, tile, reduce.value), **schedule(tile),
-    )  # fmt: skip
-    if reduce is not NOTHING:
+    launch, out = launch_of(problem, tensors, dout, lse, delta, scale, dbias)
+    launch_kernel(launch)
+    if out.untyped_storage().data_ptr() != dbias.untyped_storage().data_ptr():
+        shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
         broadcast = [i for i in range(4) if shape[i] == 1 and out.shape[i] != 1]
         dbias.copy_((out.sum(broadcast, keepdim=True) if broadcast else out).view(dbias.shape))

@@ -11,7 +11,6 @@ Optional features are compile-time flags: a call without them runs none of their
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +21,6 @@ from diyfa.backends.cuda.attention.configs import (
     edge_form_of,
     exact_block,
     form_of,
-    reads_rows,
     schedule,
 )
 from diyfa.backends.cuda.attention.dots import dot_add, round_to
@@ -38,13 +36,13 @@ from diyfa.backends.cuda.attention.exact import (
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
-    choice,
+    feature_arguments,
     feature_constants,
-    feature_pointers,
-    feature_scalars,
-    is_settled,
-    launch_key,
+    forward_replay,
+    read_by,
+    settled_config,
     softmax_scale,
+    strides,
     tuned_config,
 )
 from diyfa.backends.cuda.attention.scores import (
@@ -62,16 +60,14 @@ from diyfa.backends.cuda.attention.tile_io import (
     LOG2E,
     PACKED,
     POINTER,
-    box,
     cdiv,
     head_base,
     load_tile,
+    padded_head_dim,
     store_tile,
 )
-from diyfa.backends.cuda.runtime.launch import Launch, Launches, on_device
-from diyfa.backends.cuda.runtime.repeat import Pair, repeat_forward
-from diyfa.backends.cuda.runtime.tensor_maps import Box
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
 # yet, and no score is lower.
@@ -351,76 +347,44 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
     }
 
 
-_launches = Launches()
-# Launches whose tile is settled, by all that they depend on -> (choice, launch, also takes addresses): a repeated
-# call asks nothing else, which saves it 3 us. `out` lies as `empty_output` makes it from q, so q's strides say it all.
-_settled: dict[tuple[object, ...], tuple[object, Launch, bool]] = {}
-
-
-def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: AttentionConfig) -> Launch:
+def launch_of(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: AttentionConfig
+) -> Launch:
+    """The launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
-
-    def make() -> Launch:
-        scale, negate = softmax_scale(problem, tensors.sm_scale)
-        values = constants(problem, config, negate)
-        boxes: tuple[Box | None, ...] = (None,) * 15
-        if config.form == "tma":
-            rows = (config.block_m, config.block_n, config.block_n)
-            widths: Any = (values["BLOCK_D"], values["BLOCK_D"], values["BLOCK_DV"])
-            boxes = (
-                *(box(x, problem.layout, *tile) for x, *tile in zip((q, k, v), rows, widths, strict=True)),
-                *boxes[3:],
-            )
-        scalars = (
-            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
-            *feature_scalars(problem, tensors, scale),
-        )
-        grid = cdiv(problem.seqlen_q, config.block_m) * problem.batch * problem.heads_q
-        return Launch(_fwd_kernel, grid, boxes, scalars, values, schedule(config), problem.aligned and not problem.bias)
-
-    return _launches.get((config, *launch_key(problem, tensors), out.stride()), make)
+    scale, negate = softmax_scale(problem, tensors.sm_scale)
+    values = constants(problem, config, negate)
+    block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    m, n = config.block_m, config.block_n
+    arguments = {
+        **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
+        "o_ptr": out,
+        "lse_ptr": lse,
+        "sinks_ptr": tensors.sinks,
+        **strides(problem.layout, q=q, k=k, v=v, o=out),
+        **feature_arguments(problem, tensors, scale),
+    }
+    grid = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
+    return Launch(_fwd_kernel, grid, arguments, values, schedule(config))
 
 
 def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the forward kernel, which fills out and lse."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    features = (*feature_pointers(tensors), tensors.sinks, out, lse)
-    key = launch_key(problem, tensors)
-    settled = _settled.get(key)
-    if settled is not None and settled[0] == choice():
-        rows = (q, k, v) if settled[2] else (None, None, None)
-        with on_device(q):
-            settled[1](q, k, v, *rows, *features)
-        return
 
-    def run(config: AttentionConfig) -> None:
-        rows = (q, k, v) if reads_rows(problem, config) else (None, None, None)
-        _launch(problem, tensors, out, config)(q, k, v, *rows, *features)
+    def launch(config: AttentionConfig) -> None:
+        launch_kernel(launch_of(problem, tensors, out, lse, config))
 
-    with on_device(q):
-        config = tuned_config("fwd", problem, run)
-        run(config)
-    if is_settled("fwd", problem):
-        if len(_settled) >= Launches.LIMIT:
-            _settled.clear()
-        _settled[key] = choice(), _launch(problem, tensors, out, config), reads_rows(problem, config)
+    with on_device(tensors.q):
+        launch(tuned_config("fwd", problem, launch))
 
 
 def repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., Pair | None] | None:
-    """`Kernel.repeat`: for calls without optional tensors whose launch is settled and compiled."""
-    settled = _settled.get(launch_key(problem, tensors))
-    if settled is None or settled[0] != choice():
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat`."""
+    config = settled_config("fwd", problem)
+    if config is None:
         return None
-    _, launch, takes_rows = settled
-
-    def through_rows(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, q, k, v, None, None, None, None, None, None, None, out, lse
-
-    def through_maps(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, None, None, None, None, None, None, None, None, None, None, out, lse
-
-    return repeat_forward(launch, out, lse, through_rows if takes_rows else through_maps)
+    return forward_replay(problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config))

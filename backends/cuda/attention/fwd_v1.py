@@ -19,7 +19,7 @@ from diyfa.backends.cuda.attention.configs import AttentionConfig, exact_block, 
 from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.exact import any_of, holds_nonfinite, is_finite
 from diyfa.backends.cuda.attention.fwd import rewrite_outputs
-from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale
+from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import (
     LN2,
@@ -30,8 +30,8 @@ from diyfa.backends.cuda.attention.tile_io import (
     padded_head_dim,
     store_tile,
 )
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this kernel is for
 
@@ -157,38 +157,41 @@ def _fwd_v1_kernel(
                 )  # fmt: skip
 
 
+def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Launch:
+    """The launch that fills out and lse."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+    scale, negate = softmax_scale(problem, tensors.sm_scale)
+    tile = config(problem)
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "seq_lens_ptr": tensors.seq_lens,
+        "running_ptr": q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32),
+        "o_ptr": out,
+        "m_ptr": q.new_empty(rows, dtype=torch.float32),
+        "lse_ptr": lse,
+        **strides(problem.layout, q=q, k=k, v=v, o=out),
+        "heads_q": problem.heads_q,
+        "group": problem.heads_q // problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": scale,
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    grid = problem.batch * problem.heads_q
+    return Launch(_fwd_v1_kernel, grid, arguments, constants(problem, tile, negate), options)
+
+
 def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the kernel, which fills out and lse."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    rows = (problem.batch, problem.heads_q, problem.seqlen_q)
-    running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
-    m = q.new_empty(rows, dtype=torch.float32)
-    scale, negate = softmax_scale(problem, tensors.sm_scale)
-    tile = config(problem)
-    with on_device(q):
-        _fwd_v1_kernel[(problem.batch * problem.heads_q,)](
-            q,
-            k,
-            v,
-            tensors.seq_lens,
-            running,
-            out,
-            m,
-            lse,
-            *(s for x in (q, k, v, out) for s in bhsd_strides(x, problem.layout)[:3]),
-            problem.heads_q,
-            problem.heads_q // problem.heads_kv,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.window_left,
-            problem.window_right,
-            scale,
-            **constants(problem, tile, negate),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    with on_device(tensors.q):
+        launch_kernel(launch_of(problem, tensors, out, lse))
 
 
 def config(problem: AttentionProblem) -> AttentionConfig:

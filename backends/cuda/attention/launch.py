@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates
+from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
-from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors, Launch, bhsd_strides
 
-_forced: dict[str, AttentionConfig] = {}
+_forced: dict[str, Any] = {}
 
 
 # Arguments whose value no kernel is compiled for: they change from call to call. Lengths are not among them: Triton
@@ -58,32 +61,70 @@ def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[
     return b, h, m, n
 
 
-def feature_pointers(tensors: AttentionTensors) -> tuple[torch.Tensor | None, ...]:
-    """The optional tensors that every attention kernel takes, in the order of its arguments."""
-    slopes = tensors.alibi_slopes
-    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seq_lens)
-    return *lengths, slopes, tensors.attn_bias, tensors.rng_state
+def strides(layout: str, **tensors: torch.Tensor) -> dict[str, int]:
+    """The arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q; rows of keys are counted by n."""
+    found: dict[str, int] = {}
+    for name, x in tensors.items():
+        b, h, row, _ = bhsd_strides(x, layout)
+        row_letter = "n" if name in ("k", "v", "dk", "dv") else "m"
+        found |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{row_letter}": row}
+    return found
 
 
-def feature_scalars(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> tuple[float, ...]:
-    """Strides of the optional tensors and of the statistics, sizes and factors, in the order of the arguments."""
+def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
+    """The optional tensors with their strides, sizes and factors: what every attention kernel takes."""
     slopes = tensors.alibi_slopes
-    return (
-        0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-        *bias_strides(problem, tensors.attn_bias),
-        problem.heads_q,
-        problem.heads_q // problem.heads_kv,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        problem.window_left,
-        problem.window_right,
-        scale,
-        problem.softcap,
-        keep_threshold(tensors.dropout_p),
-        1.0 / (1.0 - tensors.dropout_p),
-    )
+    bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
+    return {
+        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
+        "seq_lens_ptr": tensors.seq_lens,
+        "slopes_ptr": slopes,
+        "bias_ptr": tensors.attn_bias,
+        "rng_state_ptr": tensors.rng_state,
+        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "stride_biasb": bias_b,
+        "stride_biash": bias_h,
+        "stride_biasm": bias_m,
+        "stride_biasn": bias_n,
+        "heads_q": problem.heads_q,
+        "group": problem.heads_q // problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "total_q": problem.total_q,
+        "total_k": problem.total_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": scale,
+        "softcap": problem.softcap,
+        "threshold": keep_threshold(tensors.dropout_p),
+        "keep_scale": 1.0 / (1.0 - tensors.dropout_p),
+    }
+
+
+def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> TensorDescriptor:
+    """`x` as TMA reads tiles of [block_rows, block_d] from its heads."""
+    if layout == VARLEN:  # one sample that holds all sequences
+        rows, heads, features = x.shape
+        shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
+    else:
+        shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
+    return TensorDescriptor(x, shape, strides, [1, 1, block_rows, block_d])
+
+
+def read_by(
+    problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
+) -> dict[str, Any]:
+    """How a kernel with this tile is given its inputs, which come by name with the rows and columns of their tiles.
+
+    Where descriptors do not serve masked blocks too, the kernel also takes `..._rows_ptr`, the tensor itself.
+    """
+    takes_rows = reads_rows(problem, config)
+    found: dict[str, Any] = {}
+    for name, (x, rows, columns) in inputs.items():
+        found[f"{name}_ptr"] = described(x, problem.layout, rows, columns) if config.form == "tma" else x
+        found[f"{name}_rows_ptr"] = x if takes_rows else None
+    return found
 
 
 def feature_constants(problem: AttentionProblem) -> dict[str, object]:
@@ -104,26 +145,10 @@ def feature_constants(problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-def launch_key(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[object, ...]:
-    """What a prepared launch depends on besides its tile: all that is not read from the tensors themselves."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    bias, slopes = tensors.attn_bias, tensors.alibi_slopes
-    return (
-        problem,
-        tensors.sm_scale,
-        tensors.dropout_p,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype),
-        None if slopes is None else slopes.stride(),
-        q.device,
-    )
-
-
 @contextmanager
-def use_config(kind: str, config: AttentionConfig) -> Iterator[None]:
-    """Launch every kernel of `kind` ("fwd", "dkdv", "dq") with this tile inside the block: for sweeps and tests."""
+def use_config(kind: str, config: Any) -> Iterator[None]:
+    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90") with this config inside the block: for sweeps and
+    tests. It may be a function of the problem."""
     outer = _forced.get(kind)
     _forced[kind] = config
     try:
@@ -140,11 +165,19 @@ def choice() -> object:
     return tune.state() if not _forced else object()
 
 
-def is_settled(kind: str, problem: AttentionProblem) -> bool:
-    """Whether `tuned_config` will answer the same again without measuring, as long as `choice` is the same."""
-    if problem.deterministic or len(_tiles(kind, problem)) == 1:
-        return True
-    return tune.is_settled(f"attention_{kind}", _bucket(problem))
+def forced_config(kind: str, problem: AttentionProblem) -> Any:
+    """The config that `use_config` names, or None."""
+    config = _forced.get(kind) if _forced else None
+    return config(problem) if callable(config) else config
+
+
+def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
+    """What `tuned_config` will answer again without measuring, as long as `choice` is the same; None where it has still
+    to be measured."""
+    tiles = _tiles(kind, problem)
+    if not problem.deterministic and len(tiles) > 1 and not tune.is_settled(f"attention_{kind}", _bucket(problem)):
+        return None
+    return tuned_config(kind, problem, lambda config: None)
 
 
 @lru_cache(maxsize=4096)
@@ -178,9 +211,39 @@ def tuned_config(kind: str, problem: AttentionProblem, run: Callable[[AttentionC
 
     A deterministic problem always takes the table's: another tile rounds differently.
     """
-    if _forced and kind in _forced:
-        return _forced[kind]
+    if (forced := forced_config(kind, problem)) is not None:
+        return forced
     tiles = _tiles(kind, problem)
     if problem.deterministic or len(tiles) == 1:
         return tiles[0]
     return tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0])
+
+
+def own_objects(tensors: AttentionTensors) -> AttentionTensors:
+    """The same tensors as different objects, also where a call was given one of them twice: `replay_of` tells them
+    apart by that."""
+    given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
+    return tensors._replace(**given)
+
+
+def forward_replay(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    launch_of: Callable[[AttentionTensors], Launch],
+    own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
+    tensors = own_objects(tensors)
+    # Rows that no sequence covers are written by no kernel.
+    filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
+    replay = replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, filled, own)
+    if replay is None:
+        return None
+
+    def repeat(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        made = replay([x.data_ptr() for x in present])
+        return None if made is None else (made[0], made[1])
+
+    return repeat

@@ -14,14 +14,12 @@ float32. Left to itself Triton 3.6 widens an operand before each product: docs/c
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.runtime.tensor_maps import Box
 from diyfa.backends.cuda.runtime.versions import TRITON
-from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, bhsd_strides
+from diyfa.problem import AttentionProblem
 
 POINTER = tl.constexpr(0)
 BLOCK_POINTER = tl.constexpr(1)
@@ -61,16 +59,6 @@ def padded_head_dim(head_dim: int) -> int:
 def cdiv(n: int, block: int) -> int:
     """How many blocks cover n."""
     return -(-n // block)
-
-
-def box(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Box:
-    """How TMA reads tiles of [block_rows, block_d] from the heads of `x`."""
-    if layout == VARLEN:  # one sample that holds all sequences
-        rows, heads, features = x.shape
-        shape, strides = [1, heads, rows, features], [rows * x.stride(0), x.stride(1), x.stride(0), 1]
-    else:
-        shape, strides = [x.shape[i] for i in LAYOUTS[layout]], list(bhsd_strides(x, layout))
-    return Box(shape, strides, [1, 1, block_rows, block_d])
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -35,7 +36,7 @@ from triton.runtime.jit import JITFunction
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.problem import CompileReport
+from diyfa.problem import CompileReport, Launch
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Kernel files of this package that list what to compile.
@@ -68,6 +69,44 @@ class CompileSpec:
     aligned: frozenset[str] = frozenset()
     spill_budget: int = 0
     clean_loops: bool = False  # loops with wgmma products may not spill, whatever the budget
+
+
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def spec_of(launch: Launch, kernel: str, case: str, spill_budget: int = 0, clean_loops: bool = False) -> CompileSpec:
+    """What Triton compiles for `launch`: the types of its arguments, and what it specialises the kernel for."""
+    signature: dict[str, str] = {}
+    constexprs, aligned = dict(launch.constants), set()
+    for parameter in launch.kernel.params:
+        name = parameter.name
+        if name in constexprs:
+            continue
+        x = launch.arguments[name]
+        if x is None or (isinstance(x, int) and x == 1 and not parameter.do_not_specialize):
+            constexprs[name] = x
+        elif isinstance(x, torch.Tensor):
+            signature[name] = f"*{_TYPES[x.dtype]}"
+            fixed = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+            if fixed and x.data_ptr() % 16 == 0:
+                aligned.add(name)
+        elif isinstance(x, int):
+            signature[name] = "i32" if -(2**31) <= x < 2**31 else "i64"
+            if x % 16 == 0 and not parameter.do_not_specialize:
+                aligned.add(name)
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        else:  # a descriptor; Gluon's has the layout of a tile in shared memory
+            block, layout = ",".join(map(str, x.block_shape)), getattr(x, "layout", None)
+            signature[name] = f"tensordesc<{_TYPES[x.base.dtype]}[{block}]{'' if layout is None else f',{layout!r}'}>"
+    options = dict(launch.options)
+    warps, stages = options.pop("num_warps", 4), options.pop("num_stages", 1)
+    return CompileSpec(
+        kernel, case, launch.kernel, signature, constexprs, warps, stages, options, frozenset(aligned), spill_budget,
+        clean_loops,
+    )  # fmt: skip
 
 
 SpecSource = Callable[[str], Iterator[CompileSpec]]

@@ -11,57 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import bwd, bwd_dbias, bwd_dkdv, bwd_dq, fwd, fwd_v1
+from diyfa.backends.cuda.attention import bwd, bwd_dbias, fwd, fwd_v1
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
     candidates,
     default_config,
     gpu_class,
-    reads_rows,
 )
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, padded_head_dim
-from diyfa.backends.cuda.compile.aot import CompileSpec
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
+from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.problem import VARLEN, AttentionProblem
-
-_TRITON_DTYPE = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-# Pointers whose element type is not the inputs'.
-_POINTER_TYPES = {
-    "cu_seqlens_q_ptr": "*i32",
-    "cu_seqlens_k_ptr": "*i32",
-    "seq_lens_ptr": "*i32",
-    "slopes_ptr": "*fp32",
-    "sinks_ptr": "*fp32",
-    "rng_state_ptr": "*i64",
-    "lse_ptr": "*fp32",
-    "dlse_ptr": "*fp32",
-    "delta_ptr": "*fp32",
-    "running_ptr": "*fp32",
-    "m_ptr": "*fp32",
-}
-# Optional tensors, and the constant with the value that says that a kernel reads them.
-_OPTIONAL = {
-    "cu_seqlens_q_ptr": ("LENGTHS", PACKED.value),
-    "cu_seqlens_k_ptr": ("LENGTHS", PACKED.value),
-    "seq_lens_ptr": ("LENGTHS", SEQ_LENS.value),
-    "slopes_ptr": ("ALIBI", True),
-    "bias_ptr": ("BIAS", True),
-    "sinks_ptr": ("SINKS", True),
-    "rng_state_ptr": ("DROPOUT", True),
-    "dlse_ptr": ("HAS_DLSE", True),
-}
-# What Triton makes a constant because its value is 1.
-_UNIT_STRIDES = frozenset({"stride_biasn", "stride_outn"})
-_FLOATS = frozenset({"scale", "sm_scale", "softcap", "keep_scale"})
-# Allocated by the launchers, so aligned whatever the inputs are.
-_RESULTS = frozenset(
-    {"o_ptr", "lse_ptr", "delta_ptr", "dbias_ptr", "running_ptr", "m_ptr", "dk_ptr", "dv_ptr", "dq_ptr"}
-)
-# Tensors that TMA reads, with the block whose rows they are read by.
-_DESCRIBED = {"q_ptr": "BLOCK_M", "do_ptr": "BLOCK_M", "k_ptr": "BLOCK_N", "v_ptr": "BLOCK_N"}
-_WIDTH = {"q_ptr": "BLOCK_D", "k_ptr": "BLOCK_D", "v_ptr": "BLOCK_DV", "do_ptr": "BLOCK_DV"}
+from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors, Launch
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
@@ -131,64 +95,85 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
     return replace(config, spill_budget=max(allowed, config.spill_budget))
 
 
-def _spec(kernel: str, fn, problem: AttentionProblem, config: AttentionConfig, constants: dict) -> CompileSpec:
-    element = _TRITON_DTYPE[problem.dtype]
-    signature, constexprs, aligned = {}, {}, set()
-    for parameter in fn.params:
-        name = parameter.name
-        if name in constants:
-            constexprs[name] = constants[name]
-        elif (name.endswith("_rows_ptr") and not reads_rows(problem, config)) or (
-            name in _OPTIONAL and constants[_OPTIONAL[name][0]] != _OPTIONAL[name][1]
-        ):
-            constexprs[name] = None
-        elif name in _UNIT_STRIDES:
-            constexprs[name] = 1
-        elif config.form == "tma" and name in _DESCRIBED:
-            rows, width = constants[_DESCRIBED[name]], constants[_WIDTH[name]]
-            signature[name] = f"tensordesc<{element}[1,1,{rows},{width}]>"
-        elif name.endswith("_ptr"):
-            reduced = name == "dbias_ptr" and constants["REDUCE"] != bwd_dbias.NOTHING.value
-            own = _TRITON_DTYPE[problem.bias or problem.dtype] if name in ("bias_ptr", "dbias_ptr") else element
-            signature[name] = "*fp32" if reduced else _POINTER_TYPES.get(name, f"*{own}")
-            if (problem.aligned or name in _RESULTS) and not parameter.do_not_specialize_on_alignment:
-                aligned.add(name)
-        else:
-            signature[name] = "fp32" if name in _FLOATS else "i32"
-            divisible = problem.aligned if name.startswith("stride_") else getattr(problem, name, 1) % 16 == 0
-            if divisible and not parameter.do_not_specialize:
-                aligned.add(name)
+def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
+    """Tensors of a call, out and lse, without memory."""
+
+    def empty(*shape: int, dtype: str = problem.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    def heads(number: int, rows: int, total: int, columns: int) -> torch.Tensor:
+        leading = (total, number) if problem.varlen else (problem.batch, number, rows)
+        if problem.aligned:
+            return empty(*leading, columns)
+        return empty(*leading[:-1], leading[-1] + 1, columns + 1)[..., 1:, 1:]  # odd strides and address
+
+    q = heads(problem.heads_q, problem.seqlen_q, problem.total_q, problem.head_dim)
+    k = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim)
+    v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v)
+    offsets = empty(problem.batch + 1, dtype="int32") if problem.varlen else None
+    bias_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    tensors = AttentionTensors(
+        q, k, v, 0.125,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        seq_lens=empty(problem.batch, dtype="int32") if problem.seq_lens else None,
+        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
+        attn_bias=empty(*bias_shape, dtype=problem.bias) if problem.bias else None,
+        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
+        rng_state=empty(2, dtype="int64") if problem.dropout else None,
+        dropout_p=0.5 if problem.dropout else 0.0,
+    )  # fmt: skip
+    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device="meta")
+    return tensors, out, torch.empty(problem.lse_shape, dtype=torch.float32, device="meta")
+
+
+def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launch: Launch) -> CompileSpec:
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
     if problem.bias_grad:
         features = "every feature"
     ragged = "" if problem.aligned else " unaligned"
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
-    return CompileSpec(
-        kernel,
-        f"{case} w{config.num_warps} s{config.num_stages}",
-        fn,
-        signature,
-        constexprs,
-        config.num_warps,
-        config.num_stages,
-        aligned=frozenset(aligned),
-        spill_budget=config.spill_budget,
-    )
+    return spec_of(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
+
+
+def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
+    return _spec("attention_fwd/v2", problem, config, fwd.launch_of(problem, *tensors_of(problem), config))
+
+
+def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
+    """A backward pass without memory, and the gradient that it is of."""
+    tensors, out, lse = tensors_of(problem)
+    dout = torch.empty_like(out)
+    dlse = torch.empty_like(lse) if has_dlse else None
+    return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
+
+
+def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
+    backward, _ = _backward(problem, False)
+    q, k, v = backward.tensors[:3]
+    results = {"dq": torch.empty_like(q)} if kind == "dq" else {"dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    return _spec(f"attention_bwd/{kind}", problem, config, backward.gradient(kind, config, **results))
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
-    constants = bwd.preprocess_constants(problem, has_dlse)
     tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1)
-    return _spec("attention_bwd/preprocess", bwd._bwd_preprocess_kernel, problem, tile, constants)
+    return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     tile = bwd_dbias.config(problem)
     assert tile is not None, "head_dims up to 128 have a tile everywhere"
     tile = _with_feature_budget("dbias", problem, tile)
-    for name, reduce in (("tiles", bwd_dbias.NOTHING), ("keys", bwd_dbias.QUERIES), ("queries", bwd_dbias.KEYS)):
-        constants = bwd_dbias.constants(problem, tile, reduce.value)
-        yield _spec(f"attention_bwd/dbias_{name}", bwd_dbias._bwd_dbias_kernel, problem, tile, constants)
+    backward, dout = _backward(problem, False)
+    bias = backward.tensors.attn_bias
+    assert bias is not None, "its gradient is asked for"
+    # Of a whole bias, of one number for each key, of one for each query.
+    for name, part in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
+        tensors = backward.tensors._replace(attn_bias=part)
+        launch, _ = bwd_dbias.launch_of(
+            problem, tensors, dout, backward.lse, backward.delta, backward.scale, part.new_empty(part.shape)
+        )
+        yield _spec(f"attention_bwd/dbias_{name}", problem, tile, launch)
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
@@ -237,46 +222,14 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -> CompileSpec:
-    from diyfa.backends.cuda.gluon.tma import smem_layout
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd  # needs the Gluon that `_hopper_specs` asked for
 
+    launch = hopper_fwd.launch_of(problem, *tensors_of(problem), config)
     d, dv = problem.head_dim, problem.head_dim_v
-    element = _TRITON_DTYPE[problem.dtype]
-    constants = hopper_fwd.constants(problem, config, False)
-    blocks = {"q_tensor": hopper_configs.CONSUMER_ROWS, "k_tensor": config.block_n, "v_tensor": config.block_n}
-    blocks["o_tensor"] = hopper_configs.CONSUMER_ROWS
-    signature: dict[str, str] = {}
-    for name, rows in blocks.items():
-        ragged = problem.varlen or (problem.seq_lens and name != "o_tensor")
-        rank = 5 if ragged else 4
-        columns, _ = hopper_configs.boxes_of(
-            *((d, dv) if name in ("q_tensor", "k_tensor") else (dv, d)), config.box_columns
-        )
-        block = ",".join(map(str, [1] * (rank - 2) + [rows, columns]))
-        signature[name] = f"tensordesc<{element}[{block}],{smem_layout(rows, columns, rank)!r}>"
-    signature |= {"lse_ptr": "*fp32", **dict.fromkeys(hopper_fwd.SIZES, "i32"), "scale": "fp32", "softcap": "fp32"}
-    if constants["LENGTHS"] == EQUAL.value:
-        constants |= dict.fromkeys(hopper_fwd.LENGTH_POINTERS)
-    else:
-        signature |= dict.fromkeys(hopper_fwd.LENGTH_POINTERS, "*i32")
-    for name, there in (("slopes_ptr", problem.alibi), ("sinks_ptr", problem.sinks)):
-        if there:
-            signature[name] = "*fp32"
-        else:
-            constants[name] = None
-    if config.direct:
-        signature["o_ptr"] = f"*{element}"
-    else:
-        constants["o_ptr"] = None
-    if config.scheduler == "dynamic":
-        signature["counter_ptr"] = "*i32"
-    else:
-        constants["counter_ptr"] = None
     widths = f"{d}" if d == dv else f"{d}/{dv}"
     mask = "causal" if problem.causal else "full" if problem.seqlen_k % config.block_n == 0 else "ragged"
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
-    return CompileSpec(
-        "attention_fwd/sm90",
+    case = (
         f"{problem.dtype} D={widths} {features}{mask} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' joined' if config.joined else ''}"
@@ -284,42 +237,31 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
         f"{' lazy rescale' if config.lazy_rescale else ''}"
-        f"{' fixed max' if constants['FIXED_MAX'] else ''}"
+        f"{' fixed max' if launch.constants['FIXED_MAX'] else ''}"
         f"{' per-warp arrive' if config.per_warp_arrive else ''}"
-        f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}",
-        hopper_fwd._fwd_sm90_kernel,
-        signature,
-        constants,
-        4,
-        1,
-        options={name: n for name, n in hopper_configs.schedule_of(config).items() if name != "num_warps"},
-        aligned=frozenset({"lse_ptr", *(("o_ptr",) if config.direct else ())}),
-        spill_budget=HOPPER_SPILLS,
-        clean_loops=True,
+        f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
+    return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
-    backward = (("dkdv", bwd_dkdv._bwd_dkdv_kernel), ("dq", bwd_dq._bwd_dq_kernel))
     for problem in problems(arch):
         for config in candidates("fwd", problem):
-            yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
+            yield _forward(problem, config)
         v1 = fwd_v1.config(problem)
-        yield _spec("attention_fwd/v1", fwd_v1._fwd_v1_kernel, problem, v1, fwd_v1.constants(problem, v1, False))
-        for kind, fn in backward:
+        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.launch_of(problem, *tensors_of(problem)))
+        for kind in ("dkdv", "dq"):
             for config in candidates(kind, problem):
-                yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
+                yield _gradient(kind, problem, config)
         yield _preprocess(problem, False)
     for problem in feature_problems(arch):
         if (tile := default_config("fwd", problem)) is not None:
-            config = _with_feature_budget("fwd", problem, tile)
-            yield _spec("attention_fwd/v2", fwd._fwd_kernel, problem, config, fwd.constants(problem, config, False))
-        for kind, fn in backward:
+            yield _forward(problem, _with_feature_budget("fwd", problem, tile))
+        for kind in ("dkdv", "dq"):
             if (tile := default_config(kind, problem)) is not None:
-                config = _with_feature_budget(kind, problem, tile)
-                yield _spec(f"attention_bwd/{kind}", fn, problem, config, bwd.constants(problem, config))
+                yield _gradient(kind, problem, _with_feature_budget(kind, problem, tile))
         yield _preprocess(problem, True)
         if problem.bias_grad:
             yield from _bias_gradient(problem)

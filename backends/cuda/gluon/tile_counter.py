@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _is_capturing(x: torch.Tensor) -> bool:
@@ -33,7 +33,7 @@ def counter_of(x: torch.Tensor) -> torch.Tensor:
     if _is_capturing(x):
         return _zeros(x)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
-    key = (x.get_device(), 0 if stream is None else stream.cuda_stream)
+    key = (x.device, 0 if stream is None else stream.cuda_stream)
     found = _counters.get(key)
     if found is None:
         with ThreadPoolExecutor(1) as thread:

@@ -6,9 +6,9 @@ from math import gcd
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.runtime.tensor_maps import Box
 from diyfa.problem import LAYOUTS, VARLEN, bhsd_strides
 
 _STEPS = 0x7FFF0000  # of the dimensions that only move the address: as many as 32 bits count
@@ -20,19 +20,21 @@ def smem_layout(rows: int, columns: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], gl.float16)
 
 
-def dense_box(x: torch.Tensor, layout: str, rows: int, columns: int) -> Box:
+def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
     """(B, H, S, D): what lies beyond the end of the tensor is read as zeros and not written."""
     shape = [x.shape[i] for i in LAYOUTS[layout]]
-    return Box(shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4))
+    return TensorDescriptor(
+        x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4)
+    )
 
 
-def ragged_box(x: torch.Tensor, layout: str, rows: int, columns: int) -> Box:
+def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
     """(wrap, steps, H, rows, D): the same for what lies beyond the end of a sequence, whose rows end at ROW_BOUND."""
     _, stride_h, stride_row, _ = bhsd_strides(x, layout)
     heads, head_dim = x.shape[1 if layout == VARLEN else LAYOUTS[layout][1]], x.shape[-1]
     shape = [_STEPS, _STEPS, heads, ROW_BOUND, head_dim]
     strides = [_WRAP - stride_row, _step(x, layout), stride_h, stride_row, 1]
-    return Box(shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5))
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5))
 
 
 def _step(x: torch.Tensor, layout: str) -> int:
@@ -44,7 +46,7 @@ def _step(x: torch.Tensor, layout: str) -> int:
 
 
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
-    """(steps from one sample to the next, steps from one row to the next) in a ragged box.
+    """(steps from one sample to the next, steps from one row to the next) in a ragged descriptor.
 
     Raises:
         ValueError: the last row lies more steps away than 32 bits count.

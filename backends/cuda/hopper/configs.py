@@ -310,6 +310,8 @@ def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) ->
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # described without a device, to be compiled ahead of time
+        return FULL_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

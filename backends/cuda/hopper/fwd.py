@@ -13,7 +13,6 @@ two wide, with zeros beyond the head dim; one of 129 to 192 columns comes in thr
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from triton.experimental import gluon
@@ -25,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.launch import softmax_scale
+from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
@@ -34,7 +33,7 @@ from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
-from diyfa.backends.cuda.gluon.tma import dense_box, ragged_box, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
     Sm90Config,
@@ -83,9 +82,8 @@ from diyfa.backends.cuda.hopper.tiles import (
     start_store,
     tile_of,
 )
-from diyfa.backends.cuda.runtime.launch import Launch, Launches, on_device
-from diyfa.backends.cuda.runtime.repeat import Pair, repeat_forward
-from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 
 @aggregate
@@ -721,88 +719,77 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
     }
 
 
-_launches = Launches()
+def launch_of(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+) -> Launch:
+    """The launch that fills out and lse."""
+    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
+    layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
+    scale, negate = softmax_scale(problem, tensors.sm_scale)
+    width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
+    has_lengths = problem.seq_lens or problem.varlen
+    described = ragged_descriptor if has_lengths else dense_descriptor
+    lengths_q, lengths_k = (
+        (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
+    )
+    (qb, qm), (kb, kn), (vb, vn) = (steps_of(x, layout) if has_lengths else (0, 0) for x in (q, k, v))
+    arguments = {
+        "q_tensor": described(q, layout, CONSUMER_ROWS, width),
+        "k_tensor": described(k, layout, config.block_n, width),
+        "v_tensor": described(v, layout, config.block_n, width_v),
+        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+        "o_tensor": (ragged_descriptor if problem.varlen else dense_descriptor)(out, layout, CONSUMER_ROWS, width_v),
+        "lengths_q_ptr": lengths_q,
+        "lengths_k_ptr": lengths_k,
+        "lse_ptr": lse,
+        "o_ptr": out if config.direct else None,
+        "slopes_ptr": slopes,
+        "sinks_ptr": tensors.sinks,
+        "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
+        "heads": problem.batch * problem.heads_q,
+        "heads_q": problem.heads_q,
+        "heads_at_once": config.together or heads_together(problem),
+        "batch": problem.batch,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "total_q": problem.total_q,
+        "total_k": problem.total_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "group_size": problem.heads_q // problem.heads_kv,
+        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "steps_qb": qb,
+        "steps_qm": qm,
+        "steps_kb": kb,
+        "steps_kn": kn,
+        "steps_vb": vb,
+        "steps_vn": vn,
+        "scale": scale,
+        "softcap": problem.softcap,
+    }
+    grid = grid_of(problem, config, q.device)
+    return Launch(_fwd_sm90_kernel, grid, arguments, constants(problem, config, negate), schedule_of(config))
 
 
-def _launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, config: Sm90Config) -> Launch:
-    q, k, v = tensors.q, tensors.k, tensors.v
-    slopes = tensors.alibi_slopes
-    stride_slopeb = 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0)
-
-    def make() -> Launch:
-        scale, negate = softmax_scale(problem, tensors.sm_scale)
-        layout = problem.layout
-        d, dv = problem.head_dim, problem.head_dim_v
-        width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
-        box = ragged_box if problem.seq_lens or problem.varlen else dense_box
-        boxes = (
-            box(q, layout, CONSUMER_ROWS, width),
-            box(k, layout, config.block_n, width),
-            box(v, layout, config.block_n, width_v),
-            # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
-            (ragged_box if problem.varlen else dense_box)(out, layout, CONSUMER_ROWS, width_v),
-            *(None,) * 7,  # lengths, lse, o_ptr, slopes, sinks, counter
-        )
-        scalars = (
-            problem.batch * problem.heads_q,
-            problem.heads_q,
-            config.together or heads_together(problem),
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-            problem.window_left,
-            problem.window_right,
-            problem.heads_q // problem.heads_kv,
-            stride_slopeb,
-            *(n for x in (q, k, v) for n in (steps_of(x, layout) if box is ragged_box else (0, 0))),
-            scale,
-            problem.softcap,
-        )
-        values = constants(problem, config, negate)
-        grid = grid_of(problem, config, q.device)
-        return Launch(_fwd_sm90_kernel, grid, boxes, scalars, values, schedule_of(config), True)
-
-    strides = (q.stride(), k.stride(), v.stride(), out.stride())
-    key = (config, problem, tensors.sm_scale, strides, stride_slopeb, q.device)
-    return _launches.get(key, make)
+def _config(problem: AttentionProblem) -> Sm90Config:
+    return forced_config("sm90", problem) or config_of(problem)
 
 
 def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Launch the Hopper kernel, which fills out and lse."""
-    q, k, v = tensors.q, tensors.k, tensors.v
-    config = config_of(problem)
-    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
-    with on_device(q):
-        counter = counter_of(q) if config.scheduler == "dynamic" else None
-        launch = _launch(problem, tensors, out, config)
-        with post_processing() if launch.again is None else nullcontext():
-            address = out if config.direct else None
-            launch(q, k, v, out, *lengths, lse, address, tensors.alibi_slopes, tensors.sinks, counter)
+    with on_device(tensors.q), post_processing():
+        launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
 
 
 def repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., Pair | None] | None:
-    """`Kernel.repeat`: for calls without optional tensors whose launch is compiled."""
-    decide, known = config_of, _launches
-    config = decide(problem)
-    launch = _launch(problem, tensors, out, config)
-    no_counter = () if config.scheduler == "dynamic" else (None,)
-
-    def arguments(q: int, k: int, v: int, out: int, lse: int) -> tuple[int | None, ...]:
-        return q, k, v, out, None, None, lse, out if config.direct else None, None, None, *no_counter
-
-    again = repeat_forward(launch, out, lse, arguments, None if no_counter else counter_of)
-    if again is None:
-        return None
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair | None:
-        if config_of is not decide or _launches is not known:  # a sweep has put others in their place
-            return None
-        return again(q, k, v)
-
-    return run
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat`."""
+    config = _config(problem)
+    own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
+    with post_processing():
+        return forward_replay(
+            problem, tensors, out, lse, lambda tensors: launch_of(problem, tensors, out, lse, config), own
+        )

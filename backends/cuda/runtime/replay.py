@@ -1,62 +1,105 @@
-"""A compiled kernel launched again: its function in C is called with addresses, past the Python around it.
+"""The launches of a call repeated past Triton's launcher, for other tensors that lie in memory alike.
 
-Triton's launcher asks each tensor for its address, asks the driver whether that address is valid, encodes descriptors
-and goes through two functions in Python. A launch whose tensors were checked needs none of that.
+Triton binds and specialises the arguments of each launch, asks each tensor for its address, asks the driver whether the
+device can read it, encodes descriptors and goes through two functions in Python. For a call that is equal to an earlier
+one but for addresses all that is known, so `replay_of` calls the compiled kernel's function in C with addresses.
+
+This is where private parts of Triton and PyTorch are used. `launch_kernel` in `runtime/launch.py` is the public way to
+the same launch; it is taken for a first call, and for each one where Triton's launcher is not the known one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import BuiltinFunctionType
 from typing import Any
 
-from diyfa.backends.cuda.runtime.tensor_maps import Box, TensorMaps
+import torch
+import triton
+from triton.runtime import driver
+
+from diyfa.backends.cuda.runtime.launch import current_device
 from diyfa.backends.cuda.runtime.versions import TRITON
+from diyfa.problem import Launch
 
 IS_KNOWN = TRITON == (3, 6)  # elsewhere the arguments of the function in C, and who knows it, differ
 
-# (stream, addresses of all tensors, None for one that is not there) -> launched on the current device. What is not read
-# through TMA may also be a tensor.
-Relaunch = Callable[[int, Sequence[Any]], None]
+Address = int | None
+Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
+Replay = Callable[[Sequence[Address]], list[torch.Tensor] | None]
 
 
-def _function_and_maps(launcher: Any, boxes: Sequence[Box | None]) -> tuple[Any, list[TensorMaps | None]] | None:
-    """The function in C behind `launcher`, and what encodes the tensors that `boxes` describes."""
+class TensorMaps:
+    """The arguments that one tensor read through TMA becomes, by its address.
+
+    Encoding a descriptor is a driver call of 3 us. While a tensor keeps its address, shape and strides, so does its
+    encoded form, whatever memory was freed and given out again meanwhile.
+    """
+
+    LIMIT = 256  # addresses of one argument
+
+    def __init__(self, descriptor: Any, metadata: dict[str, Any], element_type: int) -> None:
+        self._shape, self._strides = list(descriptor.shape), list(descriptor.strides)
+        self._metadata, self._element_type = metadata, element_type
+        self._known: dict[Address, tuple[Any, ...]] = {}
+
+    def arguments(self, address: Address) -> tuple[Any, ...]:
+        """(encoded descriptor, *shape, *strides)"""
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= self.LIMIT:
+                self._known.clear()
+            metadata = self._metadata
+            encoded = driver.active.utils.fill_tma_descriptor(
+                address, metadata["swizzle"], metadata["elem_size"], self._element_type, metadata["block_size"],
+                self._shape, self._strides, 0,
+            )  # fmt: skip
+            found = self._known[address] = (encoded, *self._shape, *self._strides)
+        return found
+
+
+def is_descriptor(x: object) -> bool:
+    """Whether an argument describes a tensor to TMA."""
+    return hasattr(x, "block_shape")
+
+
+def _function_and_metadata(launcher: Any, has_descriptors: bool) -> tuple[Any, list[dict[str, Any]]] | None:
+    """The function in C behind `launcher`, and what it encodes each descriptor with."""
     launch = launcher.launch
-    if not any(boxes):
-        return (launch, [None] * len(boxes)) if isinstance(launch, BuiltinFunctionType) else None
+    if not has_descriptors:
+        return (launch, []) if isinstance(launch, BuiltinFunctionType) else None
     if not inspect.isfunction(launch):
         return None
     inside = inspect.getclosurevars(launch).nonlocals  # of the wrapper that encodes
     metadata = inside.get("tensordesc_meta")
     if "launcher" not in inside or not metadata or any(m is None or m["fp4_padded"] for m in metadata):
         return None
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    described = iter(metadata)
-    maps: list[TensorMaps | None] = []
-    for box in boxes:
-        if box is None:
-            maps.append(None)
-        else:
-            one = next(described)
-            maps.append(TensorMaps(box, one, TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]]))
-    return inside["launcher"], maps
+    return inside["launcher"], metadata
 
 
-def relaunch_of(compiled: Any, grid: int, boxes: Sequence[Box | None], tail: tuple[Any, ...]) -> Relaunch | None:
-    """How to launch `compiled` again on a grid of one dimension; `tail` are the arguments after the tensors.
+def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Relaunch | None:
+    """How to launch `compiled`, which `launch` was compiled to, again with other addresses.
 
-    None where this Triton's launcher is not the known one, or the kernel needs memory of its own.
+    `slots`: where the address of each tensor argument is found, by name. None where this Triton's launcher is not the
+    known one, or the kernel needs memory of its own.
     """
     launcher = compiled.run
     if not IS_KNOWN or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    found = _function_and_maps(launcher, boxes)
+    names = launch.kernel.arg_names
+    values = launch.arguments | launch.constants
+    first = len(slots)  # tensors come first
+    if set(names[:first]) != slots.keys():
+        return None
+    described = [is_descriptor(values[name]) for name in names[:first]]
+    found = _function_and_metadata(launcher, any(described))
     if found is None:
         return None
-    function, all_maps = found
+    function, metadata = found
+    grid, tail = launch.grid, tuple(values[name] for name in names[first:])
+    of_tensors = itemgetter(*(slots[name] for name in names[:first]), 0)  # one more: of a single one, no tuple
     # Cooperative, dependent on the launch before; no scratch memory, twice; metadata; metadata for hooks, two hooks.
     options = (
         launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
@@ -64,16 +107,143 @@ def relaunch_of(compiled: Any, grid: int, boxes: Sequence[Box | None], tail: tup
     )  # fmt: skip
 
     # Both keep `compiled`: with the last that knows it, Triton may unload the function.
-    def by_addresses(stream: int, addresses: Sequence[Any]) -> None:
-        function(grid, 1, 1, stream, compiled.function, *options, *addresses, *tail)
+    def by_addresses(stream: int, addresses: Sequence[Address]) -> None:
+        function(grid, 1, 1, stream, compiled.function, *options, *of_tensors(addresses)[:-1], *tail)
 
-    def with_maps(stream: int, addresses: Sequence[Any]) -> None:
+    if not metadata:
+        return by_addresses
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    of_each = iter(metadata)
+    maps = [
+        TensorMaps(values[name], one := next(of_each), TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]]) if is_one else None
+        for name, is_one in zip(names[:first], described, strict=True)
+    ]
+
+    def with_maps(stream: int, addresses: Sequence[Address]) -> None:
         arguments: list[Any] = []
-        for address, maps in zip(addresses, all_maps, strict=True):
-            if maps is None or address is None:
+        for address, map_ in zip(of_tensors(addresses), maps, strict=False):
+            if map_ is None:
                 arguments.append(address)
             else:
-                arguments.extend(maps.arguments(address))
+                arguments.extend(map_.arguments(address))
         function(grid, 1, 1, stream, compiled.function, *options, *arguments, *tail)
 
-    return with_maps if any(boxes) else by_addresses
+    return with_maps
+
+
+def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """(sizes, strides, dtype) -> uninitialised memory on the current device of that type.
+
+    PyTorch has a function for its compiler's programs that goes past the dispatcher, at a third of the time.
+    """
+    compilers: Any = torch._C._dynamo.guards
+    fast = getattr(compilers, f"_empty_strided_{device_type}", None)
+    if fast is not None:
+        return fast
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
+
+
+def launches_are_hooked() -> bool:
+    """Whether a profiler wants to be called at each launch of Triton's."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return bool(leave is not None and getattr(leave, "calls", True))
+
+
+def current_device_of(x: torch.Tensor) -> Callable[[], int]:
+    """Asks for the current device of x's type; CPU tensors, which stand in for CUDA's, are always on theirs."""
+    return current_device if x.is_cuda else lambda: -1
+
+
+def replay_of(
+    launches: Sequence[Launch],
+    given: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    choice: Callable[[], object],
+    filled: Sequence[tuple[int, float]] = (),
+    own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> Replay | None:
+    """How to run `launches`, which are compiled, again -> a function of the addresses of `given`, or None.
+
+    The function allocates what `made` is, launches and returns it; it returns None, having done nothing, where
+    `choice` answers otherwise than now, or a profiler wants to see launches.
+
+    Args:
+        given: tensors of the call, different objects each.
+        made: tensors that a call allocates; arguments that are not `given` lie in one of them.
+        filled: (index in `made`, value) of those that are filled before the launches.
+        own: by an argument's name, what makes a tensor for it, from the first of `made`.
+    """
+    slots_of_given = {id(x): i for i, x in enumerate(given)}
+    nothing = len(given)
+    inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
+    own = own or {}
+    names_of_own = list(own)
+
+    def inside_of(x: torch.Tensor) -> tuple[int, int] | None:
+        for i, owner in enumerate(made):
+            if x.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
+                return i, x.data_ptr() - owner.data_ptr()
+        return None
+
+    tensors_of: list[dict[str, torch.Tensor | None]] = []
+    for launch in launches:
+        among: dict[str, torch.Tensor | None] = {}
+        for name, x in launch.arguments.items():
+            x = x.base if is_descriptor(x) else x
+            if x is None or isinstance(x, torch.Tensor):
+                among[name] = x
+                place = None if x is None or id(x) in slots_of_given or name in own else inside_of(x)
+                if place is not None and place not in inside:
+                    inside.append(place)
+        tensors_of.append(among)
+
+    def slot(name: str, x: torch.Tensor | None) -> int | None:
+        if x is None:
+            return nothing
+        if id(x) in slots_of_given:
+            return slots_of_given[id(x)]
+        if name in own:
+            return nothing + 1 + len(inside) + names_of_own.index(name)
+        place = inside_of(x)
+        return None if place is None else nothing + 1 + inside.index(place)
+
+    again: list[Relaunch] = []
+    for launch, among in zip(launches, tensors_of, strict=True):
+        slots = {name: slot(name, x) for name, x in among.items()}
+        if None in slots.values():
+            return None
+        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
+        relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
+        if relaunch is None:
+            return None
+        again.append(relaunch)
+    used = any(name in among for name in own for among in tensors_of)
+    makers = [own[name] for name in names_of_own] if used else []
+    like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
+    device = made[0]
+    allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
+    chosen, stream_of = choice(), driver.active.get_current_stream
+
+    def replay(addresses: Sequence[Address]) -> list[torch.Tensor] | None:
+        if choice() != chosen or launches_are_hooked():
+            return None
+        if current() != index:
+            with torch.cuda.device(index):
+                return replay(addresses)
+        new = [allocate(*each) for each in like]
+        for i, value in filled:
+            new[i].fill_(value)
+        kept = [make(new[0]) for make in makers]
+        every = [
+            *addresses, None, *[new[i].data_ptr() + offset for i, offset in inside], *[x.data_ptr() for x in kept]
+        ]  # fmt: skip
+        stream = stream_of(index)
+        for relaunch in again:
+            relaunch(stream, every)
+        return new
+
+    return replay
