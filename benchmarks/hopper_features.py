@@ -23,8 +23,8 @@ import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
 from diyfa.attention import flash_attention, flash_attention_varlen
+from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,8 @@ def _with_changes(
         inner = call("sm90")
 
         def run() -> torch.Tensor:
-            hopper_fwd.config_of = lambda problem: change(hopper_configs.config_of(problem))
-            try:
+            with use_config("sm90", lambda problem: change(hopper_configs.config_of(problem))):
                 return inner()
-            finally:
-                hopper_fwd.config_of = hopper_configs.config_of
 
         return run
 

@@ -175,9 +175,10 @@ def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
     """A call of the Hopper kernel's launcher with `config`; compiled, not run."""
+    from diyfa.backends.cuda.attention.launch import use_config
+    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-    from diyfa.backends.cuda.runtime.launch import Launches
     from diyfa.problem import AttentionProblem, AttentionTensors
 
     b, h, s, d = q.shape
@@ -185,25 +186,15 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    hopper_fwd.config_of = lambda problem: hopper_configs.fitted(problem, config)
+    launch = hopper_fwd.launch_of(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
+    with post_processing():
+        launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
 
     def call() -> torch.Tensor:
-        hopper_fwd.attention_forward(problem, tensors, out, lse)
+        with use_config("sm90", lambda problem: hopper_configs.fitted(problem, config)):
+            hopper_fwd.attention_forward(problem, tensors, out, lse)
         return out
 
-    kernel = hopper_fwd._fwd_sm90_kernel
-
-    class Compiling:
-        """In the kernel's place: compiles instead of launching, so that only measuring needs the GPU."""
-
-        arg_names = kernel.arg_names
-
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            return lambda *args, **kwargs: kernel.warmup(*args, grid=grid, **kwargs)
-
-    hopper_fwd._fwd_sm90_kernel, hopper_fwd._launches = Compiling(), Launches()
-    call()
-    hopper_fwd._fwd_sm90_kernel, hopper_fwd._launches = kernel, Launches()
     return call
 
 

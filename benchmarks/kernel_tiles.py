@@ -25,6 +25,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, fits
 from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.runtime.launch import launch_kernel
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, time_calls
 from diyfa.bench.work import attention_flops, tflops
@@ -81,17 +82,17 @@ def kernels_of(problem: AttentionProblem, tensors: AttentionTensors) -> Callable
     out = torch.empty_like(tensors.q)
     lse = torch.empty(problem.lse_shape, device=out.device)
     fwd.attention_forward(problem, tensors, out, lse)
-    backward = bwd._Backward(problem, tensors, out, lse, torch.randn_like(out), None)
-    backward.preprocess()
+    backward = bwd.Backward(problem, tensors, out, lse, torch.randn_like(out), None)
+    launch_kernel(backward.preprocess())
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
-    results = {"dkdv": (dk, dv), "dq": (dq,)}
+    results = {"dkdv": {"dk": dk, "dv": dv}, "dq": {"dq": dq}}
 
     def launch(kind: str, tile: AttentionConfig) -> None:
         if kind == "fwd":
             with use_config(kind, tile):
                 fwd.attention_forward(problem, tensors, out, lse)
         else:
-            backward.gradient(kind, tile, results[kind])
+            launch_kernel(backward.gradient(kind, tile, **results[kind]))
 
     return launch
 

@@ -487,13 +487,13 @@ _lib.impl("attention_bwd", _attention_bwd_autograd, "Autograd")
 @once_differentiable
 def _backward_of_planned(
     plan: Plan, saved: tuple[torch.Tensor, ...], *grads: torch.Tensor | None
-) -> list[torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """As `_run_backward`, of a call whose gradients are seen by others than the device, or come from lse too."""
     owners, (out, lse), optional = saved[:3], saved[3:5], saved[5:]
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     found = _differentiate(grads, owners, (out, lse), lengths, options)
     # An operator returns a tensor without elements where there is no gradient.
-    return [x if x is not None and x.numel() else None for x in found]
+    return tuple(x if x is not None and x.numel() else None for x in found)
 
 
 class _PlannedAttention(torch.autograd.Function):
@@ -516,7 +516,7 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # asked for once: an unpacking hook may refuse a second time
-        found = None
+        found: Sequence[torch.Tensor | None] | None = None
         if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
             q, k, v, out, lse, *optional = saved
             if plan.options.packing:

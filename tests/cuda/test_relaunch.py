@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diyfa.backends.cuda.runtime.tensor_maps import Box
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda.runtime import launch, tensor_maps
-from diyfa.backends.cuda.runtime import replay as relaunch
+from diyfa.backends.cuda.runtime import replay
 from diyfa.backends.cuda.runtime.replay import relaunch_of
+from diyfa.problem import Launch
 
-if not relaunch.IS_KNOWN:
+if not replay.IS_KNOWN:
     pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)
 import triton.backends.nvidia.driver as nvidia
 
@@ -24,8 +23,19 @@ SIGNATURE = {
     "q": "tensordesc<fp16[1, 1, 16, 64]>", "x": "*fp32", "k": "tensordesc<fp16[1, 1, 16, 64]>", "n": "i32",
     "B": "constexpr",
 }  # fmt: skip
-BOXES = (Box(SHAPE, STRIDES, BLOCK), None, Box(SHAPE, STRIDES, BLOCK))
 HEAD, HOOKS, TAIL = (5, 1, 1, 77, 88), ("packed", None, None, None), (9, 16)
+KERNEL = SimpleNamespace(arg_names=("q", "x", "k", "n", "B"))
+SLOTS = {"q": 0, "x": 1, "k": 2}
+
+
+def described(x):
+    return TensorDescriptor(x, SHAPE, STRIDES, BLOCK)
+
+
+def launch_of(q, x, k, has_descriptors=True):
+    if has_descriptors:
+        q, k = described(q), described(k)
+    return Launch(KERNEL, 5, {"q": q, "x": x, "k": k, "n": 9}, {"B": 16}, {"num_warps": 4})
 
 
 def compiled_by(launcher):
@@ -64,24 +74,23 @@ def tensors():
 
 def test_the_same_arguments_reach_the_kernel(launcher, encoded):
     q, x, k = tensors()
-    described = (TensorDescriptor(q, SHAPE, STRIDES, BLOCK), x, TensorDescriptor(k, SHAPE, STRIDES, BLOCK))
-    launcher(*HEAD, *HOOKS, *described, *TAIL)
+    launcher(*HEAD, *HOOKS, described(q), x, described(k), *TAIL)
     asked = list(encoded)
-    relaunch_of(compiled_by(launcher), 5, BOXES, TAIL)(77, addresses(q, x, k))
+    relaunch_of(compiled_by(launcher), launch_of(q, x, k), SLOTS)(77, addresses(q, x, k))
     theirs, ours = launcher.calls
     assert list(ours) == [x.data_ptr() if y is x else y for y in theirs]
     assert encoded[2:] == asked
 
 
 def test_an_address_is_encoded_once(launcher, encoded, monkeypatch):
-    run = relaunch_of(compiled_by(launcher), 5, BOXES, TAIL)
     q, x, k = tensors()
+    run = relaunch_of(compiled_by(launcher), launch_of(q, x, k), SLOTS)
     for _ in range(3):
         run(77, addresses(q, x, k))
     assert len(encoded) == 2
     run(77, addresses(k, x, q))
     assert len(encoded) == 4
-    monkeypatch.setattr(tensor_maps.TensorMaps, "LIMIT", 2)
+    monkeypatch.setattr(replay.TensorMaps, "LIMIT", 2)
     kept = [tensors() for _ in range(5)]
     for each in kept:
         run(77, addresses(*each))
@@ -90,54 +99,33 @@ def test_an_address_is_encoded_once(launcher, encoded, monkeypatch):
         assert launcher.calls[-1][13][1] == each[0].data_ptr()
 
 
-def test_other_launchers_are_used_as_they_are(launcher):
-    compiled = compiled_by(launcher)
-    assert relaunch_of(compiled, 5, (None, None), TAIL) is None  # a function in Python: not the one in C
-    launcher.global_scratch_size = 16
-    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
-    launcher.global_scratch_size = 0
-    launcher.launch = print
-    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
-    launcher.launch = lambda *args: None
-    assert relaunch_of(compiled, 5, BOXES, TAIL) is None
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "another"])
-@pytest.mark.parametrize("boxes", [BOXES, (None, None, None)], ids=["tma", "addresses"])
-def test_a_repeated_launch_goes_to_the_compiled_kernel(launcher, encoded, monkeypatch, boxes, known):
-    """The first call through Triton, each later one straight to what it compiled; its launcher, where it is another."""
-    monkeypatch.setattr(launch, "_INTERPRETING", False)
-    monkeypatch.setattr(relaunch, "IS_KNOWN", known)
-    driver.active.get_current_stream = lambda device: 77
-    if boxes[0] is None:
-        monkeypatch.setattr(relaunch, "BuiltinFunctionType", type(lambda: None))
-        launcher.launch = lambda *args: launcher.calls.append(args)
-    compiled = compiled_by(launcher)
-    first = []
-
-    class Fn:
-        arg_names = ("q", "x", "k", "n", "B")
-
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: first.append((grid, args, kwargs)) or compiled
-
-    run = launch.Launch(Fn(), 5, boxes, (9,), {"B": 16}, {"num_warps": 4}, fixed=True)
+def test_tensors_are_found_where_the_call_has_them(launcher, encoded):
+    """Arguments may come from other places than they stand in, several from one, and some are not there."""
     q, x, k = tensors()
-    assert run.again is None
-    run(q, x, k)
-    assert len(first) == 1 and first[0][0] == (5,) and first[0][2] == {"B": 16, "num_warps": 4}
-    assert not launcher.calls and (run.again is not None) is known
-    run(q, x, k)
-    run(q, x, k)
-    assert len(first) == 1 and len(launcher.calls) == 2
-    call = launcher.calls[-1]
-    assert any(y is x for y in call)  # what is read by its address comes as a tensor, which Triton looks at
-    assert call[:9] == (5, 1, 1, 77, 88, False, True, None, None) and call[-2:] == (9, 16)
-    assert len(encoded) == (0 if boxes[0] is None else 2 if known else 4)
+    run = relaunch_of(compiled_by(launcher), launch_of(q, x, k), {"q": 3, "x": 0, "k": 3})
+    run(77, [None, 1, 2, 48])
+    assert [args[0] for args in encoded] == [48, 48] and launcher.calls[-1][-3 - 9] is None
+
+
+def test_other_launchers_are_used_as_they_are(launcher, monkeypatch):
+    by_address, by_maps = launch_of(*tensors(), has_descriptors=False), launch_of(*tensors())
+    compiled = compiled_by(launcher)
+    assert relaunch_of(compiled, by_maps, SLOTS) is not None
+    assert relaunch_of(compiled, by_address, SLOTS) is None  # a function in Python: not the one in C
+    assert relaunch_of(compiled, by_maps, {"q": 0, "n": 1}) is None  # tensors do not come first
+    launcher.global_scratch_size = 16
+    assert relaunch_of(compiled, by_maps, SLOTS) is None
+    launcher.global_scratch_size = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "IS_KNOWN", False)
+        assert relaunch_of(compiled, by_maps, SLOTS) is None
+    for other in (print, lambda *args: None):
+        launcher.launch = other
+        assert relaunch_of(compiled, by_maps, SLOTS) is None
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_on_launches_are_noticed(monkeypatch, which):
-    assert not launch.launches_are_hooked()
-    monkeypatch.setattr(launch.triton.knobs.runtime, which, lambda metadata: None)
-    assert launch.launches_are_hooked()
+    assert not replay.launches_are_hooked()
+    monkeypatch.setattr(replay.triton.knobs.runtime, which, lambda metadata: None)
+    assert replay.launches_are_hooked()

@@ -19,11 +19,9 @@ from diyfa.backends.cuda.attention import bwd, configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.backends.cuda.runtime import launch, repeat, tune
-from diyfa.backends.cuda.runtime import replay as relaunch
-from diyfa.backends.cuda.runtime.launch import Launches
+from diyfa.backends.cuda.runtime import replay, tune
 
-if not relaunch.IS_KNOWN:
+if not replay.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
 import triton.backends.nvidia.driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -46,8 +44,8 @@ class Recorder:
 def fake_kernel(kernel, recorder):
     """`kernel` compiled to a launcher of Triton's around `recorder`."""
 
-    def run(*args, **kwargs):
-        described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in args]
+    def compiled_for(arguments):
+        described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in arguments]
         signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
         launcher = object.__new__(nvidia.CudaLauncher)
@@ -55,12 +53,19 @@ def fake_kernel(kernel, recorder):
         launcher.global_scratch_size = launcher.profile_scratch_size = 0
         launcher.launch_cooperative_grid = launcher.launch_pdl = False
         launcher.launch = nvidia.wrap_handle_tensordesc(recorder, signature, [meta] * sum(described) or None)
-        compiled = SimpleNamespace(run=launcher, function=kernel.__name__, packed_metadata=(4, 1, 0))
-        rest = [kwargs[name] for name in kernel.arg_names[len(args) :]]
-        launcher(7, 1, 1, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *args, *rest)
+        return SimpleNamespace(run=launcher, function=kernel.__name__, packed_metadata=(4, 1, 0))
+
+    def warmup(grid, **named):
+        return compiled_for([named[name] for name in kernel.arg_names])
+
+    def launch(**named):
+        compiled = warmup(None, **named)
+        arguments = [named[name] for name in kernel.arg_names]
+        compiled.run(7, 1, 1, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *arguments)
         return compiled
 
-    return type("Fn", (), {"arg_names": kernel.arg_names, "__getitem__": lambda self, grid: run})()
+    methods = {"arg_names": kernel.arg_names, "warmup": staticmethod(warmup), "__getitem__": lambda self, grid: launch}
+    return type("Fn", (), methods)()
 
 
 @pytest.fixture
@@ -68,8 +73,7 @@ def recorder(monkeypatch):
     recorder = Recorder()
     utils = SimpleNamespace(fill_tma_descriptor=lambda address, *args: ("map", address))
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 77))
-    monkeypatch.setattr(launch, "_INTERPRETING", False)
-    monkeypatch.setattr(relaunch, "BuiltinFunctionType", Recorder)
+    monkeypatch.setattr(replay, "BuiltinFunctionType", Recorder)
     monkeypatch.setattr(tune._tuner, "enabled", False)
     monkeypatch.setattr(fwd, "_fwd_kernel", fake_kernel(fwd._fwd_kernel, recorder))
     monkeypatch.setattr(bwd, "_bwd_preprocess_kernel", fake_kernel(bwd._bwd_preprocess_kernel, recorder))
@@ -78,9 +82,6 @@ def recorder(monkeypatch):
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
-    for module in (fwd, bwd, hopper_fwd):
-        monkeypatch.setattr(module, "_launches", Launches())
-    monkeypatch.setattr(fwd, "_settled", {})
     monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorder
@@ -90,9 +91,8 @@ def recorder(monkeypatch):
 def ways(monkeypatch):
     """How each launch of `recorder` came about: "repeat" or "kernel"."""
     seen = []
-    for name in ("AttentionTensors", "bind"):
-        make = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *args, make=make: seen.append("described") or make(*args))
+    bind = ops.bind
+    monkeypatch.setattr(ops, "bind", lambda *args: seen.append("described") or bind(*args))
     return seen
 
 
@@ -192,9 +192,9 @@ def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypat
         counter = counter_of(q)
         calls.append(named(recorder.calls[0], q=q, k=k, v=v, out=out, lse=lse, counter=counter))
     assert not ways and "counter" in calls[0] and are_same(*([call] for call in calls))
-    monkeypatch.setattr(hopper_fwd, "config_of", table)  # as sweeps do
     recorder.calls.clear()
-    attend(q, k, v, variant="sm90")
+    with attention_launch.use_config("sm90", table):
+        attend(q, k, v, variant="sm90")
     assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]
 
 
@@ -259,9 +259,115 @@ def test_packed_gradients_are_repeated(recorder, ways, packing):
     assert are_same(*passes)
 
 
+def seq_lens_of(*lengths):
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def packed_call(q, k, v, **options):
+    """(2, H, S, D) as two packed sequences of S rows each."""
+    rows = [x.transpose(1, 2).flatten(0, 1).detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
+    ends = [torch.tensor([0, x.shape[2], 2 * x.shape[2]], dtype=torch.int32) for x in (q, k)]
+    tensors = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (*rows, *ends), strict=True))
+    longest = q.shape[2], k.shape[2]
+    return tensors, lambda: diyfa.flash_attention_varlen(
+        *rows, *ends, *longest, backend="cuda", return_lse=True, **options
+    )
+
+
+def dense_call(q, k, v, **options):
+    tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    return {"q": q, "k": k, "v": v, **tensors}, lambda: attend(q, k, v, return_lse=True, **options)
+
+
+OPTIONAL = {
+    "seq_lens": lambda: {"seq_lens": seq_lens_of(40, 96), "causal": True},
+    "alibi": lambda: {"alibi_slopes": torch.rand(4)},
+    "alibi_by_sample": lambda: {"alibi_slopes": torch.rand(2, 4), "causal": True},
+    "bias": lambda: {"attn_bias": torch.rand(4, 96, 96)},
+    "bias_of_keys": lambda: {"attn_bias": torch.rand(2, 1, 1, 96)},
+    "sinks": lambda: {"sinks": torch.rand(4), "window": (20, 0)},
+    "dropout": lambda: {"dropout_p": 0.5, "rng_state": torch.tensor([3, 4])},
+    "several": lambda: {"seq_lens": seq_lens_of(40, 96), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4)},
+    "packed": None,
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("case", OPTIONAL)
+def test_optional_tensors_are_repeated(recorder, ways, case, large, gradients):
+    """Other tensors in the same places are read, whatever objects they are."""
+    torch.manual_seed(0)
+    inputs = {"shape": (2, 4, 2048, 128), "dtype": torch.float16} if large and case == "packed" else {}
+    inputs |= {"dtype": torch.bfloat16} if not inputs else {}
+    passes = []
+    for _ in range(5):
+        q, k, v = qkv(grad=gradients, **inputs)
+        tensors, call = packed_call(q, k, v) if case == "packed" else dense_call(q, k, v, **OPTIONAL[case]())
+        recorder.calls.clear()
+        ways.clear()
+        out, lse = call()
+        tensors |= {"out": out, "lse": lse}
+        if gradients:
+            dout = torch.zeros_like(out)
+            grads = torch.autograd.grad(out, [tensors[name] for name in "qkv"], dout)
+            tensors |= {"dout": dout, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+            if case == "packed":
+                assert not any(x.any() for x in grads)  # no kernel has written them
+        if case == "packed":
+            assert not out.any() and bool((lse == float("inf")).all())
+        passes.append([named(call, **tensors) for call in recorder.calls])
+        names = {x for call in passes[-1] for x in call if isinstance(x, str)}
+        optional = {name for name in tensors if name not in ("out", "lse", "dout", "dq", "dk", "dv")}
+        assert optional <= names | {y for call in passes[-1] for x in call if isinstance(x, tuple) for y in x}
+        kept = tensors, call  # memory that is not given out again
+        passes[-1].append(kept)
+    assert not ways
+    assert are_same(*[[call for call in one if isinstance(call, list)] for one in passes])
+
+
+def test_a_tensor_given_twice_is_no_other_call(recorder, ways):
+    """What a repeated call reads depends on its places, not on which of its tensors were one object before."""
+    x, y, z = qkv()
+    for _ in range(3):
+        attend(x, x, x)
+    recorder.calls.clear()
+    ways.clear()
+    attend(x, y, z)
+    (call,) = (named(call, x=x, y=y, z=z) for call in recorder.calls)
+    assert not ways and [name for name in call if name in ("x", "y", "z")][:3] == ["x", "y", "z"]
+
+
+def test_strides_of_optional_tensors_are_part_of_the_call(recorder, ways):
+    q, k, v = qkv()
+    bias = torch.rand(4, 96, 96)
+    for _ in range(3):
+        attend(q, k, v, attn_bias=bias)
+    for other in (bias.transpose(1, 2), bias[:1], bias.half(), torch.rand(4, 96, 97)[..., 1:]):
+        ways.clear()
+        attend(q, k, v, attn_bias=other)
+        assert ways
+    slopes = torch.rand(4, 2)[:, 0]  # a copy is read instead, so this is never repeated
+    for _ in range(4):
+        ways.clear()
+        attend(q, k, v, alibi_slopes=slopes)
+        assert ways
+
+
+def test_lengths_are_checked_when_a_call_is_repeated(recorder, ways):
+    q, k, v = qkv()
+    lengths = seq_lens_of(40, 96)
+    for _ in range(3):
+        attend(q, k, v, seq_lens=lengths)
+    lengths[0] = 97
+    for wrong in (lengths, seq_lens_of(0, 5)):
+        with pytest.raises(ValueError, match="seq_lens"):
+            attend(q, k, v, seq_lens=wrong)
+
+
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "cleared", tune._tuner.cleared + 1),
-    "hook": lambda patch: patch.setattr(launch.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
+    "hook": lambda patch: patch.setattr(replay.triton.knobs.runtime, "launch_enter_hook", lambda metadata: None),
 }
 
 
@@ -355,7 +461,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     q, k, v = qkv()
     for _ in range(3):
         attend(q, k, v)
-    (plan,) = fast_path.plans.values()
+    (plan,) = set(fast_path.plans.values())
     entered = []
 
     class Device:
@@ -369,7 +475,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
             entered.append("left")
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(repeat, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
+    monkeypatch.setattr(replay, "current_device_of", lambda x: lambda: entered[-1] if entered else 5)
     plan.repeat = None
     attend(q, k, v)  # makes a new one
     recorder.calls.clear()
@@ -378,7 +484,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
 
 
 def test_allocators_make_what_they_are_asked_for():
-    for allocate in (repeat.allocator_of("cpu"), repeat.allocator_of("meta")):
+    for allocate in (replay.allocator_of("cpu"), replay.allocator_of("meta")):
         x = allocate((2, 3), (3, 1), torch.float16)
         assert x.shape == (2, 3) and x.stride() == (3, 1) and x.dtype == torch.float16
 

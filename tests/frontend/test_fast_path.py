@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa import fast_path, flash_attn_interface, ops
+from diyfa.options import WHOLE
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -94,11 +97,11 @@ def test_strides_of_each_tensor_are_part_of_the_call(launches, which):
     """A plan launches with the strides it was made for."""
     tensors = qkv()
     attend(*tensors)
-    keys = {fast_path.key_of(*tensors, {})}
+    keys = {fast_path.key_of(tuple(tensors), WHOLE, {}, ())}
     for how in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.repeat(1, 1, 1, 2)[..., :16]):
         other = [how(x) if i == which else x for i, x in enumerate(tensors)]
         attend(*other)
-        keys.add(fast_path.key_of(*other, {}))
+        keys.add(fast_path.key_of(tuple(other), WHOLE, {}, ()))
     assert not launches and len(keys) == 3
     attend(*tensors)
     assert len(launches) == 1
@@ -136,13 +139,16 @@ def test_windows_are_remembered_by_their_values(launches, window, function):
         window[0] = window[1] = size
         for _ in range(2):
             assert torch.equal(attend(window), attend((size, size)))
-    assert len(launches) == 6 and len(fast_path.plans) == 2
+    assert len(launches) == 6 and len(set(fast_path.plans.values())) == 2
 
 
 def test_dropout_draws_at_every_call(launches):
     q, k, v = qkv()
-    assert not torch.equal(attend(q, k, v, dropout_p=0.5), attend(q, k, v, dropout_p=0.5))
-    assert not launches
+    outs = [attend(q, k, v, dropout_p=0.5) for _ in range(3)]
+    assert len(launches) == 2 and not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+    state = torch.tensor([7, 1])
+    outs = [attend(q, k, v, dropout_p=0.5, rng_state=state) for _ in range(3)]
+    assert len(launches) == 4 and torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("which", range(3), ids="qkv")
@@ -388,7 +394,7 @@ def test_functions_of_flash_attn_repeat_too(launches):
     for dropout_p in (0.5, 0.5):
         flash_attn(flash_attn_interface.flash_attn_func, q, k, v, dropout_p, causal=True)
     flash_attn(flash_attn_interface.flash_attn_func, q, k, v, alibi_slopes=torch.zeros(3))
-    assert len(launches) == 3
+    assert len(launches) == 4  # the second one with dropout
 
 
 def test_packed_gradients_stay_packed(launches):

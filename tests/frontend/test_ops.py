@@ -12,7 +12,7 @@ import torch._dynamo.testing
 
 import diyfa
 import diyfa.ops
-from diyfa import registry
+from diyfa import fast_path, registry
 
 CPU = {"backend": "cpu"}
 
@@ -276,7 +276,7 @@ def opaque(monkeypatch):
         return replace(kernel, launch=torch.no_grad()(kernel.launch))
 
     monkeypatch.setattr(registry, "choose", choose_opaque)
-    monkeypatch.setattr(diyfa.ops, "_decided", {})
+    monkeypatch.setattr(fast_path, "plans", {})
 
 
 EXPORTED = {

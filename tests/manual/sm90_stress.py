@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from diyfa.backends.cuda.attention import configs, fwd
+from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.runtime import tune
@@ -180,11 +181,15 @@ def difference(mine: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...])
 def check(seed: int, variant: int, kind: str, head_dim: int) -> str | None:
     """What is wrong with one call, or None."""
     problem, tensors, config = call(seed, variant, kind, head_dim)
-    hopper_fwd.config_of = lambda problem: config
-    mine = results(problem, tensors, hopper_fwd.attention_forward)
+
+    def attend(*arguments: Any) -> None:
+        with use_config("sm90", config):
+            hopper_fwd.attention_forward(*arguments)
+
+    mine = results(problem, tensors, attend)
     wrong = difference(mine, results(problem, tensors, fwd.attention_forward))
     for turn in range(REPEATS if wrong is None else 0):
-        again = results(problem, tensors, hopper_fwd.attention_forward)
+        again = results(problem, tensors, attend)
         if not all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(mine, again, strict=True)):
             wrong = f"other bits when repeated: {turn}, {difference(again, mine)}"
             break

@@ -12,12 +12,11 @@ import pytest
 import torch
 from simulators.gluon import InterpretedKernel
 
-from diyfa import fast_path, ops, registry
+from diyfa import fast_path, registry
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from diyfa.backends.cuda.runtime.launch import Launches
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -55,7 +54,6 @@ def interpret(
     from. `multiprocessors`: that persistent grids see."""
     kernel = InterpretedKernel(kernels._fwd_sm90_kernel, seed, interleave)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", kernel)
-    monkeypatch.setattr(hopper_fwd, "_launches", Launches())
     monkeypatch.setattr(tile_counter, "_counters", {})  # a run that a bug ended leaves its counter as it was
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: multiprocessors)
@@ -68,7 +66,6 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
     large."""
     # What is decided here must not outlive the patches.
     monkeypatch.setattr(fast_path, "plans", {})
-    monkeypatch.setattr(ops, "_decided", {})
     monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     monkeypatch.setattr(hopper_configs, "SHORT_KV_LOOP", 0)
