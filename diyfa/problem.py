@@ -226,7 +226,7 @@ class Launch(NamedTuple):
     """
 
     kernel: Any  # a jit function
-    grid: int
+    grid: int | tuple[int, int]  # programs
     arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
     constants: dict[str, Any]  # the constexprs, by name
     options: dict[str, Any]  # the compiler's: num_warps …

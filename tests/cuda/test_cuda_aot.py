@@ -202,15 +202,13 @@ def test_the_gate_compiles_what_calls_without_gqa_launch(tmp_path):
 SHARED_WITH_A_BIAS = """
 import json, sys
 from diyfa.backends.cuda.compile import aot
-from diyfa.backends.cuda.attention import bwd, bwd_dkdv, fwd
-from diyfa.backends.cuda.compile.specs import _problem, _spec
+from diyfa.backends.cuda.compile import specs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, fits, shared_bytes
 arch, dtype, head_dim, kind, bias, form, *tile = json.loads(sys.argv[1])
-problem = _problem(arch, dtype, head_dim).replace(bias=bias)
+problem = specs._problem(arch, dtype, head_dim).replace(bias=bias)
 tile = AttentionConfig(*tile, form)
-fn = {"fwd": fwd._fwd_kernel, "dkdv": bwd_dkdv._bwd_dkdv_kernel}[kind]
-constants = fwd.constants(problem, tile, False) if kind == "fwd" else bwd.constants(problem, tile)
-report = aot.compile_spec(arch, _spec(kind, fn, problem, tile, constants))
+spec = specs._forward(problem, tile) if kind == "fwd" else specs._gradient(kind, problem, tile)
+report = aot.compile_spec(arch, spec)
 print(json.dumps([report.memory["shared"], shared_bytes(kind, tile, problem), fits(kind, tile, problem)]))
 """
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa import fast_path, flash_attn_interface, ops
-from diyfa.options import WHOLE
+from diyfa.options import WHOLE, tensors_given
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -291,6 +291,74 @@ def test_gradients_through_the_log_sum_exp(trained, launches):
     assert torch.equal(torch.autograd.grad(out, q, dout, retain_graph=True)[0], expected[0])
     dq, dv = torch.autograd.grad(lse.sum(), (q, v))
     assert dq.any() and not dv.any()
+
+
+def test_gradients_of_bias_and_sinks_are_repeated(launches):
+    q, k, v = qkv(requires_grad=True)
+    dout = torch.randn_like(q)
+    bias, sinks = torch.randn(3, 17, 17, requires_grad=True), torch.randn(3, requires_grad=True)
+
+    def step():
+        out = attend(q, k, v, attn_bias=bias, sinks=sinks)
+        return torch.autograd.grad(out, (q, k, v, bias, sinks), dout)
+
+    with Seen():
+        expected = step()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert len(launches) == 2
+    with Seen():
+        (dsinks,) = torch.autograd.grad(attend(q, k, v, attn_bias=bias, sinks=sinks), sinks, dout)
+    assert torch.equal(dsinks, expected[-1])
+
+
+@pytest.mark.parametrize("which", ["attn_bias", "sinks"])
+def test_what_wants_a_gradient_among_optional_tensors_is_part_of_the_call(launches, which):
+    q, k, v = qkv()
+    x = torch.randn(3, 17, 17) if which == "attn_bias" else torch.randn(3)
+    for _ in range(2):
+        assert not attend(q, k, v, **{which: x}).requires_grad
+    x.requires_grad_()
+    for wanted in (True, True, False):
+        with torch.set_grad_enabled(wanted):
+            assert attend(q, k, v, **{which: x}).requires_grad is wanted
+    assert attend(q, k, v, **{which: torch.nn.Parameter(x.detach())}).requires_grad
+    (gradient,) = torch.autograd.grad(attend(q, k, v, **{which: x}).sum(), x)
+    assert gradient.shape == x.shape and gradient.any()
+
+
+def test_what_is_read_of_optional_tensors(launches):
+    """Alignment, which kernels are compiled for; the longest lengths, which grids are made for."""
+    rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
+    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
+    buffer = torch.zeros(3 * 17 * 17 + 1)
+    keys = set()
+    for longest in (5, 9):
+        lengths = WHOLE._replace(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=9)
+        keys.add(fast_path.key_of(tuple(rows), lengths, {}, tensors_given(lengths, {})))
+    for start in (0, 1):
+        given = {"attn_bias": buffer[start:][: 3 * 17 * 17].view(3, 17, 17)}
+        keys.add(fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)))
+    assert len(keys) == 4 and None not in keys
+    for wrong in (torch.zeros(3).to_sparse(), torch._neg_view(torch.zeros(3)), "sinks"):
+        given = {"sinks": wrong}
+        assert fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given)) is None
+
+
+def test_packed_lengths_are_checked_when_a_call_is_repeated(launches):
+    rows = [x[0].transpose(0, 1).contiguous() for x in qkv()]
+    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
+
+    def call(longest):
+        return diyfa.flash_attention_varlen(*rows, ends, ends, longest, longest, backend="cpu")
+
+    for longest in (5, 5, 9, 9):
+        call(longest)
+    assert len(launches) == 2
+    ends[1] = 3
+    with pytest.raises(ValueError, match="beyond max_seqlen"):
+        call(5)
+    assert not call(9)[9:].any()
 
 
 def test_a_second_derivative_is_refused_here_too(trained, launches):

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
-from diyfa.backends.cuda.compile.aot import CompileSpec
+from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
     candidates,
@@ -30,8 +30,8 @@ from diyfa.backends.cuda.matmul.configs import (
     shared_bytes,
 )
 from diyfa.backends.cuda.runtime import tune
-from diyfa.backends.cuda.runtime.launch import on_device
-from diyfa.problem import Kernel, MatmulProblem
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import Kernel, Launch, MatmulProblem
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -178,69 +178,89 @@ def _descriptor(x: torch.Tensor, transposed: bool, block: tuple[int, int]) -> An
     return TensorDescriptor.from_tensor(x, [block[0], block[1]])
 
 
-def _run_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
+def _launch_tma(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
+) -> Launch:
     m, n, k = problem.m, problem.n, problem.k
     a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    arguments = {
+        "a_desc": _descriptor(a, a_transposed, (config.block_m, config.block_k)),
+        "b_desc": _descriptor(b, b_transposed, (config.block_k, config.block_n)),
+        "c_desc": _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
+        "M": m,
+        "N": n,
+        "K": k,
+    }
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "A_TRANSPOSED": a_transposed,
+        "B_TRANSPOSED": b_transposed,
+        "PERSISTENT": config.persistent,
+        "STORE_HALVES": config.store_halves,
+        "OUT_DTYPE": TL_DTYPE[problem.out_dtype],
+    }
     programs = min(tiles, _multiprocessors(a.get_device())) if config.persistent else tiles
-    _matmul_tma_kernel[(programs,)](
-        _descriptor(a, a_transposed, (config.block_m, config.block_k)),
-        _descriptor(b, b_transposed, (config.block_k, config.block_n)),
-        _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
-        m,
-        n,
-        k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        A_TRANSPOSED=a_transposed,
-        B_TRANSPOSED=b_transposed,
-        PERSISTENT=config.persistent,
-        STORE_HALVES=config.store_halves,
-        OUT_DTYPE=TL_DTYPE[problem.out_dtype],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    return Launch(_matmul_tma_kernel, programs, arguments, constants, _options(config))
 
 
-def _run_pointers(
+def _launch_pointers(
     problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
-) -> None:
-    m, n, k, split_k = problem.m, problem.n, problem.k, config.split_k
-    target = c if split_k == 1 else a.new_empty((split_k, m, n), dtype=torch.float32)
-    _matmul_kernel[(triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), split_k)](
-        a,
-        b,
-        target,
-        a.stride(0),
-        a.stride(1),
-        b.stride(0),
-        b.stride(1),
-        m,
-        n,
-        k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        SPLIT_K=split_k,
-        EVEN_K=k % (config.block_k * split_k) == 0,
-        COMPUTE_DTYPE=TL_DTYPE[problem.compute_dtype],
-        PRECISION=problem.precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    if split_k > 1:
-        _sum_splits_kernel[(triton.cdiv(m * n, SUM_BLOCK),)](target, c, m * n, SPLIT_K=split_k, BLOCK=SUM_BLOCK)
+) -> Launch:
+    m, n, k = problem.m, problem.n, problem.k
+    arguments = {
+        "a_ptr": a,
+        "b_ptr": b,
+        "c_ptr": c,
+        "stride_am": a.stride(0),
+        "stride_ak": a.stride(1),
+        "stride_bk": b.stride(0),
+        "stride_bn": b.stride(1),
+        "M": m,
+        "N": n,
+        "K": k,
+    }
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "SPLIT_K": config.split_k,
+        "EVEN_K": k % (config.block_k * config.split_k) == 0,
+        "COMPUTE_DTYPE": TL_DTYPE[problem.compute_dtype],
+        "PRECISION": problem.precision,
+    }
+    grid = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), config.split_k
+    return Launch(_matmul_kernel, grid, arguments, constants, _options(config))
 
 
-_RUN = {"tma": _run_tma, "pointers": _run_pointers}
+def _options(config: MatmulConfig) -> dict[str, int]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def launches_of(
+    problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig
+) -> list[Launch]:
+    """The launches that write a @ b to the contiguous c."""
+    if config.form == "tma":
+        return [_launch_tma(problem, a, b, c, config)]
+    if config.split_k == 1:
+        return [_launch_pointers(problem, a, b, c, config)]
+    parts = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
+    size = problem.m * problem.n
+    arguments = {"partial_ptr": parts, "c_ptr": c, "size": size}
+    constants = {"SPLIT_K": config.split_k, "BLOCK": SUM_BLOCK}
+    add_up = Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
+    return [_launch_pointers(problem, a, b, parts, config), add_up]
 
 
 def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: MatmulConfig) -> None:
     """Write a @ b to the contiguous c with one given tile, on the current device."""
-    _RUN[config.form](problem, a, b, c, config)
+    for launch in launches_of(problem, a, b, c, config):
+        launch_kernel(launch)
 
 
 @lru_cache(maxsize=4096)
@@ -346,7 +366,6 @@ _CASES = (
     ("float32", "float32", "float32", "tf32"),
     ("float32", "float32", "float32", "ieee"),
 )
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
@@ -358,91 +377,39 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
             if kernel.unsupported(problem) is None:
                 configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
         for config in configs:
-            yield from _SPECS[kernel.name](dtype, compute, out, precision, config, aligned)
+            yield from _specs_of(problem, config)
 
 
-def _case(dtype: str, compute: str, precision: str, config: MatmulConfig, suffix: str) -> str:
-    how = f"{dtype}" if dtype == compute == "float32" else f"{dtype}->{compute}" if dtype != compute else dtype
+def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
+    """Pointers with and without a mask along K, descriptors with both layouts of b."""
+    dtype, compute, precision = problem.dtype, problem.compute_dtype, problem.precision
+    how = f"{dtype}->{compute}" if dtype != compute else dtype
     how += f"/{precision}" if compute == "float32" else ""
-    tile = f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
-    return f"{how} {tile}{suffix}"
+    case = f"{how} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
+    if config.form == "tma":
+        for b_transposed in (False, True):
+            launch, *_ = launches_of(problem, *_tensors_of(problem, b_transposed), config)
+            suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
+            yield spec_of(launch, "matmul/tma", case + suffix)
+        return
+    # Unaligned sizes are odd, so they always need the mask along K.
+    for even in (True, False) if problem.aligned else (False,):
+        some = problem._replace(k=problem.k if even else problem.k + 16)
+        if not problem.aligned:
+            some = problem._replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
+        launch, *_ = launches_of(some, *_tensors_of(some), config)
+        if launch.constants["EVEN_K"] != even:  # blocks of 16 divide every aligned K
+            continue
+        suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
+        yield spec_of(launch, "matmul/pointers", case + suffix)
 
 
-def _pointer_specs(
-    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
-) -> Iterator[CompileSpec]:
-    pointers = ("a_ptr", "b_ptr", "c_ptr")
-    result = out if config.split_k == 1 else "float32"
-    signature = {"a_ptr": f"*{_SHORT[dtype]}", "b_ptr": f"*{_SHORT[dtype]}", "c_ptr": f"*{_SHORT[result]}"}
-    signature |= dict.fromkeys(("stride_am", "stride_bk", "M", "N", "K"), "i32")
-    # Contiguous inputs; unaligned sizes are odd, so they always need the mask along K.
-    for even in (True, False) if aligned else (False,):
-        yield CompileSpec(
-            "matmul/pointers",
-            _case(
-                dtype,
-                compute,
-                precision,
-                config,
-                f" split{config.split_k}{' masked' * (not even)}{' odd' * (not aligned)}",
-            ),
-            _matmul_kernel,
-            signature,
-            {
-                "stride_ak": 1,
-                "stride_bn": 1,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "GROUP_M": config.group_m,
-                "SPLIT_K": config.split_k,
-                "EVEN_K": even,
-                "COMPUTE_DTYPE": TL_DTYPE[compute],
-                "PRECISION": precision,
-            },
-            config.num_warps,
-            config.num_stages,
-            aligned=frozenset(signature if aligned else pointers),
-        )
+def _tensors_of(problem: MatmulProblem, b_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and c without memory."""
 
+    def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=TORCH_DTYPE[dtype], device="meta")
 
-def _tma_specs(
-    dtype: str, compute: str, out: str, precision: str, config: MatmulConfig, aligned: bool
-) -> Iterator[CompileSpec]:
-    m, n, k = config.block_m, config.block_n, config.block_k
-    for b_transposed in (False, True):
-        b_block = f"{n},{k}" if b_transposed else f"{k},{n}"
-        yield CompileSpec(
-            "matmul/tma",
-            _case(
-                dtype,
-                compute,
-                precision,
-                config,
-                f"{' persistent' * config.persistent}{' halves' * config.store_halves}{' bT' * b_transposed}",
-            ),
-            _matmul_tma_kernel,
-            {
-                "a_desc": f"tensordesc<{_SHORT[dtype]}[{m},{k}]>",
-                "b_desc": f"tensordesc<{_SHORT[dtype]}[{b_block}]>",
-                "c_desc": f"tensordesc<{_SHORT[out]}[{m},{n >> config.store_halves}]>",
-                **dict.fromkeys(("M", "N", "K"), "i32"),
-            },
-            {
-                "BLOCK_M": m,
-                "BLOCK_N": n,
-                "BLOCK_K": k,
-                "GROUP_M": config.group_m,
-                "A_TRANSPOSED": False,
-                "B_TRANSPOSED": b_transposed,
-                "PERSISTENT": config.persistent,
-                "STORE_HALVES": config.store_halves,
-                "OUT_DTYPE": TL_DTYPE[out],
-            },
-            config.num_warps,
-            config.num_stages,
-            aligned=frozenset({"M", "N", "K"}),
-        )
-
-
-_SPECS = {"tma": _tma_specs, "pointers": _pointer_specs}
+    m, n, k = problem.m, problem.n, problem.k
+    b = empty(n, k, problem.dtype).t() if b_transposed else empty(k, n, problem.dtype)
+    return empty(m, k, problem.dtype), b, empty(m, n, problem.out_dtype)

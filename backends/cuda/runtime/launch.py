@@ -41,4 +41,5 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
 
 def launch_kernel(launch: Launch) -> None:
     """Launch on the current device and stream. Triton compiles the kernel for these arguments when they are new."""
-    launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **launch.options)
+    grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
+    launch.kernel[grid](**launch.arguments, **launch.constants, **launch.options)
