@@ -319,7 +319,7 @@ def test_what_wants_a_gradient_among_optional_tensors_is_part_of_the_call(launch
     for _ in range(2):
         assert not attend(q, k, v, **{which: x}).requires_grad
     x.requires_grad_()
-    for wanted in (True, True, False):
+    for wanted in (False, True, True, False):
         with torch.set_grad_enabled(wanted):
             assert attend(q, k, v, **{which: x}).requires_grad is wanted
     assert attend(q, k, v, **{which: torch.nn.Parameter(x.detach())}).requires_grad
