@@ -72,6 +72,9 @@ DKDV, DQ, BWD = (
 LAUNCH, PRIMITIVES = "backends/cuda/attention/launch.py", "backends/npu/attention/primitives.py"
 RANGES = "tests/numerics/test_block_ranges.py::"
 LENGTHS = "tests/frontend/test_wrong_lengths.py::"
+FAST_PATH = "diyfa/fast_path.py"
+REPEATED = "tests/frontend/test_fast_path.py::"
+REPEAT = "tests/cuda/test_repeat.py::"
 STRIDES = "tests/numerics/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call"
 INSTRUMENTS = "tests/frontend/test_testing.py::"
 DEMO = "tests/tools/test_cli.py::test_demo_tells_curves_apart"
@@ -209,22 +212,44 @@ MUTATIONS = [
         "(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15", "0",
         ("tests/frontend/test_fast_path.py::test_other_tensors_are_another_call",),
     ),
-    Mutation("launch key without v's strides", LAUNCH, "        v.stride(),\n", "", (STRIDES + "[cuda-plain]",)),
     Mutation(
-        "launch key without the bias's strides", LAUNCH, "(bias.shape, bias.stride(), bias.dtype)",
-        "(bias.shape, bias.dtype)", (STRIDES + "[cuda-features]",),
+        "plan key without the strides of optional tensors", FAST_PATH, "(x.shape, x.stride(), x.dtype, x.device",
+        "(x.shape, x.dtype, x.device", (REPEAT + "test_strides_of_optional_tensors_are_part_of_the_call",),
     ),
     Mutation(
-        "launch key without the slopes' strides", LAUNCH, "None if slopes is None else slopes.stride()",
-        "None", (STRIDES + "[cuda-features]",),
+        "plan key without the addresses of optional tensors", FAST_PATH, "x.data_ptr() & 15, x.requires_grad)",
+        "x.requires_grad)", (REPEATED + "test_what_is_read_of_optional_tensors",),
     ),
     Mutation(
-        "launch key without sm_scale", LAUNCH, "        tensors.sm_scale,\n", "",
+        "plan key without the longest sequences", FAST_PATH, "wants_grad, lengths.max_seqlen_q, lengths.max_seqlen_k",
+        "wants_grad", (REPEATED + "test_what_is_read_of_optional_tensors",),
+    ),
+    Mutation(
+        "plan key without sm_scale", "diyfa/ops.py", "        options.sm_scale,\n", "",
         matrix("cuda", "scale", "scale_negative", "scale_zero"),
     ),
     Mutation(
-        "backward's key without dout's strides", BWD,
-        "(*launch_key(problem, tensors), dout.stride())", "launch_key(problem, tensors)", (STRIDES + "[cuda-plain]",),
+        "a repeated call takes one tensor for another", LAUNCH, "    tensors = own_objects(tensors)\n    # Rows",
+        "    # Rows", (REPEAT + "test_a_tensor_given_twice_is_no_other_call",),
+    ),
+    Mutation(
+        "a repeated call leaves rows of no sequence", LAUNCH,
+        '((0, 0.0), (1, float("inf"))) if problem.varlen else ()', "()",
+        (REPEAT + "test_optional_tensors_are_repeated[packed-small-forward]",),
+    ),
+    Mutation(
+        "a repeated backward leaves rows of no sequence", BWD, "if problem.varlen else []", "if False else []",
+        (REPEAT + "test_optional_tensors_are_repeated[packed-small-backward]",),
+    ),
+    Mutation(
+        "a repeated backward whatever dout's strides", BWD,
+        "if not aligned or [x.stride() for x in given] != strides_now:", "if not aligned:",
+        (STRIDES + "[cuda-plain]", REPEAT + "test_gradients_that_lie_otherwise"),
+    ),
+    Mutation(
+        "a repeated call reads a copy of another call", "diyfa/ops.py",
+        "len(present) == len(given) and all(x is y for x, y in zip(present, given, strict=True))", "True",
+        (REPEAT + "test_strides_of_optional_tensors_are_part_of_the_call",),
     ),
     # ---- Scales and the softmax
     Mutation(
