@@ -177,6 +177,8 @@ def replay_of(
         filled: (index in `made`, value) of those that are filled before the launches.
         own: by an argument's name, what makes a tensor for it, from the first of `made`.
     """
+    if not all(hasattr(launch.kernel, "warmup") for launch in launches):  # interpreted
+        return None
     slots_of_given = {id(x): i for i, x in enumerate(given)}
     nothing = len(given)
     inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
