@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu.attention import bwd, fwd
-from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.runtime import launch
 from diyfa.problem import LAYOUTS, AttentionGradients, AttentionTensors
 
@@ -37,7 +37,7 @@ def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **fe
     """One forward and backward call; nothing is computed."""
     batch, heads, heads_kv, seqlen_q, seqlen_k = sizes
     head_dim = 40
-    problem = aot.example(
+    problem = specs.example(
         TARGET, layout=layout, batch=batch, heads_q=heads, heads_kv=heads_kv, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, head_dim=head_dim, bias=bias is not None, bias_grad=bias is not None, **features,
     )  # fmt: skip

@@ -25,6 +25,10 @@ class Bias(NamedTuple):
     dims: str = ""
     strides: tuple[int, int, int] = (0, 0, 0)
 
+    def named_strides(self, name: str) -> dict[str, int]:
+        """The strides by the names that they have where the bias is called `name`."""
+        return {f"stride_{name}_{dim}": stride for dim, stride in zip("bhm", self.strides, strict=True)}
+
 
 def _four_strides(bias: torch.Tensor) -> list[int]:
     """Strides in the order (B, H, Sq, Sk), 0 where the bias is the same for all."""

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import (
-    load_row,
-    load_tile,
-    store_row,
-)
+from diyfa.backends.npu.attention.primitives import load_row, load_tile, store_row
 from diyfa.backends.npu.runtime.compat import kernel
 
 
