@@ -107,9 +107,12 @@ def launches_of(
     launches = {}
 
     block = preprocess_rows(problem)
-    constants = {**head_dims(problem), "BLOCK_M": block, "SEQ_LENS": problem.seq_lens, "HAS_DLSE": dlse is not None}
+    constants = {
+        **head_dims(problem), "BLOCK_M": block, "SEQ_LENS": problem.seq_lens, "VARLEN": problem.varlen,
+        "HAS_DLSE": dlse is not None,
+    }  # fmt: skip
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * problem.heads_q)
-    own = by_row | addressed(layout, out=out)
+    own = {**by_row, **addressed(layout, out=out), "cu_seqlens_q_ptr": tensors.cu_seqlens_q, "batch": problem.batch}
     launches["preprocess"] = described(_bwd_preprocess_kernel, grid, own, constants)
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")

@@ -166,7 +166,8 @@ def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
 
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     """The job of delta = rowsum(dout * out) - dlse."""
-    case = f"{problem.dtype} D={problem.head_dim_v}{' seq_lens' * problem.seq_lens}{' dlse' * has_dlse}"
+    lengths = " seq_lens" * problem.seq_lens + " varlen" * problem.varlen
+    case = f"{problem.dtype} D={problem.head_dim_v}{lengths}{' dlse' * has_dlse}"
     return job_of("attention_bwd/v2/preprocess", case, backward_of(problem, has_dlse=has_dlse)["preprocess"])
 
 
@@ -381,6 +382,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
         for head_dim in (64, 256, 512):
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield preprocess_job(example(target, layout=VARLEN, head_dim=256), has_dlse=True)
     dsinks = backward_of(example(target, sinks=True))["dsinks"]
     yield job_of("attention_bwd/v2/dsinks", "float32", dsinks)
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
