@@ -119,6 +119,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_fwd/v2",
         "attention_fwd/v1",
         "attention_fwd/v1/finish",
+        "attention_fwd/tutorial",
         "attention_bwd/v2/dkdv",
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",

@@ -164,6 +164,15 @@ def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
     )
 
 
+def tutorial_job(target: str) -> Job:
+    """The job of the kernel for learners."""
+    from diyfa.backends.npu.attention import tutorial
+
+    (q, k, v, *_), out, _ = example_call(example(target, heads_kv=8))
+    launch = tutorial.launch_of(target, q, k, v, out, causal=True)
+    return job_of("attention_fwd/tutorial", "float16 D=128 causal 64x128", launch)
+
+
 def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     """The job of delta = rowsum(dout * out) - dlse."""
     lengths = " seq_lens" * problem.seq_lens + " varlen" * problem.varlen
@@ -288,6 +297,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from narrower_jobs(target)
     yield from always_masked_jobs(target)
     yield from v1_jobs(target, [dtype for dtype in ELEMENT_BYTES if not (lean and dtype == "bfloat16")])
+    yield tutorial_job(target)
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
 
