@@ -31,6 +31,7 @@ from diyfa.backends.npu.runtime.launch import addressed, described, device_guard
 from diyfa.backends.npu.tables.configs import (
     PREPROCESS_ROWS,
     AttentionTile,
+    attention_flags,
     attention_sizes,
     attention_tile,
     preprocess_rows,
@@ -60,9 +61,9 @@ def _dbias_launch(
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
         constants = {
-            "BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims, "SINKS": problem.sinks,
-            "HAS_DLSE": by_row["dlse_ptr"] is not None, "HAS_LEFT": problem.window_left >= 0,
-            "HAS_RIGHT": problem.window_right >= 0, "SEQ_LENS": problem.seq_lens, "INTERPRET": INTERPRETED,
+            **attention_flags(problem, "dbias"), "BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims,
+            "HAS_DLSE": by_row["dlse_ptr"] is not None, "HAS_RIGHT": problem.window_right >= 0,
+            "INTERPRET": INTERPRETED,
         }  # fmt: skip
         grid = vector_programs(problem.arch, dbias.device, tasks)
         return "dbias_rows", described(_bwd_dbias_rows_kernel, grid, by_row | own, constants)
@@ -107,10 +108,8 @@ def launches_of(
     launches = {}
 
     block = preprocess_rows(problem)
-    constants = {
-        **head_dims(problem), "BLOCK_M": block, "SEQ_LENS": problem.seq_lens, "VARLEN": problem.varlen,
-        "HAS_DLSE": dlse is not None,
-    }  # fmt: skip
+    flags = attention_flags(problem, "dq")
+    constants = {**head_dims(problem), **flags, "BLOCK_M": block, "HAS_DLSE": dlse is not None}
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * problem.heads_q)
     own = {**by_row, **addressed(layout, out=out), "cu_seqlens_q_ptr": tensors.cu_seqlens_q, "batch": problem.batch}
     launches["preprocess"] = described(_bwd_preprocess_kernel, grid, own, constants)

@@ -37,8 +37,8 @@ from diyfa.backends.npu.attention.primitives import (
 )
 from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
 from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, run, vector_programs
-from diyfa.backends.npu.tables.configs import attention_scalars, attention_sizes, preprocess_rows
-from diyfa.backends.npu.tables.configs_v1 import v1_flags, v1_tile
+from diyfa.backends.npu.tables.configs import attention_flags, attention_scalars, attention_sizes, preprocess_rows
+from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # The maximum of a row that has seen no key: finite, so that exp(-inf - m) is 0 and not NaN.
@@ -175,7 +175,8 @@ def launches_of(
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),
     }
-    constants = {**head_dims(problem), **v1_flags(problem), "BLOCK_N": tile.block_n, "INTERPRET": INTERPRETED}
+    flags = attention_flags(problem, "fwd")
+    constants = {**head_dims(problem), **flags, "BLOCK_N": tile.block_n, "INTERPRET": INTERPRETED}
     cores = cube_programs(problem.arch, q.device, heads)
     options = tile.compile_options(problem.arch)
     passes = described(_fwd_v1_kernel, cores, arguments, {**constants, "BLOCK_M": tile.block_m}, options)

@@ -17,6 +17,8 @@ exponentials and the output are kept up to date from tile to tile ("online softm
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -79,8 +81,8 @@ def launch_of(arch: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out:
     """The launch on the chip `arch` that fills `out`."""
     batch, heads, seqlen, head_dim = q.shape
     grid = cube_programs(arch, q.device, triton.cdiv(seqlen, TILE.block_m) * batch * heads)
-    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out}
-    numbers = {"sm_scale": head_dim**-0.5, "heads": batch * heads, "seqlen": seqlen}
-    constants = {"HEAD_DIM": head_dim, "BLOCK_M": TILE.block_m, "BLOCK_N": TILE.block_n}
-    flags = {"CAUSAL": causal, "INTERPRET": INTERPRETED}
-    return Launch(_fwd_tutorial_kernel, grid, arguments | numbers, constants | flags, TILE.compile_options(arch))
+    arguments: dict[str, Any] = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out}
+    arguments |= {"sm_scale": head_dim**-0.5, "heads": batch * heads, "seqlen": seqlen}
+    constants = {"HEAD_DIM": head_dim, "BLOCK_M": TILE.block_m, "BLOCK_N": TILE.block_n, "CAUSAL": causal}
+    constants["INTERPRET"] = INTERPRETED
+    return Launch(_fwd_tutorial_kernel, grid, arguments, constants, TILE.compile_options(arch))

@@ -176,14 +176,8 @@ def run_back_half(
     except ValueError as unread:  # what the gate looks at does not depend on it
         module = None
         notes = (*notes, f"not read: {unread}")
-    return Compiled(
-        mixed=mixed,
-        bound=hivm.is_bound(text),
-        pipelined=hivm.pipeline_depth(text),
-        memory=hivm.peak_memory(text),
-        notes=notes,
-        module=module,
-    )
+    bound, depth = hivm.is_bound(text), hivm.pipeline_depth(text)
+    return Compiled("", mixed, bound, depth, hivm.peak_memory(text), notes, module)
 
 
 def hivm_of(job: Job, target: str) -> str:

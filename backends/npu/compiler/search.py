@@ -395,9 +395,8 @@ class Search:
             if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
                 continue
             bias = job.constants.get("BIAS") or ""
-            used = self.candidate(
-                specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), candidate.tile
-            )
+            again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
+            used = self.candidate(again, candidate.tile)
             if used.module is None or (candidate.accepted and not used.accepted):
                 return False
         if place.kernel != "dbias":
@@ -516,13 +515,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(missing, file=sys.stderr)
         return 2
     search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose)
-    wanted = places(
-        target,
-        asked.kernel or KERNELS,
-        asked.dtype or ("float16",),
-        asked.head_dim or (64, 128, 256),
-        asked.mode or configs.MODES,
-    )
+    dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
+    wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
     nothing = False
     for place in wanted:
         row = search.row(place)

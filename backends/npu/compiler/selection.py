@@ -27,11 +27,7 @@ class Selection:
     cube_loop: int | None = None
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[Any, ...]] = {
-            "kernel": KERNELS,
-            "dtype": tuple(ELEMENT_BYTES),
-            "mode": configs.MODES,
-        }
+        known: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
         for name, values in known.items():
             for value in getattr(self, name):
                 if value not in values:

@@ -16,15 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.problem import (
-    VARLEN,
-    AttentionGradients,
-    AttentionProblem,
-    AttentionTensors,
-    Launch,
-    MatmulProblem,
-    empty_output,
-)
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch, MatmulProblem
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
@@ -95,11 +87,10 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
         shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
         return empty(shape, dtype=getattr(torch, problem.dtype))
 
-    q = tensor(heads_q, seqlen_q, problem.head_dim)
     offsets = empty(batch + 1, dtype=torch.int32) if problem.varlen else None
     bias_shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
     tensors = AttentionTensors(
-        q,
+        tensor(heads_q, seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim_v),
         problem.head_dim**-0.5,
@@ -112,7 +103,7 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
         rng_state=empty(2, dtype=torch.int64) if problem.dropout else None,
         dropout_p=0.1 if problem.dropout else 0.0,
     )
-    return tensors, empty_output(q, problem.head_dim_v), empty(problem.lse_shape)
+    return tensors, tensor(heads_q, seqlen_q, problem.head_dim_v), empty(problem.lse_shape)
 
 
 def backward_of(
@@ -362,22 +353,16 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
                 yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
     for dtype in ELEMENT_BYTES if full else ("float16",):
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
-        changes += [
-            {"dtype": dtype, "head_dim": head_dim, **case}
-            for head_dim in (head_dims if full else (128,))
-            for case in FEATURE_CASES
-        ]
+        widths = head_dims if full else (128,)
+        changes += [{"dtype": dtype, "head_dim": d, **case} for d in widths for case in FEATURE_CASES]
     for change in changes:
         yield from attention_jobs(target, change)
 
 
 def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
     """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
-    features: tuple[dict[str, Any], ...] = (
-        {},
-        {"window_right": 0},
-        {"window_left": 256, "window_right": 128, "seq_lens": True},
-    )
+    every = {"window_left": 256, "window_right": 128, "seq_lens": True}
+    features: tuple[dict[str, Any], ...] = ({}, {"window_right": 0}, every)
     for dtype in dtypes:
         for head_dim in (64, 128, 256):
             jobs = [v1_jobs_of(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features]
@@ -393,8 +378,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
             yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
     yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
     yield preprocess_job(example(target, layout=VARLEN, head_dim=256), has_dlse=True)
-    dsinks = backward_of(example(target, sinks=True))["dsinks"]
-    yield job_of("attention_bwd/v2/dsinks", "float32", dsinks)
+    yield job_of("attention_bwd/v2/dsinks", "float32", backward_of(example(target, sinks=True))["dsinks"])
     for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
         yield dbias_rows_job(target, dims, has_dlse, sinks=sinks)
     for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):

@@ -30,7 +30,6 @@ def _core_counts(arch: str, index: int) -> tuple[int, int]:
 
 
 def _listed_cores(arch: str) -> tuple[int, int]:
-    """(cube, vector) cores of the chip `arch` in the table of chips."""
     spec = npu_spec(arch)
     if spec is None:
         raise RuntimeError(f"neither the driver nor diyfa knows how many cores {arch} has")
@@ -40,9 +39,8 @@ def _listed_cores(arch: str) -> tuple[int, int]:
 def _cores(arch: str, device: torch.device) -> tuple[int, int]:
     if device.type == "meta":  # compiled ahead of time
         return _listed_cores(arch)
-    if device.type == "cpu":
-        return _core_counts(arch, 0)
-    return _core_counts(arch, device.index if device.index is not None else torch.npu.current_device())
+    index = device.index if device.type == "cpu" or device.index is not None else torch.npu.current_device()
+    return _core_counts(arch, index or 0)
 
 
 def cube_programs(arch: str, device: torch.device, tasks: int) -> int:

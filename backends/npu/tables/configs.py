@@ -208,16 +208,8 @@ def searched_rows(
     special: dict[TileKey, AttentionTile] = {}
     for row in rows:
         how = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
-        tile = AttentionTile(
-            row.block_m,
-            row.block_n,
-            row.bound,
-            row.pipelined,
-            row.workspace_buffers,
-            row.vector_loop,
-            row.cube_loop,
-            how,
-        )
+        shape, pipeline = (row.block_m, row.block_n), (row.bound, row.pipelined)
+        tile = AttentionTile(*shape, *pipeline, row.workspace_buffers, row.vector_loop, row.cube_loop, how)
         for chip in row.chips:
             name, _, cores = chip.partition("/")
             arch = NPUArch(name)
@@ -323,11 +315,6 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     """The tiles of the backward kernels with matrix products."""
     kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
-
-
-def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
-    """The tile of the forward kernel or of the matrix product, from the table."""
-    return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
 
 
 def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
