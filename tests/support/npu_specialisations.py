@@ -1,7 +1,7 @@
 """How many kernels would be compiled for calls of many sizes, printed as JSON by running this file.
 
 Needs triton-ascend without its interpreter, and no device: a launch is replaced by the key under which Triton would
-look for the compiled kernel.
+look for the compiled kernel. The types of arguments in that key must be those that the compile gate takes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ keys: dict[str, set[str]] = defaultdict(set)
 def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     if self.binder is None:
         self.create_binder(AscendBackend(GPUTarget("npu", TARGET, 0)))
-    _, types, constants, _, options = self.binder(*args, **kwargs)
+    bound, types, constants, _, options = self.binder(*args, **kwargs)
+    gate = [specs.type_of(bound[p.name]) for p in self.params if not p.is_constexpr]
+    if ["constexpr" if name == "none" else name for name in types] != gate:
+        raise TypeError(f"{self.__name__}: the gate would compile {gate}, Triton {types}")
     keys[self.__name__].add("".join(types) + str((constants, options)))
 
 
