@@ -27,7 +27,7 @@ from diyfa.backends.npu.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.npu.attention.bwd_dsinks import _bwd_dsinks_kernel
 from diyfa.backends.npu.attention.launch import attention_launch, head_dims, readable
 from diyfa.backends.npu.runtime.compat import INTERPRETED
-from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs, with_rows
+from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, distinct_rows, run, vector_programs
 from diyfa.backends.npu.tables.configs import (
     PREPROCESS_ROWS,
     AttentionTile,
@@ -91,7 +91,7 @@ def launches_of(
     tiles = tiles or {}
     layout, arch, device = problem.layout, problem.arch, lse.device
     tensors = readable(tensors, layout)
-    dout = with_rows(dout, layout)
+    dout = distinct_rows(dout, layout)
     delta = torch.empty_like(lse) if gradients.delta is None else gradients.delta
     read = {**addressed(layout, dout=dout), "lse_ptr": lse, "delta_ptr": delta}
     # Kernels that treat each row for itself see packed sequences as one sample.

@@ -6,7 +6,7 @@ from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.runtime.compat import INTERPRETED, cut_columns, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together, with_rows
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, distinct_rows, heads_together
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
     attention_flags,
@@ -19,7 +19,7 @@ from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 def readable(tensors: AttentionTensors, layout: str) -> AttentionTensors:
     """`tensors` with copies of those that kernels cannot read as they lie."""
-    q, k, v = (with_rows(x, layout) for x in tensors[:3])
+    q, k, v = (distinct_rows(x, layout) for x in tensors[:3])
     return tensors._replace(q=q, k=k, v=v, attn_bias=as_read(tensors.attn_bias).tensor)
 
 
@@ -39,7 +39,7 @@ def attention_launch(
     own: dict[str, Any],
 ) -> Launch:
     """The launch of `kernel`, called `step` in the tile table, for `tasks` tiles of its result. `tensors`: `readable`
-    ones; `own`: the arguments that no other kernel has."""
+    ones; `own`: what it takes besides."""
     slopes = tensors.alibi_slopes
     bias = as_read(tensors.attn_bias)
     arguments = {

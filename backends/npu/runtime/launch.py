@@ -74,7 +74,7 @@ def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.device.type == "cpu" else getattr(torch, "npu").device(x.device)  # noqa: B009
 
 
-def with_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
+def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     """`x`, or a copy where all rows are one (an expanded gradient): the compiler divides by the stride between rows."""
     return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
 
@@ -84,7 +84,7 @@ def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
     `stride_oh`, `stride_om` for `out`, with an n for rows of keys and values."""
     arguments: dict[str, Any] = {}
     for name, x in tensors.items():
-        x = with_rows(x, layout)
+        x = distinct_rows(x, layout)
         b, h, m, _ = bhsd_strides(x, layout)
         stride, row = "stride_" + name.replace("out", "o"), "n" if name[-1] in "kv" else "m"
         # The stride of rows is still 0 where there is only one.
