@@ -9,7 +9,7 @@ again by dividing its offset by the stride between rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,9 +25,10 @@ class Bias(NamedTuple):
     dims: str = ""
     strides: tuple[int, int, int] = (0, 0, 0)
 
-    def named_strides(self, name: str) -> dict[str, int]:
-        """The strides by the names that they have where the bias is called `name`."""
-        return {f"stride_{name}_{dim}": stride for dim, stride in zip("bhm", self.strides, strict=True)}
+    def values(self, name: str) -> dict[str, Any]:
+        """Tensor and strides by the names that kernels' arguments have where the bias is called `name`."""
+        b, h, m = self.strides
+        return {f"{name}_ptr": self.tensor, f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_m": m}
 
 
 def _four_strides(bias: torch.Tensor) -> list[int]:

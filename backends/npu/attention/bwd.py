@@ -25,17 +25,9 @@ from diyfa.backends.npu.attention.bwd_delta import _bwd_preprocess_kernel
 from diyfa.backends.npu.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.npu.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.npu.attention.bwd_dsinks import _bwd_dsinks_kernel
-from diyfa.backends.npu.attention.launch import attention_launch, head_dims, readable
-from diyfa.backends.npu.runtime.compat import INTERPRETED
-from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, distinct_rows, run, vector_programs
-from diyfa.backends.npu.tables.configs import (
-    PREPROCESS_ROWS,
-    AttentionTile,
-    attention_flags,
-    attention_sizes,
-    attention_tile,
-    preprocess_rows,
-)
+from diyfa.backends.npu.attention.launch import attention_launch, call_values
+from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
+from diyfa.backends.npu.tables.configs import PREPROCESS_ROWS, AttentionTile, attention_tile, preprocess_rows
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
 
 
@@ -43,37 +35,28 @@ def _dbias_launch(
     problem: AttentionProblem,
     tensors: AttentionTensors,
     dbias: torch.Tensor,
-    by_row: dict[str, Any],
-    read: dict[str, Any],
+    values: dict[str, Any],
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
     """(name, launch) of the gradient of the bias: into `dbias` or, where no kernel can write that, a buffer like it."""
     written = as_written(dbias)
-    assert written.tensor is not None and tensors.attn_bias is not None
     own_batch, own_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
-    own = {
-        "dbias_ptr": written.tensor,
-        **written.named_strides("dbias"),
-        "own_batch": own_batch,
-        "own_heads": own_heads,
-    }
+    values = {**values, **written.values("dbias"), "own_batch": own_batch, "own_heads": own_heads}
     tasks = own_batch * own_heads
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
-        constants = {
-            **attention_flags(problem, "dbias"), "BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims,
-            "HAS_DLSE": by_row["dlse_ptr"] is not None, "HAS_RIGHT": problem.window_right >= 0,
-            "INTERPRET": INTERPRETED,
-        }  # fmt: skip
-        grid = vector_programs(problem.arch, dbias.device, tasks)
-        return "dbias_rows", described(_bwd_dbias_rows_kernel, grid, by_row | own, constants)
-    if as_read(tensors.attn_bias).dims != written.dims:
-        # An expanded bias has a gradient for each of the values that it repeats.
-        tensors = tensors._replace(attn_bias=tensors.attn_bias.expand(dbias.shape).contiguous())
+        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims, "HAS_RIGHT": problem.window_right >= 0}
+        return "dbias_rows", described(
+            _bwd_dbias_rows_kernel, vector_programs(problem.arch, dbias.device, tasks), values
+        )
+    if values["BIAS"] != written.dims:  # an expanded bias has a gradient for each of the values that it repeats
+        assert tensors.attn_bias is not None
+        bias = as_read(tensors.attn_bias.contiguous())
+        values |= {**bias.values("bias"), "BIAS": bias.dims}
     tile = tile or attention_tile(problem, "dbias")
     tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
     tasks *= triton.cdiv(problem.seqlen_k, tile.block_n)
-    return "dbias", attention_launch(_bwd_dbias_kernel, "dbias", problem, tensors, tile, tasks, read | own)
+    return "dbias", attention_launch(_bwd_dbias_kernel, "dbias", problem, values, tile, tasks)
 
 
 def launches_of(
@@ -89,48 +72,39 @@ def launches_of(
     """The launches that fill the gradients, by name, in the order in which they run; `tiles`: other ones than the
     table's, by the names of kernels there."""
     tiles = tiles or {}
-    layout, arch, device = problem.layout, problem.arch, lse.device
-    tensors = readable(tensors, layout)
-    dout = distinct_rows(dout, layout)
-    delta = torch.empty_like(lse) if gradients.delta is None else gradients.delta
-    read = {**addressed(layout, dout=dout), "lse_ptr": lse, "delta_ptr": delta}
+    layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
+    values = {
+        **call_values(problem, tensors, "dq"),
+        **addressed(layout, out=out, dout=dout, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv),
+        "lse_ptr": lse,
+        "delta_ptr": torch.empty_like(lse) if gradients.delta is None else gradients.delta,
+        "dlse_ptr": None if dlse is None else dlse.contiguous(),
+        "dsinks_ptr": gradients.dsinks,
+        "HAS_DLSE": dlse is not None,
+    }
     # Kernels that treat each row for itself see packed sequences as one sample.
     batch, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
-    by_row = {
-        **read,
-        "dlse_ptr": None if dlse is None else dlse.contiguous(),
-        "seq_lens_ptr": tensors.seq_lens,
-        "sinks_ptr": tensors.sinks,
-        **attention_sizes(problem),
-        "batch": batch,
-        "seqlen_q": rows,
-    }
     launches = {}
 
     block = preprocess_rows(problem)
-    flags = attention_flags(problem, "dq")
-    constants = {**head_dims(problem), **flags, "BLOCK_M": block, "HAS_DLSE": dlse is not None}
-    grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * problem.heads_q)
-    own = {**by_row, **addressed(layout, out=out), "cu_seqlens_q_ptr": tensors.cu_seqlens_q, "batch": problem.batch}
-    launches["preprocess"] = described(_bwd_preprocess_kernel, grid, own, constants)
+    grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * heads_q)
+    own = {"seqlen_q": rows, "BLOCK_M": block}
+    launches["preprocess"] = described(_bwd_preprocess_kernel, grid, values | own)
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")
     tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.batch * problem.heads_kv
-    own = read | addressed(layout, dk=gradients.dk, dv=gradients.dv)
-    launches["dkdv"] = attention_launch(_bwd_dkdv_kernel, "dkdv", problem, tensors, tile, tasks, own)
+    launches["dkdv"] = attention_launch(_bwd_dkdv_kernel, "dkdv", problem, values, tile, tasks)
 
     tile = tiles.get("dq") or attention_tile(problem, "dq")
-    tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
-    own = read | addressed(layout, dq=gradients.dq)
-    launches["dq"] = attention_launch(_bwd_dq_kernel, "dq", problem, tensors, tile, tasks, own)
+    tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * heads_q
+    launches["dq"] = attention_launch(_bwd_dq_kernel, "dq", problem, values, tile, tasks)
 
     if gradients.dbias is not None:
-        name, launch = _dbias_launch(problem, tensors, gradients.dbias, by_row, read, tiles.get("dbias"))
+        name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
     if gradients.dsinks is not None:
-        grid = vector_programs(arch, device, problem.heads_q)
-        own = by_row | {"dsinks_ptr": gradients.dsinks}
-        launches["dsinks"] = described(_bwd_dsinks_kernel, grid, own, {"BLOCK_M": PREPROCESS_ROWS})
+        own = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
+        launches["dsinks"] = described(_bwd_dsinks_kernel, vector_programs(arch, device, heads_q), values | own)
     return launches
 
 

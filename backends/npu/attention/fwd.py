@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.attention.launch import attention_launch, readable
+from diyfa.backends.npu.attention.launch import attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
     add_alibi,
     add_bias,
@@ -188,8 +188,8 @@ def launch_of(
     """The launch that fills out and lse; `tile`: another one than the table's."""
     tile = tile or fwd_tile(problem)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
-    own = {**addressed(problem.layout, out=out), "lse_ptr": lse}
-    return attention_launch(_fwd_kernel, "fwd", problem, readable(tensors, problem.layout), tile, tasks, own)
+    values = {**call_values(problem, tensors, "fwd"), **addressed(problem.layout, out=out), "lse_ptr": lse}
+    return attention_launch(_fwd_kernel, "fwd", problem, values, tile, tasks)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

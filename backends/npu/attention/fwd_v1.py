@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.launch import head_dims
+from diyfa.backends.npu.attention.launch import call_values
 from diyfa.backends.npu.attention.primitives import (
     dot,
     effective_lengths,
@@ -35,9 +35,9 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     tile_needs_mask,
 )
-from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
+from diyfa.backends.npu.runtime.compat import kernel
 from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, run, vector_programs
-from diyfa.backends.npu.tables.configs import attention_flags, attention_scalars, attention_sizes, preprocess_rows
+from diyfa.backends.npu.tables.configs import preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -163,25 +163,21 @@ def launches_of(
 ) -> tuple[Launch, Launch]:
     """The passes over the keys, which want zeros in lse, and what follows them."""
     tile, rows, heads = v1_tile(problem), preprocess_rows(problem), problem.batch * problem.heads_q
-    q, k, v = tensors[:3]
-    running = q.new_zeros((*lse.shape, problem.head_dim_v), dtype=torch.float32)
+    running = lse.new_zeros((*lse.shape, problem.head_dim_v))
     state = {"running_ptr": running, "m_ptr": torch.empty_like(lse), "l_ptr": lse}
-    arguments = {
-        **addressed(problem.layout, q=q, k=k, v=v, out=out),
+    values = {
+        **call_values(problem, tensors, "fwd"),
+        **addressed(problem.layout, out=out),
         **state,
         **{f"new_{name}": x for name, x in state.items()},
         "lse_ptr": lse,
-        "seq_lens_ptr": tensors.seq_lens,
-        **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
-        **attention_sizes(problem),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
     }
-    flags = attention_flags(problem, "fwd")
-    constants = {**head_dims(problem), **flags, "BLOCK_N": tile.block_n, "INTERPRET": INTERPRETED}
-    cores = cube_programs(problem.arch, q.device, heads)
-    options = tile.compile_options(problem.arch)
-    passes = described(_fwd_v1_kernel, cores, arguments, {**constants, "BLOCK_M": tile.block_m}, options)
-    cores = vector_programs(problem.arch, q.device, triton.cdiv(problem.seqlen_q, rows) * heads)
-    return passes, described(_fwd_v1_finish_kernel, cores, arguments, {**constants, "BLOCK_M": rows})
+    cores = cube_programs(problem.arch, lse.device, heads)
+    passes = described(_fwd_v1_kernel, cores, values, tile.compile_options(problem.arch))
+    cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
+    return passes, described(_fwd_v1_finish_kernel, cores, values | {"BLOCK_M": rows})
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

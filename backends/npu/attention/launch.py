@@ -1,4 +1,4 @@
-"""What the attention kernels with matrix products are launched with, by the names of their arguments."""
+"""What the attention kernels are launched with, by the names of their arguments and constants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.runtime.compat import INTERPRETED, cut_columns, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, distinct_rows, heads_together
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
     attention_flags,
@@ -17,55 +17,38 @@ from diyfa.backends.npu.tables.configs import (
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 
-def readable(tensors: AttentionTensors, layout: str) -> AttentionTensors:
-    """`tensors` with copies of those that kernels cannot read as they lie."""
-    q, k, v = (distinct_rows(x, layout) for x in tensors[:3])
-    return tensors._replace(q=q, k=k, v=v, attn_bias=as_read(tensors.attn_bias).tensor)
-
-
-def head_dims(problem: AttentionProblem) -> dict[str, int]:
-    """Features of a head, and the columns that a tile has for them."""
-    d, dv = problem.head_dim, problem.head_dim_v
-    return {"HEAD_DIM": d, "HEAD_DIM_V": dv, "BLOCK_D": padded_head_dim(d), "BLOCK_DV": padded_head_dim(dv)}
-
-
-def attention_launch(
-    kernel: Any,
-    step: str,
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    tile: AttentionTile,
-    tasks: int,
-    own: dict[str, Any],
-) -> Launch:
-    """The launch of `kernel`, called `step` in the tile table, for `tasks` tiles of its result. `tensors`: `readable`
-    ones; `own`: what it takes besides."""
-    slopes = tensors.alibi_slopes
-    bias = as_read(tensors.attn_bias)
-    arguments = {
+def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
+    """What kernels take of a call, but for results. Tensors that they cannot read as they lie are copied. `step`: the
+    kernel by its name in the tile table, "fwd" or "dq", that asks whether any tile needs a mask."""
+    slopes, bias = tensors.alibi_slopes, as_read(tensors.attn_bias)
+    return {
         **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         "seq_lens_ptr": tensors.seq_lens,
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
         "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
         "slopes_ptr": slopes,
         "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-        "bias_ptr": bias.tensor,
-        **bias.named_strides("bias"),
+        **bias.values("bias"),
         "rng_state_ptr": tensors.rng_state,
         "sinks_ptr": tensors.sinks,
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),
-        "together": heads_together(problem, step),
-    }
-    constants = {
-        **head_dims(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         **attention_flags(problem, step),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
         "BIAS": bias.dims,
         "INTERPRET": INTERPRETED,
     }
+
+
+def attention_launch(
+    kernel: Any, step: str, problem: AttentionProblem, values: dict[str, Any], tile: AttentionTile, tasks: int
+) -> Launch:
+    """The launch of a kernel with matrix products, called `step` in the tile table, for `tasks` tiles of its result."""
+    values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
     if step in ("dq", "dkdv"):  # whose results have as many columns as q
-        constants |= cut_columns(problem.head_dim, widest_product(problem.dtype))
-    grid = cube_programs(problem.arch, tensors.q.device, tasks)
-    return described(kernel, grid, arguments | own, constants, tile.compile_options(problem.arch))
+        values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
+    grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)
+    return described(kernel, grid, values, tile.compile_options(problem.arch))

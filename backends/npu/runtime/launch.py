@@ -92,12 +92,11 @@ def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
     return arguments
 
 
-def described(
-    kernel: Any, grid: int, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any] | None = None
-) -> Launch:
-    """The launch of `kernel` with what it takes of `arguments` and `constants`: related kernels share them."""
-    own, fixed = ({name: x[name] for name in kernel.arg_names if name in x} for x in (arguments, constants))
-    return Launch(kernel, grid, own, fixed, options or {})
+def described(kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any] | None = None) -> Launch:
+    """The launch of `kernel` with what it takes of `values`, which related kernels share. Constants are in capitals."""
+    arguments = {name: values[name] for name in kernel.arg_names if not name.isupper()}
+    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+    return Launch(kernel, grid, arguments, constants, options or {})
 
 
 def run(launch: Launch) -> None:
