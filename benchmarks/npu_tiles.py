@@ -62,14 +62,14 @@ def _row(compiled: Any, prediction: Any, **what: Any) -> dict[str, Any]:
 
 def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of the tile table, compiled for the first of `chips` and predicted for each."""
-    from diyfa.backends.npu.compiler import aot, cost
+    from diyfa.backends.npu.compiler import aot, cost, specs
     from diyfa.backends.npu.compiler.metrics import reference_problem
     from diyfa.backends.npu.tables import configs
 
     for head_dim, (mask, right), kernel in product(HEAD_DIMS, MASKS.items(), KERNELS):
-        problem = aot.example(chips[0], head_dim=head_dim, window_right=right)
+        problem = specs.example(chips[0], head_dim=head_dim, window_right=right)
         tile = configs.attention_tile(problem, kernel)
-        job = aot.attention_job(problem, kernel, tile)
+        job = specs.attention_job(problem, kernel, tile)
         compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
         for chip in chips:
             own = reference_problem(problem).replace(arch=chip)
@@ -84,19 +84,19 @@ def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The kernel of npu_two_loops.py with the same compile options, dealt as ours; full attention in our tile too."""
     import npu_two_loops
 
-    from diyfa.backends.npu.compiler import aot, cost
+    from diyfa.backends.npu.compiler import aot, cost, specs
     from diyfa.backends.npu.compiler.metrics import reference_problem
     from diyfa.backends.npu.tables import configs
 
     options = configs.AttentionTile(16, 16).compile_options(chips[0])
     for head_dim, (mask, right) in product(HEAD_DIMS, MASKS.items()):
-        ours = configs.fwd_tile(aot.example(chips[0], head_dim=head_dim, window_right=right))
+        ours = configs.fwd_tile(specs.example(chips[0], head_dim=head_dim, window_right=right))
         same = ((ours.block_m, ours.block_n),) if mask == "full" else ()
         for shape in dict.fromkeys((*npu_two_loops.TILES[mask][head_dim], *same)):
             job = npu_two_loops.job(head_dim, mask == "causal", shape, options)
             compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
             for chip in chips:
-                problem = reference_problem(aot.example(chip, head_dim=head_dim, window_right=right))
+                problem = reference_problem(specs.example(chip, head_dim=head_dim, window_right=right))
                 prediction = compiled.module and cost.predict(compiled.module, problem, "fwd", *shape)
                 what = {"chip": chip, "compiled_for": chips[0], "kernel": "two loops", "pass": "fwd", "D": head_dim}
                 yield _row(compiled, prediction, **what, mask=mask, tile=f"{shape[0]}x{shape[1]}")

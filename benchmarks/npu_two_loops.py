@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.compiler import specs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Query rows x keys for each mask and head dim. Full attention: the largest of the tutorial, whose keys never outnumber
@@ -90,14 +90,14 @@ def _two_loops_kernel(
         tl.store(out_block, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty))
 
 
-def job(head_dim: int, causal: bool, tile: tuple[int, int], options: dict[str, Any]) -> aot.Job:
+def job(head_dim: int, causal: bool, tile: tuple[int, int], options: dict[str, Any]) -> specs.Job:
     """The kernel as a job of the ahead-of-time compiler, float16."""
     names = _two_loops_kernel.arg_names
     tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*fp16")
     signature = {**dict.fromkeys(names, "i32"), **tensors, "lse_ptr": "*fp32", "sm_scale": "fp32"}
     constants = {"HEAD_DIM": head_dim, "BLOCK_M": tile[0], "BLOCK_N": tile[1], "CAUSAL": causal}
     mask = "causal" if causal else "full"
-    return aot.Job(
+    return specs.Job(
         "two loops", f"float16 D={head_dim} {mask} {tile[0]}x{tile[1]}", _two_loops_kernel, signature, constants,
         options, gated=False,
     )  # fmt: skip

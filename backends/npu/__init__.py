@@ -6,7 +6,7 @@ Importing this package imports neither Triton nor torch_npu; a kernel's module i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,13 +14,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.problem import (
-    AttentionProblem,
-    CompileReport,
-    Kernel,
-    MatmulProblem,
-    refuse_features,
-)
+from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
 
 FEATURES = frozenset(
     {
@@ -43,20 +37,9 @@ def _kernel_module(name: str) -> Any:
         raise
 
 
-def _launch_fwd(*args: Any) -> Any:
-    return _kernel_module("attention.fwd").attention_fwd(*args)
-
-
-def _launch_fwd_v1(*args: Any) -> Any:
-    return _kernel_module("attention.fwd_v1").attention_fwd(*args)
-
-
-def _launch_bwd(*args: Any) -> Any:
-    return _kernel_module("attention.bwd").attention_bwd(*args)
-
-
-def _launch_matmul(*args: Any) -> Any:
-    return _kernel_module("matmul").matmul(*args)
+def _launcher(module: str, function: str) -> Callable[..., Any]:
+    """`function` of a module of kernels, which its first call loads."""
+    return lambda *args: getattr(_kernel_module(module), function)(*args)
 
 
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
@@ -88,7 +71,7 @@ class NPUBackend:
             "v2",
             "attention_fwd",
             "FlashAttention-2: query tiles over one loop of keys, persistent on the cube cores",
-            _launch_fwd,
+            _launcher("attention.fwd", "attention_fwd"),
             _attention_unsupported,
             configs.fwd_tile,
         ),
@@ -96,7 +79,7 @@ class NPUBackend:
             "v1",
             "attention_fwd",
             "FlashAttention: key/value blocks outermost, the running output in memory, whole heads for each cube core",
-            _launch_fwd_v1,
+            _launcher("attention.fwd_v1", "attention_fwd"),
             lambda problem: _attention_unsupported(problem) or configs_v1.v1_unsupported(problem),
             configs_v1.v1_tile,
         ),
@@ -104,7 +87,7 @@ class NPUBackend:
             "v2",
             "attention_bwd",
             "separate dk/dv and dq kernels without atomics, deterministic",
-            _launch_bwd,
+            _launcher("attention.bwd", "attention_bwd"),
             _attention_unsupported,
             configs.bwd_tiles,
         ),
@@ -112,7 +95,7 @@ class NPUBackend:
             "persistent",
             "matmul",
             "persistent programs over output tiles in grouped order",
-            _launch_matmul,
+            _launcher("matmul", "matmul"),
             _matmul_unsupported,
             configs.matmul_tile,
         ),
@@ -141,7 +124,7 @@ class NPUBackend:
         self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
     ) -> Iterator[CompileReport]:
         """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
-        names; see compiler/aot.py and compiler/selection.py."""
+        names; see compiler/specs.py and compiler/selection.py."""
         from diyfa.backends.npu.compiler.aot import compile_all
 
         return compile_all(target, only, select=select)

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.primitives import dot_add, narrow
 from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
-from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, launch_options
+from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, run
 from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
-from diyfa.problem import MatmulProblem
+from diyfa.problem import Launch, MatmulProblem
 
 
 @triton.jit
@@ -72,21 +72,26 @@ def _major(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     return x, x.stride(1), True
 
 
-def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Launch c = a @ b: a (M, K), b (K, N) -> (M, N) of `problem.out_dtype`."""
+def launch_of(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Launch:
+    """The launch that fills c with a @ b."""
     tile: MatmulTile = matmul_tile(problem)
     a, stride_a, a_transposed = _major(a)
     b, stride_b, b_transposed = _major(b)
-    c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
     tasks = triton.cdiv(problem.m, tile.block_m) * triton.cdiv(problem.n, tile.block_n)
+    strides = {"stride_a": stride_a, "stride_b": stride_b, "stride_cm": c.stride(0)}
+    constants = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m,
+        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "COMPUTE": _TL_DTYPES[problem.compute_dtype],
+        "INTERPRET": INTERPRETED,
+    }  # fmt: skip
+    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
+    grid = cube_programs(problem.arch, a.device, tasks)
+    return Launch(_matmul_kernel, grid, arguments, constants, tile.compile_options(problem.arch))
+
+
+def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Launch c = a @ b: a (M, K), b (K, N) -> (M, N) of `problem.out_dtype`."""
+    c = a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
     with device_guard(a):
-        _matmul_kernel[(cube_programs(problem.arch, a.device, tasks),)](
-            a, b,
-            c,
-            stride_a, stride_b, c.stride(0),
-            problem.m, problem.n, problem.k,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-            A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, COMPUTE=_TL_DTYPES[problem.compute_dtype],
-            INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
-        )  # fmt: skip
+        run(launch_of(problem, a, b, c))
     return c

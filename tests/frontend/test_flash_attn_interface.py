@@ -435,6 +435,29 @@ def test_private_backward_reads_out_once(backend: str, varlen: bool) -> None:
     torch.testing.assert_close(delta, expected)
 
 
+@pytest.mark.parametrize("backend", TARGETS)
+def test_private_backward_reads_rows_of_sequences_only(backend: str) -> None:
+    """NaN before the first sequence and after the last one gets into nothing, delta included."""
+    target = TARGETS[backend]
+    cu = torch.tensor([3, 90, 90, 140], dtype=torch.int32)
+    outside = torch.ones(150, dtype=torch.bool)
+    outside[3:140] = False
+    q, k, v, dout = (torch.randn(150, 2, 16) for _ in range(4))
+    for x in (q, k, v, dout):
+        x[outside] = float("nan")
+    q, k, v, dout, cu = (x.to(target.device) for x in (q, k, v, dout, cu))
+    rest = (cu, cu, 87, 87, 0.0, 0.3, True, -1, -1, 0.0, None)
+    with diyfa.use_backend(target.backend):
+        out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, *rest, False)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        delta = _flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, *rest, False)
+    expected = (dout.cpu() * out.cpu()).sum(-1).transpose(-1, -2)
+    expected[:, outside] = 0.0
+    torch.testing.assert_close(delta.cpu(), expected)
+    for x in gradients:
+        assert x.cpu().isfinite().all() and not x.cpu()[outside].any()
+
+
 # ---- Refusals ---------------------------------------------------------------------------------------------------
 
 Q = torch.zeros(2, 8, 4, 16, dtype=F16)

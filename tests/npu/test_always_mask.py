@@ -7,14 +7,14 @@ import test_npu_on_shim as shim
 import torch
 
 from diyfa import registry
-from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import configs
 
 
 def test_a_mask_everywhere_is_refused_on_the_950(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward tiles would not compile, so every kernel says which variable to unset."""
     kernels = [k for k in registry.load_backend("npu").kernels if k.op.startswith("attention")]
-    problems = {arch: aot.example(arch, window_right=0) for arch in ("Ascend950PR_9589", "Ascend910B3")}
+    problems = {arch: specs.example(arch, window_right=0) for arch in ("Ascend950PR_9589", "Ascend910B3")}
     for always in (False, True):
         monkeypatch.setattr(configs, "ALWAYS_MASK", always)
         for kernel in kernels:
@@ -34,8 +34,8 @@ def test_a_mask_everywhere(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("arch", ["Ascend910B3", "Ascend910_9362"])
 def test_tiles_with_a_mask_everywhere(arch: str) -> None:
-    """Where a tile has no room for it, another; the gate compiles it (`aot.always_masked_jobs`)."""
-    jobs = list(aot.always_masked_jobs(arch))
+    """Where a tile has no room for it, another; the gate compiles it (`specs.always_masked_jobs`)."""
+    jobs = list(specs.always_masked_jobs(arch))
     assert {job.step for job in jobs} == {"fwd", "dkdv"} and all(job.constants["ALWAYS_MASK"] for job in jobs)
     for job in jobs:
         assert job.tile != configs.attention_tile(job.problem, job.step)

@@ -89,15 +89,15 @@ def releases(target: str) -> list[str]:
 @needs_compilers
 def test_the_front_half_does_not_tell_a2_from_a3() -> None:
     code = (
-        "from diyfa.backends.npu.compiler import aot\n"
-        f"jobs = [[*aot.attention_jobs(chip, aot.MODE_CASES['crowded']), aot.v1_job(aot.example(chip)),\n"
-        f"         *aot.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
+        "from diyfa.backends.npu.compiler import aot, specs\n"
+        f"jobs = [[*specs.attention_jobs(chip, specs.MODE_CASES['crowded']), *specs.v1_jobs_of(specs.example(chip)),\n"
+        f"         *specs.matmul_jobs(chip)] for chip in ({A2!r}, {A3!r})]\n"
         f"modules = [[aot.to_linalg(job, chip) for job in each] for each, chip in zip(jobs, ({A2!r}, {A3!r}))]\n"
         "print(len(modules[0]), modules[0] == modules[1])\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout.split() == ["25", "True"], done.stdout + done.stderr[-2000:]
+    assert done.stdout.split() == ["26", "True"], done.stdout + done.stderr[-2000:]
     assert npu_spec(A2)._replace(arch=NPUArch.A3) == npu_spec(A3)
 
 
@@ -119,6 +119,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_fwd/v2",
         "attention_fwd/v1",
         "attention_fwd/v1/finish",
+        "attention_fwd/tutorial",
         "attention_bwd/v2/dkdv",
         "attention_bwd/v2/dq",
         "attention_bwd/v2/preprocess",
@@ -260,13 +261,13 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
     """dq without a mask and without tile_mix_vector_loop stays on one vector core: the gate must say so."""
     code = (
         "from dataclasses import replace\n"
-        "from diyfa.backends.npu.compiler import aot\nfrom diyfa.backends.npu.tables import configs\n"
-        f"problem = aot.example({A2!r})\n"
+        "from diyfa.backends.npu.compiler import aot, specs\nfrom diyfa.backends.npu.tables import configs\n"
+        f"problem = specs.example({A2!r})\n"
         "tile = replace(configs.attention_tile(problem, 'dq'), vector_loop=None)\n"
-        f"report = aot.compile_job(aot.attention_job(problem, 'dq', tile), {A2!r})\n"
+        f"report = aot.compile_job(specs.attention_job(problem, 'dq', tile), {A2!r})\n"
         "print(report.ok, report.notes[0])\n"
         "tile = replace(tile, block_m=512, block_n=512)\n"
-        f"report = aot.compile_job(aot.attention_job(problem, 'fwd', tile), {A2!r})\n"
+        f"report = aot.compile_job(specs.attention_job(problem, 'fwd', tile), {A2!r})\n"
         "print(report.ok, 'overflow' in report.notes[0])\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -308,9 +309,9 @@ def test_every_row_of_the_table_is_whole() -> None:
 def test_each_pass_over_the_queries_ends_with_a_wait() -> None:
     """What one pass writes to memory the next one reads: both kinds of core drain their pipes in between."""
     code = (
-        "from diyfa.backends.npu.compiler import aot\n"
-        f"example = aot.example({A2!r}, window_right=0)\n"
-        f"print(aot.hivm_of(aot.v1_job(example), {A2!r}))\n"
+        "from diyfa.backends.npu.compiler import aot, specs\n"
+        f"example = specs.example({A2!r}, window_right=0)\n"
+        f"print(aot.hivm_of(specs.v1_jobs_of(example)[0], {A2!r}))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)

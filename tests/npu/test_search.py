@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from diyfa.arch import NPUArch
-from diyfa.backends.npu.compiler import aot, hivm, search
+from diyfa.backends.npu.compiler import aot, hivm, search, specs
 from diyfa.backends.npu.tables import configs, tiles
 
 A2 = "Ascend910B3"
@@ -107,8 +107,8 @@ def test_a_chip_with_a_row_of_its_own() -> None:
 def test_a_chip_uses_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     own = configs.TileKey(NPUArch.A2, "fwd", 2, 128, "causal", 24)
     monkeypatch.setitem(configs.ATTENTION_TILES, own, configs.AttentionTile(16, 16))
-    assert configs.attention_tile(aot.example("Ascend910B2", window_right=0), "fwd").block_m == 16
-    assert configs.attention_tile(aot.example(A2, window_right=0), "fwd").block_m != 16
+    assert configs.attention_tile(specs.example("Ascend910B2", window_right=0), "fwd").block_m == 16
+    assert configs.attention_tile(specs.example(A2, window_right=0), "fwd").block_m != 16
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class Compiler(search.Cache):
         self.limit = limit
         self.refuse = refuse
         self.bound = bound
-        self.asked: list[aot.Job] = []
+        self.asked: list[specs.Job] = []
 
-    def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+    def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         self.asked.append(job)
         m, n, d = (job.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
         if m * n > self.limit or self.refuse(job):
@@ -144,7 +144,7 @@ def test_a_tile_that_one_release_refuses_is_not_taken(named) -> None:
     class Older(Compiler):
         """Takes tiles of half the size."""
 
-        def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+        def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
             self.limit = 64 * 128 if compiler.version == "1.1.0" else 128 * 128
             return super().compile(job, target, compiler)
 
@@ -186,7 +186,7 @@ def test_an_unbound_tile_loses_to_a_bound_one(named: None) -> None:
 def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     """Packed sequences take the "tail" row too: a tile that they do not compile with is passed over."""
 
-    def refuse(job: aot.Job) -> bool:
+    def refuse(job: specs.Job) -> bool:
         return job.constants["VARLEN"] and job.constants["BLOCK_M"] > 128
 
     found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place(mode="tail"))
@@ -212,7 +212,7 @@ def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.M
     key = configs.attention_key(at.problem(), "dbias")
     monkeypatch.setitem(configs.ATTENTION_TILES, key, configs.AttentionTile(16, 128))  # what the table has is not tried
 
-    def refuse(job: aot.Job) -> bool:
+    def refuse(job: specs.Job) -> bool:
         return job.constants["BIAS"] == "k" and job.constants["BLOCK_M"] > 32
 
     assert search.Search(A2, Compiler(128 * 128), 1).row(at).block_m > 32
@@ -243,7 +243,7 @@ def test_an_option_that_makes_room_is_tried_with_the_other_shapes() -> None:
     compiler = Compiler(64 * 64)
     fits = compiler.compile
 
-    def roomier(job: aot.Job, target: str, release: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+    def roomier(job: specs.Job, target: str, release: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         compiler.limit = 64 * 128 if job.options.get("tile_mix_vector_loop") == 4 else 64 * 64
         return fits(job, target, release)
 
@@ -271,7 +271,7 @@ def test_what_could_not_win_is_not_compiled() -> None:
     for block_m, block_n in out:
         other = replace(tile, block_m=block_m, block_n=block_n)
         assert at.best_share(other, least) <= best * (1 + search.MARGIN)
-    everything = [aot.attention_job(at.problem(), "fwd", replace(tile, block_m=m, block_n=n)) for m, n in out]
+    everything = [specs.attention_job(at.problem(), "fwd", replace(tile, block_m=m, block_n=n)) for m, n in out]
     found = [searched.candidate(job, replace(tile, block_m=job.constants["BLOCK_M"], block_n=job.constants["BLOCK_N"]))
              for job in everything]  # fmt: skip
     assert max(at.share(c, A2) for c in found if c.module) <= best
@@ -306,7 +306,7 @@ def test_the_best_case_is_one() -> None:
 
     module = hivm.read((Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text())
     product = module.loops[0].tile.products[0]
-    problem = aot.example(A2, head_dim=product.k, window_right=0)
+    problem = specs.example(A2, head_dim=product.k, window_right=0)
     least, around = best_case.least_work(problem, "fwd", product.m, product.n, False)
     work = module.loops[0].tile
     assert least.flops == work.flops
@@ -322,7 +322,7 @@ def test_the_best_case_is_one() -> None:
 def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
     from diyfa.backends.npu.compiler import cost
 
-    problem = aot.example(A2, seqlen_q=512, seqlen_k=1024, window_right=0)
+    problem = specs.example(A2, seqlen_q=512, seqlen_k=1024, window_right=0)
     tasks = list(cost.attention_tasks(problem, "dbias", 64, 128))
     assert len(tasks) == 8
     shared = problem.batch * problem.heads_q
@@ -363,7 +363,7 @@ def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
         cache_key = "sources"
         arg_names = ("BLOCK_M",)
 
-    job = aot.Job("k", "c", Function, {}, {"BLOCK_M": 64}, {"multibuffer": True})
+    job = specs.Job("k", "c", Function, {}, {"BLOCK_M": 64}, {"multibuffer": True})
     old, new = aot.BackHalf("1.1.0", tmp_path), aot.BackHalf("1.2.0", tmp_path)
     cache = search.Cache(tmp_path, [new, old])
     first, _ = cache.compile(job, A2, new)

@@ -75,9 +75,9 @@ def cuda_specs(arch):
 
 
 def npu_jobs():
-    """For `diyfa.backends.npu.compiler.aot`."""
+    """For `diyfa.backends.npu.compiler.specs`."""
     from diyfa.backends.npu.attention import dropout
-    from diyfa.backends.npu.compiler.aot import Job
+    from diyfa.backends.npu.compiler.specs import Job
 
     for transposed in (False, True):
         case = "64x128 transposed" if transposed else "64x128"

@@ -1,7 +1,7 @@
 """How many kernels would be compiled for calls of many sizes, printed as JSON by running this file.
 
 Needs triton-ascend without its interpreter, and no device: a launch is replaced by the key under which Triton would
-look for the compiled kernel.
+look for the compiled kernel. The types of arguments in that key must be those that the compile gate takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu.attention import bwd, fwd
-from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.runtime import launch
 from diyfa.problem import LAYOUTS, AttentionGradients, AttentionTensors
 
@@ -29,7 +29,10 @@ keys: dict[str, set[str]] = defaultdict(set)
 def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     if self.binder is None:
         self.create_binder(AscendBackend(GPUTarget("npu", TARGET, 0)))
-    _, types, constants, _, options = self.binder(*args, **kwargs)
+    bound, types, constants, _, options = self.binder(*args, **kwargs)
+    gate = [specs.type_of(bound[p.name]) for p in self.params if not p.is_constexpr]
+    if ["constexpr" if name == "none" else name for name in types] != gate:
+        raise TypeError(f"{self.__name__}: the gate would compile {gate}, Triton {types}")
     keys[self.__name__].add("".join(types) + str((constants, options)))
 
 
@@ -37,7 +40,7 @@ def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **fe
     """One forward and backward call; nothing is computed."""
     batch, heads, heads_kv, seqlen_q, seqlen_k = sizes
     head_dim = 40
-    problem = aot.example(
+    problem = specs.example(
         TARGET, layout=layout, batch=batch, heads_q=heads, heads_kv=heads_kv, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, head_dim=head_dim, bias=bias is not None, bias_grad=bias is not None, **features,
     )  # fmt: skip

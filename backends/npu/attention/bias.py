@@ -9,7 +9,7 @@ again by dividing its offset by the stride between rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,11 @@ class Bias(NamedTuple):
     tensor: torch.Tensor | None = None
     dims: str = ""
     strides: tuple[int, int, int] = (0, 0, 0)
+
+    def values(self, name: str) -> dict[str, Any]:
+        """Tensor and strides by the names that kernels' arguments have where the bias is called `name`."""
+        b, h, m = self.strides
+        return {f"{name}_ptr": self.tensor, f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_m": m}
 
 
 def _four_strides(bias: torch.Tensor) -> list[int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.primitives import (
-    load_row,
-)
+from diyfa.backends.npu.attention.primitives import load_row
 from diyfa.backends.npu.runtime.compat import kernel
 
 

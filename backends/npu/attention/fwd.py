@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.npu.attention.launch import attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
     add_alibi,
     add_bias,
@@ -44,16 +44,10 @@ from diyfa.backends.npu.attention.primitives import (
     tasks_of,
     turns_before,
 )
-from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, device_guard, heads_together, launch_options
-from diyfa.backends.npu.tables.configs import (
-    AttentionTile,
-    attention_flags,
-    attention_scalars,
-    attention_sizes,
-    fwd_tile,
-)
-from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.launch import addressed, device_guard, run
+from diyfa.backends.npu.tables.configs import AttentionTile, fwd_tile
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # Start of the running maximum: finite, so that exp(-inf - m) is 0 and not NaN where a row has seen no key yet, and no
 # greater than a bias that masks with float32's lowest value.
@@ -184,27 +178,21 @@ def _fwd_kernel(
         dealt += tasks
 
 
+def launch_of(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: AttentionTile | None = None,
+) -> Launch:
+    """The launch that fills out and lse; `tile`: another one than the table's."""
+    tile = tile or fwd_tile(problem)
+    tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
+    values = {**call_values(problem, tensors, "fwd"), **addressed(problem.layout, out=out), "lse_ptr": lse}
+    return attention_launch(_fwd_kernel, "fwd", problem, values, tile, tasks)
+
+
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
-    tile: AttentionTile = fwd_tile(problem)
-    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
-    (q, k, v, out), strides = zip(*inputs, strict=True)
-    slopes = tensors.alibi_slopes
-    bias = as_read(tensors.attn_bias)
-    tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
-    with device_guard(q):
-        _fwd_kernel[(cube_programs(problem.arch, q.device, tasks),)](
-            q, k, v,
-            tensors.seq_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, slopes, bias.tensor, tensors.rng_state,
-            tensors.sinks,
-            out, lse,
-            *strides[0], *strides[1], *strides[2], *strides[3],
-            0 if slopes is None or slopes.dim() == 1 else slopes.stride(0), *bias.strides,
-            *attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
-            *attention_sizes(problem), heads_together(problem, "fwd"),
-            HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
-            BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_head_dim(problem.head_dim_v),
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **attention_flags(problem, "fwd"), BIAS=bias.dims, INTERPRET=INTERPRETED,
-            **launch_options(tile, problem.arch),
-        )  # fmt: skip
+    with device_guard(tensors.q):
+        run(launch_of(problem, tensors, out, lse))

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.attention.launch import call_values
 from diyfa.backends.npu.attention.primitives import (
     dot,
     effective_lengths,
@@ -34,11 +35,11 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     tile_needs_mask,
 )
-from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel, padded_head_dim
-from diyfa.backends.npu.runtime.launch import addressed, cube_programs, device_guard, launch_options, vector_programs
+from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, run, vector_programs
 from diyfa.backends.npu.tables.configs import preprocess_rows
-from diyfa.backends.npu.tables.configs_v1 import v1_flags, v1_tile
-from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.backends.npu.tables.configs_v1 import v1_tile
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # The maximum of a row that has seen no key: finite, so that exp(-inf - m) is 0 and not NaN.
 LOWEST = tl.constexpr(-3.0e38)
@@ -157,34 +158,31 @@ def _fwd_v1_finish_kernel(
         store_row(lse_ptr + row_base, lse, row0, seqlen_q, BLOCK_M)
 
 
+def launches_of(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[Launch, Launch]:
+    """The passes over the keys, which want zeros in lse, and what follows them."""
+    tile, rows, heads = v1_tile(problem), preprocess_rows(problem), problem.batch * problem.heads_q
+    running = lse.new_zeros((*lse.shape, problem.head_dim_v))
+    state = {"running_ptr": running, "m_ptr": torch.empty_like(lse), "l_ptr": lse}
+    values = {
+        **call_values(problem, tensors, "fwd"),
+        **addressed(problem.layout, out=out),
+        **state,
+        **{f"new_{name}": x for name, x in state.items()},
+        "lse_ptr": lse,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    cores = cube_programs(problem.arch, lse.device, heads)
+    passes = described(_fwd_v1_kernel, cores, values, tile.compile_options(problem.arch))
+    cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
+    return passes, described(_fwd_v1_finish_kernel, cores, values | {"BLOCK_M": rows})
+
+
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels, which fill out (like q with v's feature size) and lse (B, H, Sq) fp32."""
-    inputs = [addressed(x, problem.layout) for x in (tensors.q, tensors.k, tensors.v, out)]
-    (q, k, v, out), strides = zip(*inputs, strict=True)
-    q_strides, k_strides, v_strides, out_strides = strides
-    tile = v1_tile(problem)
-    rows = preprocess_rows(problem)
-    heads = problem.batch * problem.heads_q
-    running = q.new_zeros((*lse.shape, problem.head_dim_v), dtype=torch.float32)
-    m = torch.empty_like(lse)
     lse.zero_()
-    padded_v = padded_head_dim(problem.head_dim_v)
-    with device_guard(q):
-        _fwd_v1_kernel[(cube_programs(problem.arch, q.device, heads),)](
-            q, k, v, tensors.seq_lens,
-            running, m, lse, running, m, lse,
-            *q_strides, *k_strides, *v_strides,
-            tensors.sm_scale, problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
-            problem.window_left, problem.window_right,
-            HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
-            BLOCK_D=padded_head_dim(problem.head_dim), BLOCK_DV=padded_v,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            **v1_flags(problem), INTERPRET=INTERPRETED, **launch_options(tile, problem.arch),
-        )  # fmt: skip
-        tasks = triton.cdiv(problem.seqlen_q, rows) * heads
-        _fwd_v1_finish_kernel[(vector_programs(problem.arch, q.device, tasks),)](
-            running, out, m, lse,
-            *out_strides,
-            problem.batch, problem.heads_q, problem.seqlen_q,
-            HEAD_DIM_V=problem.head_dim_v, BLOCK_DV=padded_v, BLOCK_M=rows, INTERPRET=INTERPRETED,
-        )  # fmt: skip
+    with device_guard(tensors.q):
+        for launch in launches_of(problem, tensors, out, lse):
+            run(launch)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from diyfa.arch import ELEMENT_BYTES, NPU_SPECS, NPUArch, npu_spec
-from diyfa.backends.npu.compiler import aot, best_case, cost, gate, hivm
+from diyfa.backends.npu.compiler import aot, best_case, cost, gate, hivm, specs
 from diyfa.backends.npu.compiler.metrics import REFERENCE
 from diyfa.backends.npu.tables import configs, tiles
 from diyfa.problem import AttentionProblem
@@ -87,12 +87,12 @@ class Cache:
         self.folder = folder
         self.compilers = compilers  # the first is the one that predictions are made from
         self.front = threading.Lock()  # Triton's front half is not known to be safe in two threads
-        self.last: tuple[aot.Job, str, str] | None = None
+        self.last: tuple[specs.Job, str, str] | None = None
         self.hits = 0
         self.misses = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    def key(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> str:
+    def key(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> str:
         """Hash of everything that decides what `job` compiles to."""
         constants = {name: str(value) for name, value in sorted(job.constants.items())}
         versions = f"triton-ascend {metadata.version('triton-ascend')}, ascendnpu-ir {compiler.version}"
@@ -100,13 +100,13 @@ class Cache:
         text = json.dumps([*parts, sorted(job.options.items())], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def linalg(self, job: aot.Job, target: str) -> str:
+    def linalg(self, job: specs.Job, target: str) -> str:
         """What the front half makes of `job`, which is the same for each back half."""
         if self.last is None or self.last[:2] != (job, target):
             self.last = (job, target, aot.to_linalg(job, target)[0])
         return self.last[2]
 
-    def compile(self, job: aot.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
+    def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         """(what was compiled or None, the error)."""
         file = self.folder / f"{self.key(job, target, compiler)}.gz"
         if file.exists():
@@ -179,23 +179,22 @@ class Place:
     @property
     def case(self) -> dict[str, Any]:
         """What belongs to the mode at its most demanding."""
-        return aot.mode_case(self.kernel, self.mode)
+        return specs.mode_case(self.kernel, self.mode)
 
     @property
     def bias(self) -> str:
         """Dimensions of attn_bias, "" without one."""
         return self.case.get("bias", "")
 
-    def job(self, tile: configs.AttentionTile, kernel: str = "") -> aot.Job:
+    def job(self, tile: configs.AttentionTile, kernel: str = "") -> specs.Job:
         """The kernel (another one than the place's where named) with `tile`."""
-        return aot.attention_job(self.problem(), kernel or self.kernel, tile, bias=self.bias)
+        return specs.attention_job(self.problem(), kernel or self.kernel, tile, bias=self.bias)
 
     def problem(self) -> AttentionProblem:
         """The call whose kernel needs most memory in this mode, as the gate compiles it."""
-        example = aot.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
+        example = specs.example(self.target, dtype=self.dtype, head_dim=self.head_dim)
         width = configs.widest_head_dim(configs.attention_key(example, self.kernel))
-        changes = {"head_dim_v": min(width, 512), **self.case, "bias": "float32" if self.bias else ""}
-        return aot.example(self.target, dtype=self.dtype, head_dim=width, **changes)
+        return specs.case_of(self.target, {**self.case, "dtype": self.dtype, "head_dim": width})[0]
 
     def ranked_on(self, chip: str) -> AttentionProblem:
         """The call that candidates are ranked on."""
@@ -265,8 +264,8 @@ class Search:
         self.budget = budget
         self.verbose = verbose
         self.pool = ThreadPoolExecutor(jobs)
-        self.gate: dict[tuple[str, configs.TileKey], list[aot.Job]] = {}
-        for job in aot.shipped_jobs(target, full=True):
+        self.gate: dict[tuple[str, configs.TileKey], list[specs.Job]] = {}
+        for job in specs.shipped_jobs(target, full=True):
             if job.problem is not None:
                 self.gate.setdefault((job.step, configs.attention_key(job.problem, job.step)), []).append(job)
 
@@ -285,7 +284,7 @@ class Search:
             print(f"  {tile.block_m}x{tile.block_n} {_launched(tile)[2:]}: {why}", flush=True)
         return candidate
 
-    def candidate(self, job: aot.Job, tile: configs.AttentionTile) -> Candidate:
+    def candidate(self, job: specs.Job, tile: configs.AttentionTile) -> Candidate:
         """What the compilers and the gate make of one job: what the installed one makes of it, where all take it."""
         found = None
         refused: list[str] = []
@@ -396,15 +395,14 @@ class Search:
             if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
                 continue
             bias = job.constants.get("BIAS") or ""
-            used = self.candidate(
-                aot.attention_job(job.problem, place.kernel, candidate.tile, bias=bias), candidate.tile
-            )
+            again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
+            used = self.candidate(again, candidate.tile)
             if used.module is None or (candidate.accepted and not used.accepted):
                 return False
         if place.kernel != "dbias":
             return True
         # The sum over rows at the end makes another kernel.
-        other = self.candidate(aot.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
+        other = self.candidate(specs.attention_job(place.problem(), "dbias", candidate.tile, bias="k"), candidate.tile)
         return other.module is not None and (other.accepted or not candidate.accepted)
 
     def row(self, place: Place) -> tiles.Row | None:
@@ -517,13 +515,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(missing, file=sys.stderr)
         return 2
     search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose)
-    wanted = places(
-        target,
-        asked.kernel or KERNELS,
-        asked.dtype or ("float16",),
-        asked.head_dim or (64, 128, 256),
-        asked.mode or configs.MODES,
-    )
+    dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
+    wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
     nothing = False
     for place in wanted:
         row = search.row(place)

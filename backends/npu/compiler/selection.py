@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from diyfa.arch import ELEMENT_BYTES
-from diyfa.backends.npu.compiler.aot import Job, attention_job, example, mode_case
+from diyfa.backends.npu.compiler.specs import Job, attention_job, case_of, mode_case
 from diyfa.backends.npu.tables import configs
 
 KERNELS = ("fwd", "dq", "dkdv", "dbias")
@@ -27,11 +27,7 @@ class Selection:
     cube_loop: int | None = None
 
     def __post_init__(self) -> None:
-        known: dict[str, tuple[Any, ...]] = {
-            "kernel": KERNELS,
-            "dtype": tuple(ELEMENT_BYTES),
-            "mode": configs.MODES,
-        }
+        known: dict[str, tuple[Any, ...]] = {"kernel": KERNELS, "dtype": tuple(ELEMENT_BYTES), "mode": configs.MODES}
         for name, values in known.items():
             for value in getattr(self, name):
                 if value not in values:
@@ -75,10 +71,7 @@ def selected_jobs(target: str, select: Mapping[str, Any]) -> Iterator[Job]:
 
 
 def _jobs(target: str, chosen: Selection, kernel: str, dtype: str, head_dim: int, mode: str) -> Iterator[Job]:
-    case = mode_case(kernel, mode)
-    dims = case.get("bias", "")
-    width = {"head_dim": head_dim, "head_dim_v": min(head_dim, 512)}
-    problem = example(target, **{**case, "bias": "float32" if dims else "", "dtype": dtype, **width})
+    problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
     row = configs.attention_tile(problem, kernel)
     for tile in chosen.tiles(row):
         # A tile that is not shipped was promised nothing: it is bound and pipelined, or not.

@@ -1,4 +1,4 @@
-"""What every launch needs: the size of the persistent grid and the device to launch on."""
+"""What every launch needs: the size of the persistent grid, arguments by name, and the device to launch on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS
-from diyfa.backends.npu.tables.configs import AttentionTile, MatmulTile
-from diyfa.problem import AttentionProblem, bhsd_strides
+from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
 # How much of what all cores share before device memory the operands of one part of the work may take: an assumption,
 # far below the size of that cache, since its replacement is not known and other tensors pass through it.
@@ -20,40 +19,38 @@ CACHE_BYTES = 48 * 2**20
 
 @cache
 def _core_counts(arch: str, index: int) -> tuple[int, int]:
-    """(cube, vector) cores of device `index`: from the driver, or from the table of chips in the interpreter."""
+    """(cube, vector) cores of device `index`: from the driver, or few of both in the interpreter."""
     if INTERPRETED:
         return INTERPRETER_PROGRAMS, INTERPRETER_PROGRAMS
     from triton.runtime import driver
 
     properties = driver.active.utils.get_device_properties(index)
     cube, vector = properties.get("num_aicore"), properties.get("num_vectorcore")
-    if cube and vector:
-        return int(cube), int(vector)
+    return (int(cube), int(vector)) if cube and vector else _listed_cores(arch)
+
+
+def _listed_cores(arch: str) -> tuple[int, int]:
     spec = npu_spec(arch)
     if spec is None:
-        raise RuntimeError(f"the driver reports no core counts for {arch} (device {index}): {properties}")
+        raise RuntimeError(f"neither the driver nor diyfa knows how many cores {arch} has")
     return spec.cube_cores, spec.vector_cores
 
 
-def _index(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 0
-    return device.index if device.index is not None else torch.npu.current_device()
+def _cores(arch: str, device: torch.device) -> tuple[int, int]:
+    if device.type == "meta":  # compiled ahead of time
+        return _listed_cores(arch)
+    index = device.index if device.type == "cpu" or device.index is not None else torch.npu.current_device()
+    return _core_counts(arch, index or 0)
 
 
 def cube_programs(arch: str, device: torch.device, tasks: int) -> int:
     """Programs of a kernel with matrix products: one for each cube core, fewer when there is less to do."""
-    return max(1, min(tasks, cube_cores(arch, device)))
-
-
-def cube_cores(arch: str, device: torch.device) -> int:
-    """Cube cores of `device`."""
-    return _core_counts(arch, _index(device))[0]
+    return max(1, min(tasks, _cores(arch, device)[0]))
 
 
 def vector_programs(arch: str, device: torch.device, tasks: int) -> int:
     """Programs of a kernel without matrix products: one for each vector core, fewer when there is less to do."""
-    return max(1, min(tasks, _core_counts(arch, _index(device))[1]))
+    return max(1, min(tasks, _cores(arch, device)[1]))
 
 
 def heads_together(problem: AttentionProblem, kernel: str) -> int:
@@ -77,15 +74,32 @@ def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.device.type == "cpu" else getattr(torch, "npu").device(x.device)  # noqa: B009
 
 
-def addressed(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """`x` and its strides of batch, head and row; a copy where all rows are one (an expanded gradient): the compiler
-    divides by the stride between rows."""
-    if bhsd_strides(x, layout)[2] == 0:
-        x = x.contiguous()
-    b, h, m, _ = bhsd_strides(x, layout)
-    return x, (b, h, max(m, 1))  # still 0 where there is only one row
+def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """`x`, or a copy where all rows are one (an expanded gradient): the compiler divides by the stride between rows."""
+    return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
 
 
-def launch_options(tile: AttentionTile | MatmulTile, arch: str) -> dict[str, Any]:
-    """Compiler options of `tile` as keyword arguments of a launch; none in the interpreter, which compiles nothing."""
-    return {} if INTERPRETED else tile.compile_options(arch)
+def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
+    """Each tensor and its strides of batch, head and row under the kernels' names of them: `out_ptr`, `stride_ob`,
+    `stride_oh`, `stride_om` for `out`, with an n for rows of keys and values."""
+    arguments: dict[str, Any] = {}
+    for name, x in tensors.items():
+        x = distinct_rows(x, layout)
+        b, h, m, _ = bhsd_strides(x, layout)
+        stride, row = "stride_" + name.replace("out", "o"), "n" if name[-1] in "kv" else "m"
+        # The stride of rows is still 0 where there is only one.
+        arguments |= {f"{name}_ptr": x, f"{stride}b": b, f"{stride}h": h, f"{stride}{row}": max(m, 1)}
+    return arguments
+
+
+def described(kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any] | None = None) -> Launch:
+    """The launch of `kernel` with what it takes of `values`, which related kernels share. Constants are in capitals."""
+    arguments = {name: values[name] for name in kernel.arg_names if not name.isupper()}
+    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+    return Launch(kernel, grid, arguments, constants, options or {})
+
+
+def run(launch: Launch) -> None:
+    """Launch it on the current device. The interpreter knows no compiler options."""
+    options = {} if INTERPRETED else launch.options
+    launch.kernel[(launch.grid,)](**launch.arguments, **launch.constants, **options)

@@ -208,16 +208,8 @@ def searched_rows(
     special: dict[TileKey, AttentionTile] = {}
     for row in rows:
         how = f"compiled {row.date}, {row.compilers}; best predicted of {row.tried}, not timed on a device"
-        tile = AttentionTile(
-            row.block_m,
-            row.block_n,
-            row.bound,
-            row.pipelined,
-            row.workspace_buffers,
-            row.vector_loop,
-            row.cube_loop,
-            how,
-        )
+        shape, pipeline = (row.block_m, row.block_n), (row.bound, row.pipelined)
+        tile = AttentionTile(*shape, *pipeline, row.workspace_buffers, row.vector_loop, row.cube_loop, how)
         for chip in row.chips:
             name, _, cores = chip.partition("/")
             arch = NPUArch(name)
@@ -325,11 +317,6 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     return {kernel: attention_tile(problem, kernel) for kernel in kernels}
 
 
-def default_config(problem: AttentionProblem | MatmulProblem) -> AttentionTile | MatmulTile:
-    """The tile of the forward kernel or of the matrix product, from the table."""
-    return fwd_tile(problem) if isinstance(problem, AttentionProblem) else matmul_tile(problem)
-
-
 def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
     """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering.
 
@@ -416,26 +403,26 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
     }
 
 
-def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> tuple[float, ...]:
-    """The floats every attention kernel takes, in the order of its arguments: sm_scale, softcap, -2 softcap, 1/softcap,
-    2 sm_scale / softcap, the threshold of `dropout.keep_tile`, 1 - p, 1 / (1 - p), and what the gradients of q and k
-    are multiplied by at the end: sm_scale / (1 - p), negative with softcap.
+def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> dict[str, float]:
+    """The floats every attention kernel takes, by name. `softcap_minus` is -2 softcap, `softcap_inverse` 1/softcap,
+    `softcap_rate` 2 sm_scale / softcap, `keep_threshold` that of `dropout.keep_tile`, `keep_prob` 1 - p; the gradients
+    of q and k are multiplied by `grad_scale` at the end: sm_scale / (1 - p), negative with softcap.
 
     Prepared here because scalar arithmetic inside a kernel breaks its pipeline.
     """
-    cap, keep = problem.softcap, 1.0 - dropout_p
+    scale, cap, keep = float(sm_scale), float(problem.softcap), 1.0 - dropout_p
     inverse = 1.0 / cap if cap else 0.0
-    grad_scale = (-sm_scale if cap else sm_scale) / keep
-    threshold = float(drop_threshold(dropout_p))
-    return sm_scale, cap, -2.0 * cap, inverse, 2.0 * sm_scale * inverse, threshold, keep, 1.0 / keep, grad_scale
+    return {
+        "sm_scale": scale, "softcap": cap, "softcap_minus": -2.0 * cap, "softcap_inverse": inverse,
+        "softcap_rate": 2.0 * scale * inverse, "keep_threshold": float(drop_threshold(dropout_p)), "keep_prob": keep,
+        "keep_scale": 1.0 / keep, "grad_scale": (-scale if cap else scale) / keep,
+    }  # fmt: skip
 
 
-def attention_sizes(problem: AttentionProblem) -> tuple[int, ...]:
-    """The integers every attention kernel takes, in the order of its arguments."""
-    return (
-        problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q, problem.seqlen_k, problem.total_q,
-        problem.total_k, problem.window_left, problem.window_right,
-    )  # fmt: skip
+def attention_sizes(problem: AttentionProblem) -> dict[str, int]:
+    """The integers every attention kernel takes, by name."""
+    names = "batch heads_q heads_kv seqlen_q seqlen_k total_q total_k window_left window_right"
+    return {name: getattr(problem, name) for name in names.split()}
 
 
 MATMUL_TILES: dict[int, MatmulTile] = {2: MatmulTile(128, 256, 256), 4: MatmulTile(128, 128, 128)}

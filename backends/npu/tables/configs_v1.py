@@ -6,8 +6,6 @@ always compiled in, so there is one row for each operand width and head-dim clas
 
 from __future__ import annotations
 
-from typing import Any
-
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables.configs import AttentionTile, family
 from diyfa.problem import AttentionProblem, refuse_features
@@ -33,16 +31,6 @@ def v1_tile(problem: AttentionProblem) -> AttentionTile:
     rows, keys = next(shape for (w, head_dim), shape in _SHAPES.items() if w == width and widest <= head_dim)
     on_950 = family(problem.arch) is NPUArch.A5
     return AttentionTile(rows, keys, bound=not on_950, pipelined=0 if on_950 else 4)
-
-
-def v1_flags(problem: AttentionProblem) -> dict[str, Any]:
-    """The compile-time features of a call."""
-    return {
-        "CAUSAL": problem.causal,
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right > 0,
-        "SEQ_LENS": problem.seq_lens,
-    }
 
 
 def v1_unsupported(problem: AttentionProblem) -> str | None:

@@ -21,12 +21,11 @@ from simulators.hivm.order import Blocks
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu import NPUBackend
-from diyfa.backends.npu.compiler import aot
+from diyfa.backends.npu.compiler import aot, specs
 from diyfa.backends.npu.runtime import launch
 
-_POINTERS = {
-    torch.float16: ("*fp16", "f16"), torch.bfloat16: ("*bf16", "bf16"), torch.float32: ("*fp32", "f32"),
-    torch.int32: ("*i32", "i32"), torch.int64: ("*i64", "i64"),
+_DTYPES = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int64: "i64"
 }  # fmt: skip
 
 
@@ -70,7 +69,7 @@ def compile_kernel(
     name = function.fn.__name__
     key = json.dumps([name, function.src, signature, sorted(constants.items()), options, target], default=str)
     if key not in _programs:
-        job = aot.Job(name, "", function, signature, constants, options)
+        job = specs.Job(name, "", function, signature, constants, options)
         hivm = aot.hivm_of(job, target)
         _programs[key] = Program(name, parse(generic(hivm, target)))
     return _programs[key]
@@ -87,16 +86,6 @@ def generic(hivm: str, target: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype][0]
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    raise TypeError(f"an argument of type {type(value)}")
-
-
 def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None:
     """Run `grid` blocks of `program` on tensors and numbers."""
     memories: dict[int, Memory] = {}
@@ -108,7 +97,7 @@ def execute(program: Program, arguments: list[Any], grid: int, log: Log) -> None
         if storage.data_ptr() not in memories:
             data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             memories[storage.data_ptr()] = Memory("global memory", data.size, GLOBAL_GRANULE, data)
-        dtype = _POINTERS[value.dtype][1]
+        dtype = _DTYPES[value.dtype]
         return Ref(memories[storage.data_ptr()], dtype, value.storage_offset() * value.element_size(), 0, (-1,), (1,))
 
     placed = [place(value) for value in arguments]
@@ -160,7 +149,7 @@ def compiled_on_cpu(target: str = "Ascend910B3", programs: int = 2, stale: float
         values |= {name: keywords.pop(name) for name in names if name in keywords}
         constexpr = {p.name for p in function.params if p.is_constexpr}
         constants = {name: x for name, x in values.items() if name in constexpr or x is None}
-        signature = {name: "constexpr" if name in constants else _type(x) for name, x in values.items()}
+        signature = {name: "constexpr" if name in constants else specs.type_of(x) for name, x in values.items()}
         options = {name: x for name, x in keywords.items() if name not in ("debug",)}
         program = compile_kernel(function, signature, constants, options, target)
         log.launches.append(program.name)

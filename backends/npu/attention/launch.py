@@ -1,0 +1,54 @@
+"""What the attention kernels are launched with, by the names of their arguments and constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diyfa.backends.npu.attention.bias import as_read
+from diyfa.backends.npu.runtime.compat import INTERPRETED, cut_columns, padded_head_dim
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together
+from diyfa.backends.npu.tables.configs import (
+    AttentionTile,
+    attention_flags,
+    attention_scalars,
+    attention_sizes,
+    widest_product,
+)
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+
+
+def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
+    """What kernels take of a call, but for results. Tensors that they cannot read as they lie are copied. `step`: the
+    kernel by its name in the tile table, "fwd" or "dq", that asks whether any tile needs a mask."""
+    slopes, bias = tensors.alibi_slopes, as_read(tensors.attn_bias)
+    return {
+        **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
+        "seq_lens_ptr": tensors.seq_lens,
+        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
+        "slopes_ptr": slopes,
+        "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        **bias.values("bias"),
+        "rng_state_ptr": tensors.rng_state,
+        "sinks_ptr": tensors.sinks,
+        **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
+        **attention_sizes(problem),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        **attention_flags(problem, step),
+        "BIAS": bias.dims,
+        "INTERPRET": INTERPRETED,
+    }
+
+
+def attention_launch(
+    kernel: Any, step: str, problem: AttentionProblem, values: dict[str, Any], tile: AttentionTile, tasks: int
+) -> Launch:
+    """The launch of a kernel with matrix products, called `step` in the tile table, for `tasks` tiles of its result."""
+    values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
+    if step in ("dq", "dkdv"):  # whose results have as many columns as q
+        values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
+    grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)
+    return described(kernel, grid, values, tile.compile_options(problem.arch))

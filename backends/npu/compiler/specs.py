@@ -1,0 +1,401 @@
+"""Which kernels are compiled ahead of time for a chip: every tile of the tables, every feature.
+
+A job is made from what a launcher would launch for an example call whose tensors have no memory, so that what the gate
+sees is what runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from diyfa.arch import ELEMENT_BYTES, NPUArch
+from diyfa.backends.npu.tables import configs, configs_v1
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch, MatmulProblem
+
+_POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: its jit function, the argument types and constants, and the compiler's options."""
+
+    kernel: str
+    case: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    problem: AttentionProblem | None = None  # what the tile was chosen for, where it is attention
+    step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
+    tile: configs.AttentionTile | None = None
+    gated: bool = True  # shipped: must be bound and pipelined, or among the gate's exceptions
+
+
+def type_of(argument: Any) -> str:
+    """What the compiler calls the type of an argument, as Triton finds it in a launch; "constexpr" for None."""
+    if argument is None:
+        return "constexpr"
+    if isinstance(argument, torch.Tensor):
+        return _POINTERS[argument.dtype]
+    if isinstance(argument, float):
+        return "fp32"
+    return "i32" if -(2**31) <= argument < 2**31 else "i64"
+
+
+def job_of(kernel: str, case: str, launch: Launch, **about: Any) -> Job:
+    """The job that compiles what `launch` launches. No value or alignment is compiled in (`compat.kernel`)."""
+    signature = {name: type_of(argument) for name, argument in launch.arguments.items()}
+    absent = {name: None for name, argument in launch.arguments.items() if argument is None}
+    return Job(kernel, case, launch.kernel, signature, {**launch.constants, **absent}, launch.options, **about)
+
+
+def example(target: str, **changes: Any) -> AttentionProblem:
+    """A problem whose compiled kernel stands for all sizes: nothing is compiled for a sequence length."""
+    base = AttentionProblem("npu", target, "float16", "bhsd", 2, 8, 2, 4096, 4096, 128, 128, needs_grad=True)
+    problem = base.replace(**changes)
+    return problem.replace(head_dim_v=problem.head_dim) if "head_dim_v" not in changes else problem
+
+
+def case_of(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem, str]:
+    """(problem, dimensions of its attn_bias): `changes` are those of `example`, but that "bias" names the dimensions.
+    A bias in float32 needs the most memory."""
+    bias = changes.get("bias", "")
+    widths = {"head_dim_v": min(changes.get("head_dim", 128), 512)}
+    return example(target, **{**widths, **changes, "bias": "float32" if bias else ""}), bias
+
+
+def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "", always_mask: bool = False) -> str:
+    features = " ".join(sorted(problem.features - {"gqa"})) or "full"
+    features = features.replace("attn_bias", f"attn_bias[{bias}]") + " always_mask" * always_mask
+    return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
+
+
+def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
+    """(inputs, out, lse) of a call of `problem`, without memory; `bias`: which dimensions attn_bias has."""
+    empty = partial(torch.empty, device="meta")
+    batch, heads_q, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+
+    def tensor(heads: int, seqlen: int, head_dim: int) -> torch.Tensor:
+        shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
+        return empty(shape, dtype=getattr(torch, problem.dtype))
+
+    offsets = empty(batch + 1, dtype=torch.int32) if problem.varlen else None
+    bias_shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
+    tensors = AttentionTensors(
+        tensor(heads_q, seqlen_q, problem.head_dim),
+        tensor(problem.heads_kv, seqlen_k, problem.head_dim),
+        tensor(problem.heads_kv, seqlen_k, problem.head_dim_v),
+        problem.head_dim**-0.5,
+        seq_lens=empty(batch, dtype=torch.int32) if problem.seq_lens else None,
+        alibi_slopes=empty(heads_q) if problem.alibi else None,
+        attn_bias=empty(bias_shape, dtype=getattr(torch, problem.bias)) if problem.bias else None,
+        sinks=empty(heads_q) if problem.sinks else None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        rng_state=empty(2, dtype=torch.int64) if problem.dropout else None,
+        dropout_p=0.1 if problem.dropout else 0.0,
+    )
+    return tensors, tensor(heads_q, seqlen_q, problem.head_dim_v), empty(problem.lse_shape)
+
+
+def backward_of(
+    problem: AttentionProblem,
+    bias: str = "",
+    has_dlse: bool = False,
+    tiles: dict[str, configs.AttentionTile] | None = None,
+) -> dict[str, Launch]:
+    """The launches of the backward pass of a call of `problem`."""
+    from diyfa.backends.npu.attention import bwd
+
+    tensors, out, lse = example_call(problem, bias)
+    gradients = AttentionGradients(*tensors[:3], dbias=tensors.attn_bias, dsinks=tensors.sinks)
+    return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
+
+
+def attention_job(
+    problem: AttentionProblem,
+    kernel: str,
+    tile: configs.AttentionTile | None = None,
+    bias: str = "qk",
+    always_mask: bool = configs.ALWAYS_MASK,
+) -> Job:
+    """The job of `kernel` for `problem`, with the table's tile unless one is given.
+
+    `kernel`: "fwd", "dq", "dkdv" or "dbias". `always_mask`: as DIYFA_NPU_ALWAYS_MASK=1 has it.
+    `bias`: which dimensions attn_bias has, where there is one (`bias.Bias.dims`).
+    """
+    from diyfa.backends.npu.attention import fwd
+
+    tile = tile or configs.attention_tile(problem, kernel, always_mask)
+    if kernel == "fwd":
+        launch = fwd.launch_of(problem, *example_call(problem, bias), tile)
+    else:
+        launch = backward_of(problem, bias, tiles={kernel: tile})[kernel]
+    launch.constants["ALWAYS_MASK"] = always_mask
+    name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
+    return job_of(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
+
+
+def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
+    """The jobs of the "v1" forward: the kernel, and what follows it."""
+    from diyfa.backends.npu.attention import fwd_v1
+
+    passes, finish = fwd_v1.launches_of(problem, *example_call(problem))
+    return (
+        job_of("attention_fwd/v1", _case(problem, configs_v1.v1_tile(problem)), passes),
+        job_of("attention_fwd/v1/finish", f"{problem.dtype} D={problem.head_dim_v}", finish),
+    )
+
+
+def tutorial_job(target: str) -> Job:
+    """The job of the kernel for learners."""
+    from diyfa.backends.npu.attention import tutorial
+
+    (q, k, v, *_), out, _ = example_call(example(target, heads_kv=8))
+    launch = tutorial.launch_of(target, q, k, v, out, causal=True)
+    return job_of("attention_fwd/tutorial", "float16 D=128 causal 64x128", launch)
+
+
+def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
+    """The job of delta = rowsum(dout * out) - dlse."""
+    lengths = " seq_lens" * problem.seq_lens + " varlen" * problem.varlen
+    case = f"{problem.dtype} D={problem.head_dim_v}{lengths}{' dlse' * has_dlse}"
+    return job_of("attention_bwd/v2/preprocess", case, backward_of(problem, has_dlse=has_dlse)["preprocess"])
+
+
+def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
+    """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
+    problem = example(target, bias=bias, **features)
+    masked, sinks = " masked" * problem.masked, " sinks" * problem.sinks
+    launch = backward_of(problem, dims, has_dlse)["dbias_rows"]
+    return job_of("attention_bwd/v2/dbias_rows", f"{bias} attn_bias[{dims}]{masked}{sinks}{' dlse' * has_dlse}", launch)
+
+
+def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed: bool = False) -> Job:
+    """The job of the matrix product for `problem`."""
+    from diyfa.backends.npu import matmul
+
+    def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        shape = (columns, rows) if transposed else (rows, columns)
+        x = torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
+        return x.t() if transposed else x
+
+    a, b = matrix(problem.m, problem.k, a_transposed), matrix(problem.k, problem.n, b_transposed)
+    c = torch.empty(problem.m, problem.n, dtype=getattr(torch, problem.out_dtype), device="meta")
+    tile = configs.matmul_tile(problem)
+    layout = "nt"[a_transposed] + "nt"[b_transposed]
+    case = f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}"
+    return job_of("matmul/persistent", case, matmul.launch_of(problem, a, b, c))
+
+
+# A problem of each mode of the tile table, with as much of what belongs to it as there is: that needs the most memory.
+_EXTRAS = {"sinks": True, "seq_lens": True}
+MODE_CASES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "tail": {"seq_lens": True},
+    "causal": {"window_right": 0},
+    "biased": {"window_right": 0, "bias": "qk", **_EXTRAS},
+    "featured": {"window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, **_EXTRAS},
+    "crowded": {
+        "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "bias": "qk", "dropout": True,
+        **_EXTRAS,
+    },
+}  # fmt: skip
+
+
+def mode_case(kernel: str, mode: str) -> dict[str, Any]:
+    """What belongs to `mode` at its most demanding. The gradient of a bias ("dbias") is asked for with a bias only."""
+    if kernel == "dbias" and mode == "featured":
+        return MODE_CASES["biased"] | {"dropout": True}
+    return MODE_CASES[mode]
+
+
+# Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
+# attn_bias.
+FEATURE_CASES: tuple[dict[str, Any], ...] = (
+    {"seqlen_k": 4000},
+    {"seq_lens": True, "window_right": 0},
+    {"seq_lens": True, "sinks": True},
+    {"window_left": 256, "window_right": 0},
+    {"window_left": 256, "window_right": 128},
+    {"window_left": 256},
+    {"softcap": 30.0},
+    {"softcap": 30.0, "window_right": 0},
+    {"alibi": True},
+    {"alibi": True, "window_right": 0},
+    {"sinks": True},
+    {"sinks": True, "window_right": 0},
+    {"layout": VARLEN},
+    {"layout": VARLEN, "window_right": 0},
+    {"layout": VARLEN, "window_left": 256, "window_right": 0, "softcap": 30.0, "alibi": True, "sinks": True},
+    {"layout": VARLEN, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
+     "dropout": True},
+    {"dropout": True},
+    {"dropout": True, "window_right": 0},
+    {"dropout": True, "layout": VARLEN, "window_right": 0},
+    {"bias": "qk"},
+    {"bias": "k"},
+    {"bias": "q", "window_right": 0},
+    {"bias": "1"},
+    {"bias": "qk", "dropout": True},
+    {"bias": "k", "dropout": True, "seq_lens": True},
+    {"bias": "q", "dropout": True},
+)  # fmt: skip
+HEAD_DIM_CASES: tuple[dict[str, Any], ...] = (
+    {"head_dim": 1},
+    {"head_dim": 16},
+    {"head_dim": 40, "window_right": 0},
+    {"head_dim": 80},
+    {"head_dim": 96, "window_right": 0},
+    {"head_dim": 160, "seq_lens": True},
+    {"head_dim": 192, "head_dim_v": 128, "window_right": 0},
+    {"head_dim": 250, "window_right": 0},
+    {"head_dim": 320, "layout": VARLEN},
+    {"head_dim": 64, "head_dim_v": 512},
+    {"head_dim": 512, "window_right": 0},
+    {"head_dim": 576, "head_dim_v": 64},
+)
+
+
+def attention_jobs(target: str, changes: dict[str, Any], kernels: tuple[str, ...] = ()) -> Iterator[Job]:
+    """The jobs of one call: `changes` as for `case_of`. By default of every kernel."""
+    problem, dims = case_of(target, changes)
+    for kernel in kernels or ("fwd", "dkdv", "dq", *(("dbias",) if "k" in dims else ())):
+        yield attention_job(problem, kernel, bias=dims)
+
+
+# The head dims that a chip is tried with that does not get everything: padded, a multiple of 16, and two of them.
+_LEAN_HEAD_DIMS = (40, 80, 192)
+
+
+def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
+    """What is compiled for `target`.
+
+    910B: every row of the tile tables, every feature (float16, D = 128) and every kind of head dim. A3, which has the
+    same memories and gets the same kernels from the front half, and 950, whose compiler takes four times as long: every
+    kernel and tile once, with most of what runs in it. `full`: every feature in every dtype with every head-dim class.
+    """
+    lean = configs.family(target) is not NPUArch.A2 and not full
+    yield from tile_jobs(target) if lean else every_job(target, full)
+    yield from narrower_jobs(target)
+    yield from always_masked_jobs(target)
+    yield from v1_jobs(target, [dtype for dtype in ELEMENT_BYTES if not (lean and dtype == "bfloat16")])
+    yield tutorial_job(target)
+    yield from helper_jobs(target)
+    yield from matmul_jobs(target)
+
+
+def tile_jobs(target: str) -> Iterator[Job]:
+    """Every attention kernel with every tile that it has in the table, in the most demanding mode that uses it."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        changes = {"dtype": dtype, "head_dim": head_dim}
+        cases = [{**changes, **case} for case in reversed(MODE_CASES.values())]  # the most demanding first
+        every = [job for case in cases for job in attention_jobs(target, case)]
+        own = attention_jobs(target, {**changes, **mode_case("dbias", "featured")}, ("dbias",))
+        yield from each_tile_once(itertools.chain(every, own))
+    for case in HEAD_DIM_CASES:
+        if case["head_dim"] in _LEAN_HEAD_DIMS:
+            yield from attention_jobs(target, case)
+
+
+def narrower_jobs(target: str) -> Iterator[Job]:
+    """Every tile whose row is not for the widest head of its class, with the widest that it is for."""
+    for dtype, kernel in itertools.product(("float16", "float32"), ("fwd", "dkdv", "dq", "dbias")):
+        cases = [{"dtype": dtype, **mode_case(kernel, mode)} for mode in reversed(configs.modes(kernel))]
+        for head_dim in configs.HEAD_DIM_CLASSES:
+            key = configs.attention_key(example(target, dtype=dtype, head_dim=head_dim), kernel)
+            widest = configs.widest_head_dim(key)
+            if widest < head_dim:
+                jobs = [attention_jobs(target, {**case, "head_dim": widest}, (kernel,)) for case in cases]
+                yield from each_tile_once(itertools.chain(*jobs))
+
+
+def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The first job of each kernel with each tile."""
+    seen: set[tuple[str, int, int]] = set()
+    for job in jobs:
+        shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+        if shape not in seen:
+            seen.add(shape)
+            yield job
+
+
+def always_masked_jobs(target: str) -> Iterator[Job]:
+    """Every tile that is another one with a mask in every tile, with what needs the most memory."""
+    for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):
+        problem, dims = case_of(target, {**MODE_CASES[mode], "dtype": dtype, "head_dim": head_dim})
+        for kernel in ("fwd", "dkdv", "dq"):
+            job, other = (attention_job(problem, kernel, bias=dims, always_mask=always) for always in (True, False))
+            if job.tile != other.tile:
+                yield job
+
+
+def every_job(target: str, full: bool) -> Iterator[Job]:
+    """Every mode of the table and every feature of the attention kernels."""
+    head_dims = configs.HEAD_DIM_CLASSES
+    changes: list[dict[str, Any]] = []
+    for dtype in ELEMENT_BYTES:
+        cases = dict(MODE_CASES)
+        if dtype == "bfloat16" and not full:  # the rows are float16's
+            cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
+        changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
+        if dtype != "bfloat16" or full:
+            own = mode_case("dbias", "featured")
+            for d, case in itertools.product(head_dims, (own, {**mode_case("dbias", "crowded"), "bias": "k"})):
+                yield from attention_jobs(target, {"dtype": dtype, "head_dim": d, **case}, ("dbias",))
+    for dtype in ELEMENT_BYTES if full else ("float16",):
+        changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
+        widths = head_dims if full else (128,)
+        changes += [{"dtype": dtype, "head_dim": d, **case} for d in widths for case in FEATURE_CASES]
+    for change in changes:
+        yield from attention_jobs(target, change)
+
+
+def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
+    """The "v1" forward: every row of its table, without and with all its features, and head dims that leave padding."""
+    every = {"window_left": 256, "window_right": 128, "seq_lens": True}
+    features: tuple[dict[str, Any], ...] = ({}, {"window_right": 0}, every)
+    for dtype in dtypes:
+        for head_dim in (64, 128, 256):
+            jobs = [v1_jobs_of(example(target, dtype=dtype, head_dim=head_dim, **case)) for case in features]
+            yield from (passes for passes, _ in jobs)
+            yield jobs[0][1]
+    yield from v1_jobs_of(example(target, head_dim=40, head_dim_v=80, window_right=0))
+
+
+def helper_jobs(target: str) -> Iterator[Job]:
+    """The kernels without matrix products."""
+    for dtype in ELEMENT_BYTES:
+        for head_dim in (64, 256, 512):
+            yield preprocess_job(example(target, dtype=dtype, head_dim=head_dim), has_dlse=True)
+    yield preprocess_job(example(target, seq_lens=True, head_dim=80), has_dlse=False)
+    yield preprocess_job(example(target, layout=VARLEN, head_dim=256), has_dlse=True)
+    yield job_of("attention_bwd/v2/dsinks", "float32", backward_of(example(target, sinks=True))["dsinks"])
+    for dims, sinks, has_dlse in itertools.product("q1", (False, True), (False, True)):
+        yield dbias_rows_job(target, dims, has_dlse, sinks=sinks)
+    for dtype, dims in itertools.product(("float16", "bfloat16"), "q1"):
+        yield dbias_rows_job(target, dims, True, dtype, sinks=True)
+    masked: dict[str, Any] = {"window_left": 256, "window_right": 128, "seq_lens": True}
+    yield from (dbias_rows_job(target, dims, True, sinks=True, **masked) for dims in "q1")
+
+
+def matmul_jobs(target: str) -> Iterator[Job]:
+    """The matrix product in every combination of dtypes and of row-major and column-major operands."""
+    for dtype, compute, out in (
+        ("float16", "float16", "float16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32"),
+        ("float32", "float16", "float16"),
+        ("float32", "float16", "float32"),
+    ):
+        problem = MatmulProblem("npu", target, dtype, compute, out, 4096, 4096, 4096)
+        for layout in ((False, False), (True, False), (False, True), (True, True)):
+            yield matmul_job(problem, *layout)
