@@ -146,7 +146,6 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
-    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER
     if not has_one_ring(problem, config.box_columns):
         config = replace(config, stages=cdiv(config.stages, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -155,7 +154,8 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
             )
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, scheduler="dynamic")  # nobody can count lengths that only the device knows
-    if busy and not finds_ahead(problem, config):
+    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
+    if busy and tile_class(problem)[0] < 256:  # there the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
