@@ -118,8 +118,6 @@ def changes_of(case: Case) -> dict[str, Callable[[hopper_configs.Sm90Config], ho
         found["dynamic"] = lambda config: replace(config, persistent=True, scheduler="dynamic")
     if case.nats:
         found["running maximum"] = lambda config: replace(config, fixed_max=False)
-    if 128 < case.head_dim <= 192:
-        found["joined"] = lambda config: replace(config, joined=True)
     return found
 
 

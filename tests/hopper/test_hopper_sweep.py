@@ -94,10 +94,10 @@ def row(name: str, seqlen: int, tflops: float, error: float = 2e-3) -> dict:
 
 def test_summary(sweep: ModuleType, capsys: pytest.CaptureFixture) -> None:
     first, second = (
-        "2x64 balanced skip-masked pairs q-registers-2 lazy-rescale",
-        "2x64 dynamic pairs q-registers-2 lazy-rescale per-warp-arrive",
+        "2x64 persistent pairs boxes q-registers-2",
+        "2x64 dynamic pairs boxes q-registers-2",
     )
-    third = "2x64 dynamic pingpong pairs q-registers-2 running-max"
+    third = "2x64 dynamic pingpong pairs boxes q-registers-2 running-max"
     rows = [row(name, s, 600) for name in ("cudnn", "fa3") for s in (1024, 4096, 16384)]
     rows += [row(first, 1024, 500), row(first, 4096, 630), row(first, 16384, 655)]
     rows += [row(second, 1024, 540), row(second, 4096, 640), row(second, 16384, 600)]

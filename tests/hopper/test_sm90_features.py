@@ -13,6 +13,7 @@ need_hopper_gluon()
 from sm90_interpreted import interpret, run  # noqa: E402
 
 import diyfa  # noqa: E402
+from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.reference import reference_attention  # noqa: E402
@@ -23,12 +24,11 @@ pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are r
 TWO = Sm90Config(2, 64, 4, True, 240, 24)  # blocks of 64 keys: more edges in the same time
 ONE = Sm90Config(1, 64, 4, True, 232, 24)
 THREE = replace(TWO, consumers=3)
-TURNS_OWN = {"skip_masked": True, "persistent": True, "pingpong": True, "scheduler": "dynamic"}
-BALANCED = replace(TWO, persistent=True, scheduler="balanced")
+TURNS = {"persistent": True, "pingpong": True, "scheduler": "dynamic"}
 DYNAMIC = replace(TWO, persistent=True, scheduler="dynamic")
-ALONE = {"lazy_rescale": True, "per_warp_arrive": True, "own_o": False, "direct": True}
-WIDE = {**ALONE, "joined": True, "pingpong": True, "pairs": True}  # as the table has it at 192/128
-HELD_192 = {**WIDE, "box_columns": 64, "q_in_registers": 2}
+DIRECT = {"own_o": False, "direct": True}
+WIDE = {**DIRECT, "pingpong": True, "pairs": True}  # as the table has it at 192
+Q_192 = {**WIDE, "q_in_registers": 2}
 
 
 def case(name: str, **changes) -> AttentionCase:
@@ -59,11 +59,8 @@ CASES = [
         replace(
             DYNAMIC,
             box_columns=64,
-            joined=True,
             q_in_registers=2,
             pairs=True,
-            lazy_rescale=True,
-            per_warp_arrive=True,
             pingpong=True,
         ),
     ),
@@ -81,23 +78,15 @@ CASES = [
     (case("window_seq_lens", batch=2, seqlen_q=200, seq_lens=(190, 33), window=(50, 0)), THREE),
     (case("d96", head_dim=96, causal=True), TWO),
     (case("d40", head_dim=40, layout="bshd"), TWO),
-    (case("d192", head_dim=192, causal=True), replace(TWO, stages=3, own_o=False)),
+    (case("d192", head_dim=192, causal=True), replace(TWO, stages=3, own_o=False, pingpong=True)),
     (case("d136", head_dim=136), TWO),
     (case("d192_128", head_dim=192, head_dim_v=128, causal=True), replace(TWO, own_o=False, persistent=True)),
-    (case("d96_boxes", head_dim=96, causal=True), replace(TWO, box_columns=32)),
-    (case("d96_joined", head_dim=96, causal=True, layout="bshd"), replace(TWO, box_columns=32, joined=True)),
-    (
-        case("d80_joined", head_dim=80, dtype="float16"),
-        replace(TWO, box_columns=32, joined=True, own_o=False, persistent=True),
-    ),
-    (case("d160_joined", head_dim=160), replace(TWO, box_columns=32, joined=True, own_o=False)),
-    (case("d224_joined", head_dim=224, seqlen_k=100), replace(TWO, box_columns=32, joined=True, own_o=False)),
-    (case("d192_joined", head_dim=192, causal=True), replace(TWO, joined=True, own_o=False, pingpong=True)),
-    (case("d192_128_joined", head_dim=192, head_dim_v=128), replace(TWO, joined=True, own_o=False)),
-    (
-        packed("d96_64_joined", (150, 40), (70, 20), head_dim=96, head_dim_v=64),
-        replace(TWO, box_columns=32, joined=True),
-    ),
+    (case("d96_boxes", head_dim=96, causal=True, layout="bshd"), replace(TWO, box_columns=32)),
+    (case("d80_boxes", head_dim=80, dtype="float16"), replace(TWO, box_columns=32, own_o=False, persistent=True)),
+    (case("d160_boxes", head_dim=160), replace(TWO, box_columns=32, own_o=False)),
+    (case("d224_boxes", head_dim=224, seqlen_k=100), replace(TWO, box_columns=32, own_o=False)),
+    (case("d192_128_full", head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
+    (packed("d96_64_boxes", (150, 40), (70, 20), head_dim=96, head_dim_v=64), replace(TWO, box_columns=32)),
     (case("d192_64", head_dim=192, head_dim_v=64, seq_lens=(99,)), TWO),
     (case("d64_192", head_dim=64, head_dim_v=192), TWO),
     (case("d64_128", head_dim=64, head_dim_v=128, window=(80, 0)), TWO),
@@ -107,95 +96,85 @@ CASES = [
     (case("one", seqlen_k=300, causal=True), ONE),
     (packed("one_packed", (64, 70, 3), (100, 2, 64)), replace(ONE, stages=2)),
     (case("one_192", head_dim=192, head_dim_v=128, softcap=9.0), replace(ONE, own_o=False)),
-    (case("together", heads=4, batch=2, causal=True), replace(TWO, together=3)),
     (case("pairs", causal=True), replace(TWO, pairs=True)),
     (case("pairs_float16", dtype="float16", seqlen_k=500, head_dim=128), replace(TWO, pairs=True, block_n=128)),
-    (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS_OWN)),
-    (case("pairs_joined", head_dim=96, causal=True), replace(TWO, box_columns=32, joined=True, pairs=True)),
-    (case("lazy_rescale", sm_scale=2.0, seqlen_k=500, causal=True), replace(TWO, lazy_rescale=True, pairs=True)),
+    (case("pairs_three", seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, pairs=True, **TURNS)),
+    (case("pairs_boxes", head_dim=96, causal=True), replace(TWO, box_columns=32, pairs=True)),
+    (case("lazy_rescale", sm_scale=2.0, seqlen_k=500, causal=True), replace(TWO, pairs=True, fixed_max=False)),
     (
         case("lazy_rescale_window", sm_scale=1.0, seqlen_q=250, seqlen_k=400, window=(100, 20)),
-        replace(THREE, lazy_rescale=True),
+        replace(THREE, fixed_max=False),
     ),
     (
         packed("lazy_boxes", (150, 40), (70, 20), head_dim=96, causal=True),
-        replace(TWO, box_columns=32, lazy_rescale=True),
+        replace(TWO, box_columns=32, fixed_max=False),
     ),
     (
         case("q_in_registers", heads=3, seqlen_q=300, causal=True),
-        replace(DYNAMIC, box_columns=64, joined=True, q_in_registers=2),
+        replace(DYNAMIC, q_in_registers=1),
     ),
     (
         case("q_in_registers_128", seqlen_k=500, head_dim=128),
-        replace(TWO, box_columns=64, joined=True, q_in_registers=2, pairs=True),
+        replace(TWO, box_columns=64, q_in_registers=2, pairs=True),
     ),
     (
         case("q_in_registers_half", heads=3, seqlen_q=300, head_dim=128),
-        replace(BALANCED, box_columns=64, joined=True, q_in_registers=1),
+        replace(DYNAMIC, box_columns=64, q_in_registers=1),
     ),
     (
         case("direct_256", seqlen_q=300, head_dim=256, causal=True),
-        replace(DYNAMIC, box_columns=64, joined=True, q_in_registers=1, own_o=False, direct=True),
+        replace(DYNAMIC, box_columns=64, q_in_registers=1, **DIRECT),
     ),
-    (case("direct_200", head_dim=200), replace(TWO, own_o=False, direct=True)),
-    (case("direct_192_128", head_dim=192, head_dim_v=128), replace(TWO, own_o=False, direct=True)),
-    (case("q_in_registers_192", heads=3, seqlen_q=300, head_dim=192, causal=True), replace(DYNAMIC, **HELD_192)),
+    (case("direct_200", head_dim=200), replace(TWO, **DIRECT)),
+    (case("direct_192_128", head_dim=192, head_dim_v=128), replace(TWO, **DIRECT)),
+    (case("q_in_registers_192", heads=3, seqlen_q=300, head_dim=192, causal=True), replace(DYNAMIC, **Q_192)),
     (
         packed("q_in_registers_192_packed", (150, 0, 70), (90, 30, 64), head_dim=192, causal=True),
-        replace(DYNAMIC, **HELD_192),
+        replace(DYNAMIC, **Q_192),
     ),
     (
         case("q_in_registers_whole_192", seqlen_k=300, head_dim=192),
-        replace(DYNAMIC, **{**HELD_192, "q_in_registers": 3}),
+        replace(DYNAMIC, **{**Q_192, "q_in_registers": 3}),
     ),
-    (case("q_in_registers_64_192", head_dim=64, head_dim_v=192, causal=True), replace(TWO, stages=6, **HELD_192)),
+    (case("q_in_registers_64_192", head_dim=64, head_dim_v=192, causal=True), replace(TWO, stages=6, **Q_192)),
     (case("wide_128", heads=3, seqlen_q=300, head_dim=192, head_dim_v=128, causal=True), replace(DYNAMIC, **WIDE)),
     (packed("wide_packed", (150, 0, 70), (90, 30, 64), head_dim=192, head_dim_v=128), replace(DYNAMIC, **WIDE)),
-    (case("one_direct", head_dim=128, seqlen_k=300, causal=True), replace(ONE, **ALONE)),
-    (case("one_wide", head_dim=192, seqlen_q=64), replace(ONE, stages=3, joined=True, **ALONE)),
-    (packed("direct_packed", (150, 0, 70), (90, 30, 64)), replace(DYNAMIC, own_o=False, direct=True)),
-    (case("direct_lens", seq_lens=(130,)), replace(DYNAMIC, own_o=False, direct=True)),
+    (case("one_direct", head_dim=128, seqlen_k=300, causal=True), replace(ONE, **DIRECT)),
+    (case("one_wide", head_dim=192, seqlen_q=64), replace(ONE, stages=3, **DIRECT)),
+    (packed("direct_packed", (150, 0, 70), (90, 30, 64)), replace(DYNAMIC, **DIRECT)),
+    (case("direct_lens", seq_lens=(130,)), replace(DYNAMIC, **DIRECT)),
     (
         case("q_in_registers_256", seqlen_q=300, head_dim=256),
-        replace(DYNAMIC, box_columns=64, joined=True, q_in_registers=2, own_o=False),
+        replace(DYNAMIC, box_columns=64, q_in_registers=2, own_o=False),
     ),
-    (case("skip_masked", heads=3, seqlen_q=400, seqlen_k=450, causal=True), replace(THREE, skip_masked=True)),
+    (case("skip_masked", heads=3, seqlen_q=400, seqlen_k=450, causal=True), THREE),
     (
         case("skip_masked_more_queries", seqlen_q=300, seqlen_k=130, causal=True),
-        replace(TWO, skip_masked=True, persistent=True),
+        replace(TWO, persistent=True),
     ),
-    (case("skip_masked_turns", seqlen_q=500, seqlen_k=400, causal=True), replace(THREE, **TURNS_OWN)),
-    (case("skip_masked_window", seqlen_q=400, seqlen_k=400, window=(90, 20)), replace(THREE, skip_masked=True)),
+    (case("skip_masked_turns", seqlen_q=500, seqlen_k=400, causal=True), replace(THREE, **TURNS)),
+    (case("skip_masked_window", seqlen_q=400, seqlen_k=400, window=(90, 20)), THREE),
     (
         packed("skip_masked_packed", (150, 0, 300, 3), (150, 9, 200, 64), causal=True),
-        replace(DYNAMIC, skip_masked=True),
+        DYNAMIC,
     ),
     (
         case("skip_masked_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True),
-        replace(THREE, skip_masked=True),
+        THREE,
     ),
-    (case("balanced", heads=3, seqlen_q=400, seqlen_k=450, causal=True), BALANCED),
-    (case("balanced_groups", heads=5, batch=2, seqlen_q=300, causal=True), replace(BALANCED, together=3)),
-    (case("balanced_three", batch=2, seqlen_q=400, causal=True), replace(BALANCED, consumers=3, pingpong=True)),
-    (packed("balanced_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), BALANCED),
-    (case("balanced_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), BALANCED),
     (packed("dynamic_packed", (150, 0, 300, 3), (150, 9, 300, 64), causal=True), DYNAMIC),
     (case("dynamic_seq_lens", batch=3, seqlen_q=300, seqlen_k=300, seq_lens=(1, 300, 70), causal=True), DYNAMIC),
     (case("dynamic_window", seqlen_q=400, seqlen_k=400, window=(70, 0)), replace(DYNAMIC, pingpong=True)),
     (case("dynamic_one_tile", heads=1, seqlen_q=128, head_dim=192), replace(DYNAMIC, own_o=False)),
-    (case("per_warp_arrive", seqlen_q=300, causal=True), replace(DYNAMIC, per_warp_arrive=True, pingpong=True)),
-    (
-        packed("by_warp_packed", (150, 0, 193, 3), (150, 9, 100, 64)),
-        replace(THREE, per_warp_arrive=True, skip_masked=True),
-    ),
+    (case("dynamic_turns", seqlen_q=300, causal=True), replace(DYNAMIC, pingpong=True)),
     (case("sinks_causal", heads=4, heads_kv=2, sinks=True, causal=True, seqlen_k=300), TWO),
     (case("sinks_no_keys", sinks=True, window=(-1, 0), seqlen_q=200, seqlen_k=70, dtype="float16"), TWO),
     (case("sinks_window_lens", batch=2, seqlen_q=200, seq_lens=(190, 33), window=(50, 0), sinks=True), THREE),
-    (packed("sinks_packed", (150, 0, 70), (90, 30, 300), sinks=True), replace(DYNAMIC, own_o=False, direct=True)),
-    (case("sinks_boxes", sinks=True, head_dim=96, seqlen_k=300), replace(TWO, box_columns=32, joined=True)),
+    (packed("sinks_packed", (150, 0, 70), (90, 30, 300), sinks=True), replace(DYNAMIC, **DIRECT)),
+    (case("sinks_boxes", sinks=True, head_dim=96, seqlen_k=300), replace(TWO, box_columns=32)),
     (case("alibi", heads=4, heads_kv=2, alibi="h", seqlen_k=300), TWO),
-    (case("alibi_causal", batch=2, alibi="bh", causal=True, seqlen_k=400), replace(DYNAMIC, lazy_rescale=True)),
-    (case("alibi_more_queries", alibi="h", causal=True, seqlen_q=300, seqlen_k=130), BALANCED),
+    (case("alibi_causal", batch=2, alibi="bh", causal=True, seqlen_k=400), DYNAMIC),
+    (case("alibi_more_queries", alibi="h", causal=True, seqlen_q=300, seqlen_k=130), DYNAMIC),
     (case("alibi_window", batch=2, alibi="bh", window=(70, 20), softcap=5.0, seqlen_k=400), TWO),
     (case("alibi_lens", batch=2, alibi="bh", seqlen_q=200, seq_lens=(190, 33), sm_scale=-1.0, causal=True), THREE),
     (packed("alibi_packed", (150, 0, 70), (190, 30, 300), alibi="bh", sinks=True, causal=True), DYNAMIC),
@@ -209,6 +188,15 @@ def test_results(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.Mo
     kernel = interpret(monkeypatch, config, seed=sum(case.name.encode()) % 7)
     assert not run(case)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("config", [TWO, DYNAMIC], ids=["grid", "dynamic"])
+def test_groups_of_heads_that_take_turns(config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight heads, of which three at a time have their keys and values in L2."""
+    some = case("groups", heads=4, heads_kv=4, batch=2, causal=True)
+    monkeypatch.setattr(hopper_configs, "L2_BYTES", 3 * 2 * 2 * some.seqlen_k * some.head_dim)
+    interpret(monkeypatch, config, seed=1)
+    assert not run(some)
 
 
 def test_a_row_with_neither_key_nor_sink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hopper_gluon import need_hopper_gluon
 need_hopper_gluon()
 
 from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
-from test_sm90_features import BALANCED, DYNAMIC, THREE, TWO, case, packed  # noqa: E402
+from test_sm90_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
@@ -30,18 +30,18 @@ CASES = [
         replace(THREE, persistent=True),
     ),
     (case("causal", sm_scale=FAR, causal=True, seqlen_q=260, seqlen_k=260), DYNAMIC),
-    (case("causal_near", sm_scale=NEAR, causal=True, seqlen_q=260, seqlen_k=260), replace(DYNAMIC, lazy_rescale=True)),
+    (case("causal_near", sm_scale=NEAR, causal=True, seqlen_q=260, seqlen_k=260), DYNAMIC),
     (
-        case("causal_lazy", sm_scale=FAR, causal=True, seqlen_q=260, seqlen_k=260),
-        replace(THREE, lazy_rescale=True, pairs=True),
+        case("causal_pairs", sm_scale=FAR, causal=True, seqlen_q=260, seqlen_k=260),
+        replace(THREE, pairs=True),
     ),
     # The first row sees whole blocks only: what it is measured from comes from one of them.
     (case("diagonal_at_an_edge", causal=True, seqlen_q=129, seqlen_k=192), TWO),
     (
         case("diagonal_at_an_edge_far", sm_scale=FAR, causal=True, seqlen_q=129, seqlen_k=320),
-        replace(TWO, skip_masked=True),
+        TWO,
     ),
-    (case("more_queries", sm_scale=FAR, causal=True, seqlen_q=300, seqlen_k=170), BALANCED),
+    (case("more_queries", sm_scale=FAR, causal=True, seqlen_q=300, seqlen_k=170), DYNAMIC),
     (case("window", sm_scale=FAR, window=(150, 20), seqlen_q=300, seqlen_k=330), TWO),
     (case("window_left", sm_scale=FAR, window=(200, -1), seqlen_q=200, seqlen_k=400), DYNAMIC),
     (case("window_right", sm_scale=FAR, window=(-1, 30), seqlen_q=200, seqlen_k=300), TWO),
@@ -49,13 +49,13 @@ CASES = [
     (packed("packed", (150, 0, 64, 3), (180, 5, 200, 64), sm_scale=FAR, slack=3), DYNAMIC),
     (
         packed("packed_causal", (150, 64, 200), (150, 130, 210), sm_scale=FAR, causal=True),
-        replace(DYNAMIC, skip_masked=True),
+        DYNAMIC,
     ),
     (case("softcap", sm_scale=FAR, softcap=400.0), TWO),
     (case("negative", sm_scale=-FAR), TWO),
     (
         case("d96", sm_scale=FAR, head_dim=96, causal=True, seqlen_q=200),
-        replace(TWO, box_columns=32, joined=True, pairs=True),
+        replace(TWO, box_columns=32, pairs=True),
     ),
     (case("d192_128", sm_scale=FAR, head_dim=192, head_dim_v=128), replace(TWO, own_o=False)),
     (case("d256", sm_scale=FAR, head_dim=256), replace(DYNAMIC, own_o=False, direct=True)),

@@ -97,7 +97,7 @@ SMALL = case("small", heads=1, heads_kv=1, batch=2, seqlen_q=256, seqlen_k=384)
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
-    "changes", [{}, {"own_o": False}, {"pingpong": True}, {"stages": 2}, {"box_columns": 32, "joined": True}], ids=str
+    "changes", [{}, {"own_o": False}, {"pingpong": True}, {"stages": 2}, {"box_columns": 32}], ids=str
 )
 def test_every_interleaving(changes: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, config(64, persistent=True, **changes), seed)
@@ -127,14 +127,14 @@ MUTANTS = {
         {},
     ),
     "V is released before its product is done": (
-        r"( +o = finish_values\(o, config\.BOXES_V, config\.JOINED\)\n)( +ring\.release\(item - 1\)\n)",
+        r"( +o = finish_values\(o, config\.BOXES_V\)\n)( +ring\.release\(item - 1\)\n)",
         r"\2\1",
         Race,
         {},
     ),
     "scores are read while their product runs": (
-        r"s = warpgroup_mma_wait\(run_count\(config\.BOXES_V, config\.JOINED\)",
-        "s = warpgroup_mma_wait(run_count(config.BOXES_V, config.JOINED) + 1",
+        r"s = warpgroup_mma_wait\(run_count\(config\.BOXES_V\)",
+        "s = warpgroup_mma_wait(run_count(config.BOXES_V) + 1",
         Race,
         {},
     ),
@@ -161,7 +161,7 @@ MUTANTS = {
         r"    if config\.Q_IN_REGISTERS > 0:\n        fence_async_shared\(\)\n",
         "",
         Race,
-        {"box_columns": 64, "joined": True, "q_in_registers": 1},
+        {"q_in_registers": 1},
     ),
     "the end does not wait for out": (
         r"    else:\n        tma\.store_wait\(0\)\n(?=\n\n@gluon)",
@@ -181,7 +181,7 @@ MUTANTS = {
         KernelBug,
         {},
     ),
-    "a stage is released by one consumer for all": (r"count=arrivals_to_free\(.*\)\)", "count=1)", KernelBug, {}),
+    "a stage is released by one consumer for all": (r"count=WARPS \* self\.CONSUMERS\)", "count=WARPS)", KernelBug, {}),
     "barriers are not visible to TMA": (
         r"    fence_async_shared\(\)\n    wait_for_previous_kernels",
         "    wait_for_previous_kernels",

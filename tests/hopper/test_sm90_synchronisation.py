@@ -49,16 +49,15 @@ PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_regis
 DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
 OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
 # With shorter blocks than tiles, the first consumer has some to pass over.
-SKIP_MASKED = replace(PLAIN, skip_masked=True, pingpong=True, block_n=64)
+SKIPPING = replace(PLAIN, pingpong=True, block_n=64)
 CONFIGS = (
     (PLAIN, SMALL),
     (replace(PLAIN, fixed_max=False), SMALL),
     (replace(PLAIN, own_o=False), SMALL),
     (replace(PLAIN, pingpong=True), SMALL),
-    (replace(PLAIN, per_warp_arrive=True), SMALL),
     (DYNAMIC, SMALL),
-    (SKIP_MASKED, replace(SMALL, causal=True)),
-    (replace(PLAIN, box_columns=64, joined=True, q_in_registers=1), SMALL),
+    (SKIPPING, replace(SMALL, causal=True)),
+    (replace(PLAIN, q_in_registers=1), SMALL),
     (PLAIN, OVERFLOWN),
     (replace(PLAIN, pingpong=True, own_o=False), OVERFLOWN),
 )

@@ -370,12 +370,12 @@ MUTATIONS = [
         hostile("what_is_not_finite_shows_where_it_is_seen", "minus infinity but for low scores-64"),
     ),
     Mutation(
-        "sm90: the fallback keeps a maximum, too", SM90, "LAZY_RESCALE=False, FIXED_MAX=False",
-        "LAZY_RESCALE=False, FIXED_MAX=self.FIXED_MAX", far("full"),
+        "sm90: the fallback keeps a maximum, too", SM90, "RISE=0.0, FIXED_MAX=False",
+        "RISE=0.0, FIXED_MAX=self.FIXED_MAX", far("full"),
     ),
     Mutation(
-        "sm90: the fallback rescales late", SM90, "LAZY_RESCALE=False, FIXED_MAX=False",
-        "LAZY_RESCALE=self.LAZY_RESCALE, FIXED_MAX=False", hostile("as_exact_as_a_running_maximum", "huge values-128"),
+        "sm90: the fallback rescales late", SM90, "RISE=0.0, FIXED_MAX=False",
+        "RISE=self.RISE, FIXED_MAX=False", hostile("as_exact_as_a_running_maximum", "huge values-128"),
     ),
     Mutation(
         "sm90: the fallback begins in old phases", SM90,

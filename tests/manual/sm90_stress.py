@@ -48,23 +48,17 @@ def changes_of(head_dim: int, consumers: int) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = [
         {},
         {"persistent": True},
-        {"skip_masked": True},
-        {"per_warp_arrive": True, "lazy_rescale": True},
         {"pairs": True},
-        {"lazy_rescale": True},
+        {"fixed_max": False},
     ]
-    changes += [{"persistent": True, "scheduler": scheduler} for scheduler in ("balanced", "dynamic", "dynamic")]
+    changes += [{"persistent": True, "scheduler": "dynamic"}] * 2
     if consumers > 1:
         changes += [{"pingpong": True}, {"persistent": True, "pingpong": True}]
-        changes += [
-            {"persistent": True, "pingpong": True, "skip_masked": True, "pairs": True, "scheduler": "dynamic"}
-        ] * 2
+        changes += [{"persistent": True, "pingpong": True, "pairs": True, "scheduler": "dynamic"}] * 2
     if 64 < head_dim <= 128:
-        changes += [{"box_columns": 64, "joined": True, "q_in_registers": boxes} for boxes in (1, 2)]
+        changes += [{"box_columns": 64, "q_in_registers": boxes} for boxes in (1, 2)]
     if 64 < head_dim <= 96:
-        changes += [{"box_columns": 32}, {"box_columns": 32, "joined": True}] * 2
-    if 128 < head_dim <= 192:
-        changes += [{"joined": True}] * 3
+        changes += [{"box_columns": 32}] * 4
     return changes
 
 
@@ -144,8 +138,6 @@ def call(
     config = hopper_configs.config_of(problem)
     if kind == "config":
         config = replace(config, **compiled.choice(changes_of(d, config.consumers)))
-        if config.scheduler == "balanced" and not hopper_configs.fills_rounds(problem, config):
-            config = replace(config, scheduler="static")
     elif kind in ("packed", "seq_lens", "window", "causal", "tiles") and compiled.random() < 0.5:
         config = replace(config, persistent=True, scheduler="dynamic")
     return problem, AttentionTensors(q, k, v, scale, **features), config

@@ -232,13 +232,10 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     case = (
         f"{problem.dtype} D={widths} {features}{mask} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
-        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' joined' if config.joined else ''}"
-        f"{' skip masked' if config.skip_masked else ''}{' direct' if config.direct else ''}"
+        f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
-        f"{' lazy rescale' if config.lazy_rescale else ''}"
         f"{' fixed max' if launch.constants['FIXED_MAX'] else ''}"
-        f"{' per-warp arrive' if config.per_warp_arrive else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)

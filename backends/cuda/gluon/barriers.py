@@ -1,13 +1,12 @@
 """Waiting and arriving, in the ways that Gluon has no words for.
 
-PER_WARP: the warps of a consumer wait for a stage and release it each for itself. Triton has all four meet before
-each of both, so that none can run ahead. Gluon cannot say that: a marker here says it to what post-processes the PTX
+The warps of a consumer wait for a stage and release it each for itself. Triton has all four meet before each of both,
+so that none can run ahead. Gluon cannot say otherwise: a marker here says it to what post-processes the PTX
 (`inline_ptx.py`).
 """
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -59,21 +58,17 @@ def idle_warps():
 
 
 @gluon.jit
-def wait_full(barrier, phase, PER_WARP: gl.constexpr):
+def wait_full(barrier, phase):
     """Wait until the producer has filled a stage."""
-    if PER_WARP:
-        _inline_ptx(_WAIT_PER_WARP)
+    _inline_ptx(_WAIT_PER_WARP)
     mbarrier.wait(barrier, phase)
 
 
 @gluon.jit
-def release(barrier, PER_WARP: gl.constexpr):
-    """Tell the producer that this consumer has done with a stage: `arrivals_to_free` of these free it."""
-    if not PER_WARP:
-        mbarrier.arrive(barrier, count=1)
-    else:
-        _inline_ptx(_RELEASE_PER_WARP)
-        mbarrier.arrive(barrier, count=WARPS)
+def release(barrier):
+    """Tell the producer that this consumer has done with a stage: WARPS arrivals, one of each."""
+    _inline_ptx(_RELEASE_PER_WARP)
+    mbarrier.arrive(barrier, count=WARPS)
 
 
 @gluon.jit
@@ -85,9 +80,3 @@ def arrive_per_lane(barrier):
     """
     _inline_ptx(_ARRIVE_PER_LANE)
     mbarrier.arrive(barrier, count=LANES)
-
-
-@constexpr_function
-def arrivals_to_free(consumers, per_warp):
-    """How many arrivals free a stage: one of each consumer, or of each of its warps."""
-    return consumers * (4 if per_warp else 1)

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.gluon.barriers import arrivals_to_free, release, wait_full
+from diyfa.backends.cuda.gluon.barriers import WARPS, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate
 
 
@@ -13,8 +13,8 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 class KVRing:
     """Items take turns in STAGES stages: K of the n-th block is item 2n, its V item 2n + 1.
 
-    A stage has two barriers. `full` completes when TMA has delivered all bytes, `empty` when all consumers have
-    arrived. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
+    A stage has two barriers. `full` completes when TMA has delivered all bytes, `empty` when all warps of all consumers
+    have arrived. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
     """
 
     k_buffers: gl.shared_memory_descriptor
@@ -24,13 +24,12 @@ class KVRing:
     STAGES: gl.constexpr
     ONE_RING: gl.constexpr
     CONSUMERS: gl.constexpr
-    PER_WARP_ARRIVE: gl.constexpr
 
     @gluon.jit
     def init(self):
         for stage in gl.static_range(self.STAGES):
             mbarrier.init(self.full.index(stage), count=1)
-            mbarrier.init(self.empty.index(stage), count=arrivals_to_free(self.CONSUMERS, self.PER_WARP_ARRIVE))
+            mbarrier.init(self.empty.index(stage), count=WARPS * self.CONSUMERS)
 
     @gluon.jit
     def invalidate(self):
@@ -59,9 +58,9 @@ class KVRing:
     @gluon.jit
     def wait_full(self, item):
         """A consumer waits until the item is there."""
-        wait_full(self.full.index(item % self.STAGES), (item // self.STAGES) & 1, self.PER_WARP_ARRIVE)
+        wait_full(self.full.index(item % self.STAGES), (item // self.STAGES) & 1)
 
     @gluon.jit
     def release(self, item):
         """A consumer has done with the item."""
-        release(self.empty.index(item % self.STAGES), self.PER_WARP_ARRIVE)
+        release(self.empty.index(item % self.STAGES))

@@ -5,9 +5,6 @@ Tiles are numbered so that in each group of heads whose keys share the L2 cache 
 
 * "static": every n-th, n programs. A grid of one program for each tile is this too. Under a causal mask the first
   program gets the longest of each round, so the programs of a persistent grid do not end together.
-* "balanced": rounds of one tile for each program. Each group of heads begins a round. Every second round of a group
-  goes backwards, and every second group mirrors the one before. What a round gives to the first programs, the next
-  gives to the last, and so do groups: no program has more than 4 % above its share.
 * "dynamic": whoever comes first takes the next one. The producer draws a number from the tile counter when it comes to
   the last block of the tile before; number of programs + that is its next tile.
 
@@ -26,46 +23,10 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 @aggregate
 class TileScheduler:
-    """A place is a tile's number, or where the schedule is balanced the number of a round."""
+    """Tile numbers for the producer of a program, whose first one is the program's own number."""
 
     counter_ptr: gl.tensor | gl.constexpr  # None unless dynamic
     SCHEDULE: gl.constexpr
-
-    @gluon.jit
-    def first_place(self):
-        """Where a program begins."""
-        if self.SCHEDULE == "balanced":
-            place = 0
-        else:
-            place = gl.program_id(0)
-        return place
-
-    @gluon.jit
-    def end_place(self, tiles, group):
-        """The first place at which a program has nothing more to do; `group`: tiles of heads that take turns."""
-        if self.SCHEDULE == "balanced":
-            programs = gl.num_programs(0)
-            end = tiles // group * gl.cdiv(group, programs) + gl.cdiv(tiles % group, programs)
-        else:
-            end = tiles
-        return end
-
-    @gluon.jit
-    def tile_number(self, place, tiles, group):
-        """Place -> (a tile's number, whether the program has a tile in that round)."""
-        if self.SCHEDULE == "balanced":
-            programs = gl.num_programs(0)
-            rounds = gl.cdiv(group, programs)  # of one group
-            backwards = (place % rounds + place // rounds) % 2 == 1
-            column = gl.where(backwards, programs - 1 - gl.program_id(0), gl.program_id(0))
-            in_group = place % rounds * programs + column
-            index = place // rounds * group + in_group
-            exists = (in_group < group) & (index < tiles)
-            index = gl.minimum(index, tiles - 1)  # lengths are read also for a tile that will be skipped
-        else:
-            index = place
-            exists = True
-        return index, exists
 
     @gluon.jit
     def draw(self):
@@ -84,18 +45,16 @@ class TileScheduler:
         return drawn
 
     @gluon.jit
-    def next_place(self, place, drawn):
-        """Where the program goes on. This is where it waits for what `draw` asked for."""
+    def next_tile(self, index, drawn):
+        """The number behind `index` for this program. This is where it waits for what `draw` asked for."""
         if self.SCHEDULE == "dynamic":
             number = gl.inline_asm_elementwise(
                 "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
             )
-            place = gl.num_programs(0) + number
-        elif self.SCHEDULE == "balanced":
-            place += 1
+            index = gl.num_programs(0) + number
         else:
-            place += gl.num_programs(0)
-        return place
+            index += gl.num_programs(0)
+        return index
 
     @gluon.jit
     def leave(self):

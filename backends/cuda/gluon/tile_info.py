@@ -110,9 +110,9 @@ class TileInfos:
         return _from_words(words, problem, LAYOUT)
 
     @gluon.jit
-    def read(self, turn, problem, PER_WARP: gl.constexpr):
+    def read(self, turn, problem):
         """The tile of this turn, as soon as its info is written. For partitions of four warps."""
-        wait_full(self.written.index(turn % BARRIERS), (turn // BARRIERS) & 1, PER_WARP)
+        wait_full(self.written.index(turn % BARRIERS), (turn // BARRIERS) & 1)
         return self.reread(turn, problem, 4)
 
 

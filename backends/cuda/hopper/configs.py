@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -45,17 +44,12 @@ class Sm90Config:
     producer_registers: int
     persistent: bool = False  # one program for each multiprocessor, which takes one tile after another
     pingpong: bool = False  # the consumers issue their products in turns
-    together: int = 0  # query heads that take turns; 0: see `heads_together`
-    skip_masked: bool = False  # a consumer skips blocks of which a mask on the right leaves its own rows nothing
     box_columns: int = 0  # columns of the TMA boxes that make up a tile; 0: see `boxes_of`
-    joined: bool = False  # products with V take 2 or 4 boxes at once where so many are left
     pairs: bool = False  # weights wait for their product in pairs (`mma_operand` in `mma.py`)
-    lazy_rescale: bool = False  # out is rescaled only where scores have risen far (`softmax_step` in `softmax.py`)
     q_in_registers: int = 0  # boxes of Q that a consumer keeps in registers (`queries_in_registers` in `mma.py`)
     direct: bool = False  # out leaves from registers, through no buffer (`epilogue.py`)
-    per_warp_arrive: bool = False  # each warp waits for stages and releases them for itself (`gluon/barriers.py`)
     fixed_max: bool = True  # in bfloat16 no maximum after the first blocks (`fixed_max_step` in `softmax.py`)
-    scheduler: str = "static"  # how programs share tiles: also "balanced", "dynamic" (`gluon/scheduler.py`)
+    scheduler: str = "static"  # how programs share tiles: also "dynamic" (`gluon/scheduler.py`)
     measured: str = ""  # device, date, TFLOP/s
 
     def __post_init__(self) -> None:
@@ -68,79 +62,74 @@ class Sm90Config:
 # FlashAttention-3, -4 and cuDNN; a row without one was never timed.
 C = Sm90Config
 _ANY = 1 << 62
-_H200 = "H200, 2026-11-21: "
-_LATER = "H200, 2026-11-22: "
-_STATIC: dict[str, Any] = {"persistent": True}
-_DYNAMIC: dict[str, Any] = {"persistent": True, "scheduler": "dynamic"}
-_BALANCED: dict[str, Any] = {"persistent": True, "scheduler": "balanced"}
-_TURNS: dict[str, Any] = {"pingpong": True, "pairs": True}
-_Q_BOXES: dict[str, Any] = {
-    "pairs": True,
-    "box_columns": 64,
-    "joined": True,
-}  # boxes that registers can hold one by one
-_TWO_Q_BOXES: dict[str, Any] = {**_STATIC, **_Q_BOXES, "pingpong": True, "q_in_registers": 2}
-_WARPS: dict[str, Any] = {"lazy_rescale": True, "per_warp_arrive": True}
-_DYNAMIC_SKIPS: dict[str, Any] = {**_DYNAMIC, "pingpong": True, "skip_masked": True, "lazy_rescale": True}
-_ONE_Q_BOX: dict[str, Any] = {**_STATIC, **_Q_BOXES, "q_in_registers": 1, "lazy_rescale": True}
-_ONE_Q_BOX_TURNS: dict[str, Any] = {**_Q_BOXES, **_WARPS, "pingpong": True, "q_in_registers": 1}
-_BALANCED_SKIPS: dict[str, Any] = {**_BALANCED, **_TURNS, "skip_masked": True}
-_THIRDS: dict[str, Any] = {**_DYNAMIC, **_TURNS, "box_columns": 32, "joined": True, "per_warp_arrive": True}
-_DIRECT: dict[str, Any] = {**_WARPS, "direct": True}
-_WIDE: dict[str, Any] = {**_TURNS, **_DIRECT, "joined": True}
+_H200 = "H200, 2026-11-22: "
+# fmt: off
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
-        (2048, C(2, 128, 8, True, 240, 24, **_STATIC, **_ONE_Q_BOX_TURNS, measured=_LATER + "465")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_STATIC, **_TURNS, **_WARPS, measured=_LATER + "551/581")),
+        (2048, C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1,
+                 measured=_H200 + "465")),
+        (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, pingpong=True, pairs=True,
+                 measured=_H200 + "551/581")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, **_DYNAMIC, **_ONE_Q_BOX_TURNS, measured=_LATER + "364")),
-        (_ANY, C(3, 128, 6, True, 160, 32, **_BALANCED_SKIPS, per_warp_arrive=True, measured=_LATER + "493/571")),
+        (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 q_in_registers=1, measured=_H200 + "364")),
+        (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 measured=_H200 + "493/571")),
     ),
-    (96, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES, **_WARPS, measured=_LATER + "508/548/565")),),
-    (96, True): ((_ANY, C(2, 128, 6, True, 240, 24, **_THIRDS, measured=_LATER + "414/551/581")),),
-    (128, False): ((_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES, **_WARPS, measured=_LATER + "649/706/729")),),
-    (128, True): (
-        (
-            2048,  # most blocks are at an end, which follows the maximum anyway
-            C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_WARPS, fixed_max=False, measured=_LATER + "475"),
-        ),
-        (_ANY, C(2, 128, 4, True, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_WARPS, measured=_LATER + "489/632/711")),
+    (96, False): (
+        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
+                 q_in_registers=2, measured=_H200 + "508/548/565")),
     ),
-    (192, False): ((_ANY, C(2, 64, 6, False, 240, 24, **_TWO_Q_BOXES, **_DIRECT, measured=_LATER + "650/715/727")),),
+    (96, True): (
+        (_ANY, C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 box_columns=32, measured=_H200 + "414/551/581")),
+    ),
+    (128, False): (
+        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
+                 q_in_registers=2, measured=_H200 + "649/706/729")),
+    ),
+    (128, True): (  # up to 2048 keys most blocks are at an end, which follows the maximum anyway
+        (2048, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 box_columns=64, q_in_registers=2, fixed_max=False, measured=_H200 + "475")),
+        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 box_columns=64, q_in_registers=2, measured=_H200 + "489/632/711")),
+    ),
+    (192, False): (
+        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
+                 measured=_H200 + "650/715/727")),
+    ),
     (192, True): (
-        (_ANY, C(2, 64, 6, False, 240, 24, **_TWO_Q_BOXES | _DYNAMIC, **_DIRECT, measured=_LATER + "497/656/712")),
+        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 direct=True, measured=_H200 + "497/656/712")),
     ),
-    (256, False): ((_ANY, C(2, 64, 4, False, 240, 24, **_ONE_Q_BOX, direct=True, measured=_LATER + "650/731/747")),),
+    (256, False): (
+        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, pairs=True, direct=True,
+                 measured=_H200 + "650/731/747")),
+    ),
     (256, True): (
-        (
-            _ANY,
-            C(
-                2,
-                64,
-                4,
-                False,
-                240,
-                24,
-                **_DYNAMIC_SKIPS,
-                per_warp_arrive=True,
-                direct=True,
-                measured=_LATER + "500/660/719",
-            ),
-        ),
+        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, direct=True,
+                 measured=_H200 + "500/660/719")),
     ),
 }
 # Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
 NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
-    (192, False): ((_ANY, C(2, 128, 4, False, 240, 24, **_STATIC, **_WIDE, measured=_LATER + "643/724/759")),),
-    (192, True): ((_ANY, C(2, 128, 4, False, 240, 24, **_DYNAMIC, **_WIDE, measured=_LATER + "481/682/729")),),
+    (192, False): (
+        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, pairs=True, direct=True,
+                 measured=_H200 + "643/724/759")),
+    ),
+    (192, True): (
+        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 direct=True, measured=_H200 + "481/682/729")),
+    ),
 }
+# fmt: on
 # Where those leave multiprocessors idle: 64 queries of one consumer. Two such programs fit beside each other, which
 # then overlap as two consumers do; not at 256, where the accumulators alone fill half of the registers.
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24),
-    128: C(1, 64, 4, False, 232, 24, **_DIRECT),
-    192: C(1, 64, 3, False, 232, 24, joined=True, **_DIRECT),
+    128: C(1, 64, 4, False, 232, 24, direct=True),
+    192: C(1, 64, 3, False, 232, 24, direct=True),
     256: C(1, 64, 4, False, 248, 88),
 }
 
@@ -157,20 +146,6 @@ def config_of(problem: AttentionProblem) -> Sm90Config:
 
 def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
     """A row of the table, which is measured with equally long sequences and V as wide as K, made fit for `problem`."""
-    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER
-    if busy and tile_class(problem)[0] == 256:  # a scheduler, turns or pairs would spill up to 250 bytes
-        config = replace(
-            config,
-            persistent=False,
-            pingpong=False,
-            skip_masked=False,
-            pairs=False,
-            direct=False,
-            per_warp_arrive=False,
-            scheduler="static",
-            q_in_registers=0,
-            fixed_max=not problem.features & {"softcap", "varlen"},  # their fallback spills up to 192 bytes
-        )
     if not has_one_ring(problem, config.box_columns):
         config = replace(config, stages=cdiv(config.stages, 2) * 2)
         if problem.head_dim_v > problem.head_dim or tile_class(problem)[0] == 256:  # out does not fit where Q was
@@ -179,9 +154,8 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
             )
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, scheduler="dynamic")  # nobody can count lengths that only the device knows
-    if config.scheduler == "balanced" and not fills_rounds(problem, config):
-        config = replace(config, scheduler="dynamic")
-    if busy and not finds_ahead(problem, config):
+    busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)
+    if busy and tile_class(problem)[0] < 256:  # there the consumers would spill more than the producer does
         config = replace(config, consumer_registers=232, producer_registers=40)
     return config
 
@@ -257,24 +231,6 @@ def tiles_of(problem: AttentionProblem, config: Sm90Config) -> int:
     return cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
 
 
-def tiles_of_group(problem: AttentionProblem, config: Sm90Config) -> int:
-    """How many tiles the heads have that take turns."""
-    tiles = tiles_of(problem, config)
-    heads = config.together or heads_together(problem)
-    of_head = cdiv(problem.seqlen_q, config.consumers * CONSUMER_ROWS)
-    return tiles if problem.varlen else min(tiles, heads * of_head)
-
-
-def fills_rounds(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Whether a balanced scheduler does balance.
-
-    Each group of heads begins a round, and its last one must lack only the shortest tiles: with a window these are as
-    long as the others. A program has as many turns as there are groups, or more.
-    """
-    groups = cdiv(tiles_of(problem, config), tiles_of_group(problem, config))
-    return problem.window_left < 0 and groups <= MAX_TILE_INFOS // 2
-
-
 def heads_together(problem: AttentionProblem) -> int:
     """How many query heads take turns: where tiles differ in length, as many as keep their keys and values in L2."""
     if problem.window_right < 0 or problem.window_left >= 0 or problem.varlen:
@@ -299,15 +255,6 @@ def tile_infos_of(config: Sm90Config) -> int:
     return MAX_TILE_INFOS if config.persistent else 2
 
 
-def _most_turns(problem: AttentionProblem, config: Sm90Config, programs: int) -> int:
-    """How many tiles a program of so many takes at most; with a dynamic scheduler, must be able to take."""
-    tiles = tiles_of(problem, config)
-    if config.scheduler != "balanced":
-        return cdiv(tiles, programs)
-    group = tiles_of_group(problem, config)
-    return tiles // group * cdiv(group, programs) + cdiv(tiles % group, programs)
-
-
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # described without a device, to be compiled ahead of time
@@ -320,10 +267,8 @@ def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device)
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
-    if config.scheduler == "balanced" and not fills_rounds(problem, config):
-        raise ValueError("a balanced scheduler needs whole rounds, see fills_rounds")
     at_once = programs = min(tiles, _multiprocessors(device))
-    while _most_turns(problem, config, programs) >= MAX_TILE_INFOS:  # the last one is of no tile
+    while cdiv(tiles, programs) >= MAX_TILE_INFOS:  # the last one is of no tile
         programs += at_once
     return programs
 

@@ -65,6 +65,7 @@ from diyfa.backends.cuda.hopper.mma import (
 )
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags, overflown_rows
 from diyfa.backends.cuda.hopper.softmax import (
+    LAZY_RISE,
     LN2,
     LOG2E,
     Rows,
@@ -96,14 +97,11 @@ class Config:
     OWN_O: gl.constexpr
     DIRECT: gl.constexpr
     PINGPONG: gl.constexpr
-    PER_WARP_ARRIVE: gl.constexpr
-    SKIP_MASKED: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
     BOXES: gl.constexpr
     BOXES_V: gl.constexpr
-    JOINED: gl.constexpr
     PAIRS: gl.constexpr
-    LAZY_RESCALE: gl.constexpr
+    RISE: gl.constexpr  # see `softmax_step`
     FIXED_MAX: gl.constexpr
     FIND_AHEAD: gl.constexpr
     CONSUMER_REGISTERS: gl.constexpr
@@ -114,9 +112,8 @@ class Config:
     def for_fallback(self):
         """The same with a running maximum, and never rescaling late: 2^RISE times a value may overflow, too."""
         return Config(
-            self.BLOCK_M, self.BLOCK_N, self.CONSUMERS, self.OWN_O, self.DIRECT, self.PINGPONG, self.PER_WARP_ARRIVE,
-            self.SKIP_MASKED, self.Q_IN_REGISTERS, self.BOXES, self.BOXES_V, self.JOINED, self.PAIRS,
-            LAZY_RESCALE=False, FIXED_MAX=False, FIND_AHEAD=self.FIND_AHEAD,
+            self.BLOCK_M, self.BLOCK_N, self.CONSUMERS, self.OWN_O, self.DIRECT, self.PINGPONG, self.Q_IN_REGISTERS,
+            self.BOXES, self.BOXES_V, self.PAIRS, RISE=0.0, FIXED_MAX=False, FIND_AHEAD=self.FIND_AHEAD,
             CONSUMER_REGISTERS=self.CONSUMER_REGISTERS, PRODUCER_REGISTERS=self.PRODUCER_REGISTERS, FALLBACK=True,
         )  # fmt: skip
 
@@ -164,24 +161,21 @@ class Outputs:
 
 
 @gluon.jit
-def _find_tile(place, turn, config, problem, shared, scheduler):
-    """Find the first tile from `place` on and leave its info, or that there is none -> its place."""
+def _find_tile(index, turn, config, problem, shared, scheduler):
+    """Find the first tile from number `index` on and leave its info, or that there is none -> its number."""
     if config.FIND_AHEAD:  # more is alive there
         problem = problem.behind_barrier()
     tiles = problem.tile_count(config.BLOCK_M)
-    group = problem.group_count(tiles, config.BLOCK_M)
-    end = scheduler.end_place(tiles, group)
     searching = True
     while searching:
-        index, in_round = scheduler.tile_number(gl.minimum(place, end - 1), tiles, group)
-        exists, tile = tile_of(index, problem, config.BLOCK_M, config.BLOCK_N)
-        more = (place < end) & (shared.tile_infos.is_last(turn - 1, scheduler) == 0)
-        searching = more & ((exists & in_round) == 0)
+        exists, tile = tile_of(gl.minimum(index, tiles - 1), problem, config.BLOCK_M, config.BLOCK_N)
+        more = (index < tiles) & (shared.tile_infos.is_last(turn - 1, scheduler) == 0)
+        searching = more & (exists == 0)
         if searching:
-            place = scheduler.next_place(place, scheduler.draw())
+            index = scheduler.next_tile(index, scheduler.draw())
         else:
             shared.tile_infos.write(turn, tile.if_any(more))
-    return place
+    return index
 
 
 @gluon.jit
@@ -200,7 +194,7 @@ def _producer(config, problem, shared, inputs):
     if config.FALLBACK:
         turn = shared.flags.next_flagged(turn, 1)
     else:
-        place = _find_tile(scheduler.first_place(), turn, config, problem, shared, scheduler)
+        index = _find_tile(gl.program_id(0), turn, config, problem, shared, scheduler)
     tile = shared.tile_infos.reread(turn, problem, 1)
     while tile.end_block > 0:
         b = tile.b
@@ -232,8 +226,8 @@ def _producer(config, problem, shared, inputs):
                     drawn = scheduler.draw()
                 if config.FIND_AHEAD:  # noqa: SIM102 (decided when it is compiled)
                     if i == n_blocks - 1:
-                        next_place = scheduler.next_place(place, drawn)
-                        place = _find_tile(next_place, turn + 1, config, problem, shared, scheduler)
+                        following = scheduler.next_tile(index, drawn)
+                        index = _find_tile(following, turn + 1, config, problem, shared, scheduler)
             row = order.block(i) * config.BLOCK_N
             ring.wait_empty(item)
             start_load(
@@ -253,7 +247,7 @@ def _producer(config, problem, shared, inputs):
             turn += 1
             used = turn
             if not config.FIND_AHEAD:
-                place = _find_tile(scheduler.next_place(place, drawn), turn, config, problem, shared, scheduler)
+                index = _find_tile(scheduler.next_tile(index, drawn), turn, config, problem, shared, scheduler)
         tile = shared.tile_infos.reread(turn, problem, 1)
     if scheduler.SCHEDULE == "dynamic" and not config.FALLBACK:
         scheduler.leave()
@@ -334,20 +328,20 @@ def _attend_blocks(
         ring.wait_full(item - 1)
         o = start_values(p, o, ring, item - 1, config)
         consumer.hand_over()
-        s = warpgroup_mma_wait(run_count(config.BOXES_V, config.JOINED), deps=[s])  # the values may still run
+        s = warpgroup_mma_wait(run_count(config.BOXES_V), deps=[s])  # the values may still run
         ring.release(item)
         start_n = order.block(i) * config.BLOCK_N
         if FIXED_MAX:
             weights, l_i = fixed_max_step(s, m_i, l_i, start_n, rows, consumer.score)
         else:
             weights, m_i, l_i, alpha = softmax_step(
-                s, m_i, l_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.LAZY_RESCALE
+                s, m_i, l_i, start_n, rows, consumer.score, consumer.problem, MASKED, config.RISE
             )  # fmt: skip
-        o = finish_values(o, config.BOXES_V, config.JOINED)
+        o = finish_values(o, config.BOXES_V)
         ring.release(item - 1)
         p = mma_operand(weights, o, ring.v_buffers.dtype, config.PAIRS)
         if not FIXED_MAX:
-            o = rescaled(o, alpha, config.BOXES_V, config.JOINED, config.LAZY_RESCALE)
+            o = rescaled(o, alpha, config.BOXES_V)
     return o, p, m_i, l_i, item
 
 
@@ -392,7 +386,7 @@ def _attend_tile(consumer, tile, item, used):
     row0 = tile.row0 + CONSUMER * ROWS
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
     key0 = row0 + (tile.n_keys - tile.n_queries)
-    if config.SKIP_MASKED:
+    if problem.HAS_RIGHT and config.CONSUMERS > 1:
         before = item
         item = _skip_masked(consumer, tile, key0, item)
         order = order.without_last((item - before) // 2)
@@ -426,9 +420,9 @@ def _attend_tile(consumer, tile, item, used):
     l_i = gl.full([ROWS], 0.0, gl.float32, S_ROWS)
     weights, m_i, l_i, _ = softmax_step(
         s, m_i, l_i, (order.end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED,
-        config.LAZY_RESCALE,
+        config.RISE,
     )  # fmt: skip
-    o = zero_output(WIDTH, config.BOXES_V, config.JOINED)
+    o = zero_output(WIDTH, config.BOXES_V)
     p = mma_operand(weights, o, DTYPE, config.PAIRS)
 
     # The KV loop: blocks that a mask cuts, blocks that set the maximum, all others.
@@ -477,11 +471,11 @@ def _attend_tile(consumer, tile, item, used):
     else:
         lse_ptr = outputs.lse_ptr + (tile.b * problem.heads_q + tile.h).to(gl.int64) * problem.seqlen_q
         gl.store(lse_ptr + offs_m, lse, mask=offs_m < problem.seqlen_q)
-    o = finish_values(o, config.BOXES_V, config.JOINED)
+    o = finish_values(o, config.BOXES_V)
     ring.release(item + 1)
     overflown = 0
     if config.FIXED_MAX:
-        overflown = (lost | overflown_rows(l_i, o, config.BOXES_V, config.JOINED)).to(gl.int32)
+        overflown = (lost | overflown_rows(l_i, o, config.BOXES_V)).to(gl.int32)
     _store_output(consumer, tile, row0, o, factor, share)
     return item + 2, overflown
 
@@ -506,16 +500,16 @@ def _store_output(consumer, tile, row0, o, factor, share):
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     else:
         tma.store_wait(0)
-    for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
+    for run in gl.static_range(run_count(config.BOXES_V)):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
         out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)  # a NaN among the scores is not 0
         if outputs.SINKS:  # by itself: float32 may hold both factors and not their product
             out *= gl.convert_layout(share, gl.SliceLayout(1, o[run].type.layout))[:, None]
         out = out.to(DTYPE)
         if config.DIRECT:
-            store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V, config.JOINED) * WIDTH)
+            store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
         else:
-            tile_of_run(outputs.o_buffers, CONSUMER * O_BOXES, run, config.BOXES_V, config.JOINED).store(out)
+            tile_of_run(outputs.o_buffers, CONSUMER * O_BOXES, run, config.BOXES_V).store(out)
     if not config.DIRECT:
         fence_async_shared()
         for j in gl.static_range(config.BOXES_V):
@@ -545,7 +539,7 @@ def _consumer(INDEX: gl.constexpr, config, problem, shared, outputs):
         # the last block.
         if INDEX == config.CONSUMERS - 1:
             consumer.hand_over()
-        tile = shared.tile_infos.read(turn, problem, config.PER_WARP_ARRIVE)
+        tile = shared.tile_infos.read(turn, problem)
     if config.FIXED_MAX:
         all_overflown = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, accumulator_layout(config.BLOCK_N)))
     while tile.end_block > 0:
@@ -560,7 +554,7 @@ def _consumer(INDEX: gl.constexpr, config, problem, shared, outputs):
                 all_overflown = all_overflown | overflown
             turn += 1
             used = turn
-            tile = shared.tile_infos.read(turn, problem, config.PER_WARP_ARRIVE)
+            tile = shared.tile_infos.read(turn, problem)
     if config.FIXED_MAX:
         shared.flags.finish(turn, all_overflown, INDEX)
         wait_for_stores()  # before the rows are written again
@@ -612,12 +606,10 @@ def _fwd_sm90_kernel(
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_O: gl.constexpr,
-    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, PER_WARP_ARRIVE: gl.constexpr,
-    SKIP_MASKED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    BOXES: gl.constexpr, BOXES_V: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
+    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    BOXES: gl.constexpr, BOXES_V: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
     LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    LAZY_RESCALE: gl.constexpr,
     FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
     TILE_INFOS: gl.constexpr, SCHEDULE: gl.constexpr, FIND_AHEAD: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -641,7 +633,7 @@ def _fwd_sm90_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     queries = Queries(q_buffers, q_full, q_empty, CONSUMERS, BOXES)
-    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, STAGES, ONE_RING, CONSUMERS, PER_WARP_ARRIVE)
+    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, STAGES, ONE_RING, CONSUMERS)
     queries.init()
     ring.init()
     tile_infos = allocate_tile_infos(TILE_INFOS)
@@ -653,9 +645,8 @@ def _fwd_sm90_kernel(
     wait_for_previous_kernels()
 
     config = Config(
-        ROWS * CONSUMERS, BLOCK_N, CONSUMERS, OWN_O, DIRECT, PINGPONG, PER_WARP_ARRIVE, SKIP_MASKED, Q_IN_REGISTERS,
-        BOXES, BOXES_V, JOINED, PAIRS, LAZY_RESCALE, FIXED_MAX, FIND_AHEAD, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
-        False,
+        ROWS * CONSUMERS, BLOCK_N, CONSUMERS, OWN_O, DIRECT, PINGPONG, Q_IN_REGISTERS, BOXES, BOXES_V, PAIRS, LAZY_RISE,
+        FIXED_MAX, FIND_AHEAD, CONSUMER_REGISTERS, PRODUCER_REGISTERS, FALLBACK=False,
     )  # fmt: skip
     problem = Problem(
         window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
@@ -689,14 +680,11 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "OWN_O": config.own_o,
         "DIRECT": config.direct,
         "PINGPONG": config.pingpong,
-        "PER_WARP_ARRIVE": config.per_warp_arrive,
-        "SKIP_MASKED": config.skip_masked and problem.window_right >= 0,
         "Q_IN_REGISTERS": min(
             config.q_in_registers, boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
         ),
         "BOXES": boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1],
         "BOXES_V": boxes_of(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
-        "JOINED": config.joined,
         "PAIRS": config.pairs,
         "ONE_RING": has_one_ring(problem, config.box_columns),
         "CAUSAL": problem.causal,
@@ -709,7 +697,6 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> di
         "ALIBI": problem.alibi,
         "SINKS": problem.sinks,
         "NEGATE": negate,
-        "LAZY_RESCALE": config.lazy_rescale,
         "FIXED_MAX": has_fixed_max(problem, config),
         "TILE_INFOS": tile_infos_of(config),
         "SCHEDULE": config.scheduler,
@@ -748,7 +735,7 @@ def launch_of(
         "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
         "heads": problem.batch * problem.heads_q,
         "heads_q": problem.heads_q,
-        "heads_at_once": config.together or heads_together(problem),
+        "heads_at_once": heads_together(problem),
         "batch": problem.batch,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,

@@ -2,9 +2,8 @@
 
 A tile of K, V, Q or out lies in BOXES buffers of as many columns each, one for each TMA box, in TMA's swizzled form.
 Scores add up over the boxes in one accumulator. The columns of out are those of V, so they are a tuple of accumulators:
-one for each box of V, or (JOINED) for 4, 2 or 1 boxes that lie one behind another, the largest power of two first. That
-is how a wider tile of the same swizzle lies in memory anyway, and the instructions get wider: 96 columns are 64 + 32,
-224 are 128 + 64 + 32.
+each for 4, 2 or 1 boxes of V that lie one behind another, the largest power of two first. That is how a wider tile of
+the same swizzle lies in memory anyway, and the instructions get wider: 96 columns are 64 + 32, 224 are 128 + 64 + 32.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -26,30 +25,30 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # queries of one consumer: the M of one warp
 
 
 @constexpr_function
-def _runs(boxes, joined):
+def _runs(boxes):
     """How many boxes each accumulator has."""
     found = []
     while sum(found) < boxes:
-        found.append(1 << ((boxes - sum(found)).bit_length() - 1) if joined else 1)
+        found.append(1 << ((boxes - sum(found)).bit_length() - 1))
     return found
 
 
 @constexpr_function
-def run_count(boxes, joined):
+def run_count(boxes):
     """How many accumulators `boxes` have."""
-    return len(_runs(boxes, joined))
+    return len(_runs(boxes))
 
 
 @constexpr_function
-def run_start(run, boxes, joined):
+def run_start(run, boxes):
     """The first box of an accumulator."""
-    return sum(_runs(boxes, joined)[:run])
+    return sum(_runs(boxes)[:run])
 
 
 @constexpr_function
-def run_length(run, boxes, joined):
+def run_length(run, boxes):
     """How many boxes an accumulator has."""
-    return _runs(boxes, joined)[run]
+    return _runs(boxes)[run]
 
 
 @constexpr_function
@@ -73,9 +72,9 @@ def tile_at(buffers, index, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_run(buffers, first, RUN: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr):
+def tile_of_run(buffers, first, RUN: gl.constexpr, BOXES: gl.constexpr):
     """The boxes of an accumulator as one matrix, of a tile whose boxes begin at buffer `first`."""
-    return tile_at(buffers, first + run_start(RUN, BOXES, JOINED), run_length(RUN, BOXES, JOINED))
+    return tile_at(buffers, first + run_start(RUN, BOXES), run_length(RUN, BOXES))
 
 
 @aggregate
@@ -153,13 +152,13 @@ def start_scores(
 
 
 @gluon.jit
-def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr, JOINED: gl.constexpr):
+def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
     """Accumulators of out before the first block."""
     o = ()
-    for run in gl.static_range(run_count(BOXES_V, JOINED)):
+    for run in gl.static_range(run_count(BOXES_V)):
         o += (gl.zeros(
-            [ROWS, WIDTH * run_length(run, BOXES_V, JOINED)], gl.float32,
-            accumulator_layout(WIDTH * run_length(run, BOXES_V, JOINED)),
+            [ROWS, WIDTH * run_length(run, BOXES_V)], gl.float32,
+            accumulator_layout(WIDTH * run_length(run, BOXES_V)),
         ),)  # fmt: skip
     return o
 
@@ -202,17 +201,17 @@ def start_values(p, o, ring, item, config):
     started = ()
     if config.PAIRS:
         p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
-    for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
-        v = tile_of_run(ring.v_buffers, ring.buffer_of(item) * config.BOXES_V, run, config.BOXES_V, config.JOINED)
+    for run in gl.static_range(run_count(config.BOXES_V)):
+        v = tile_of_run(ring.v_buffers, ring.buffer_of(item) * config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     return started
 
 
 @gluon.jit
-def finish_values(o, BOXES_V: gl.constexpr, JOINED: gl.constexpr):
+def finish_values(o, BOXES_V: gl.constexpr):
     """Wait for what `start_values` started."""
-    if run_count(BOXES_V, JOINED) == 1:
+    if run_count(BOXES_V) == 1:
         done = (warpgroup_mma_wait(0, deps=[o[0]]),)
     else:
         done = warpgroup_mma_wait(0, deps=o)
@@ -245,19 +244,13 @@ def _rescaled_unless_zero(o, alpha, changed):
 
 
 @gluon.jit
-def rescaled(o, alpha, BOXES_V: gl.constexpr, JOINED: gl.constexpr, LAZY_RESCALE: gl.constexpr):
+def rescaled(o, alpha, BOXES_V: gl.constexpr):
     """Each row of o times its alpha.
 
-    LAZY_RESCALE: each warp looks for itself whether one of its rows needs that. All four together would have to wait
-    for each other.
+    Each warp looks for itself whether one of its rows needs that. All four together would have to wait for each other.
     """
-    if LAZY_RESCALE:
-        changed = any_in_warp(alpha)
+    changed = any_in_warp(alpha)
     result = ()
-    for run in gl.static_range(run_count(BOXES_V, JOINED)):
-        if LAZY_RESCALE:
-            result += (_rescaled_unless_zero(o[run], alpha, changed),)
-        else:
-            factor = gl.convert_layout(alpha, gl.SliceLayout(1, o[run].type.layout))
-            result += (o[run] * factor[:, None],)
+    for run in gl.static_range(run_count(BOXES_V)):
+        result += (_rescaled_unless_zero(o[run], alpha, changed),)
     return result

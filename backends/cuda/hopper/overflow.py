@@ -17,13 +17,13 @@ LARGEST_SUM = gl.constexpr(2.0**126)  # whose reciprocal is no denormal number
 
 
 @gluon.jit
-def overflown_rows(l_i, o, BOXES_V: gl.constexpr, JOINED: gl.constexpr):
+def overflown_rows(l_i, o, BOXES_V: gl.constexpr):
     """Rows [64] whose sum l_i float32 cannot hold, or whose products with V in the accumulators o it could not.
 
     Not those of which a score is NaN: for them nothing would change.
     """
     lost = l_i > LARGEST_SUM
-    for run in gl.static_range(run_count(BOXES_V, JOINED)):
+    for run in gl.static_range(run_count(BOXES_V)):
         row = gl.sum(o[run] * 0.0, 1)  # NaN where one is not finite
         lost = lost | (gl.convert_layout(row, l_i.type.layout) != 0.0)
     return lost & (l_i == l_i)

@@ -8,8 +8,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# In units of log2: by how much scores may exceed the maximum that a lazy rescale measures from.
-RISE = gl.constexpr(8.0)
+LAZY_RISE = gl.constexpr(8.0)  # the RISE of `softmax_step` that makes rescales rare
 
 
 @aggregate
@@ -101,12 +100,12 @@ def _masked(s, start_n, rows, problem):
 
 @gluon.jit
 def softmax_step(
-    s, m_i, l_i, start_n, rows, score, problem, MASKED: gl.constexpr, LAZY_RESCALE: gl.constexpr
+    s, m_i, l_i, start_n, rows, score, problem, MASKED: gl.constexpr, RISE: gl.constexpr
 ):  # fmt: skip
     """Products s [64, BLOCK_N] -> (weights p, maximum, running sum, factor of what was summed before).
 
-    LAZY_RESCALE: a row's old maximum does until scores exceed it by RISE. Weights stay below 2^RISE, which is as
-    exact, and the factor is almost always 1 (FlashAttention-4 does this).
+    A row's old maximum does until scores exceed it by RISE, in units of log2 (lazy rescale, as in FlashAttention-4).
+    Weights stay below 2^RISE, which is as exact, and the factor is almost always 1.
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys cuts the block; a row may see none of it.
     """
@@ -117,8 +116,7 @@ def softmax_step(
     if MASKED:
         s = _masked(s, start_n, rows, problem)
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    if LAZY_RESCALE:
-        m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
+    m_new = gl.where(m_new - m_i > RISE, m_new, m_i)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: avoid inf - inf
     x = s * scale - m_ref[:, None]
     p = gl.exp2(x)

@@ -65,15 +65,6 @@ class Problem:
             count = gl.cdiv(self.seqlen_q, BLOCK_M) * self.heads
         return count
 
-    @gluon.jit
-    def group_count(self, tiles, BLOCK_M: gl.constexpr):
-        """How many tiles the heads have that take turns; packed sequences are one group."""
-        if self.LENGTHS == PACKED:
-            count = tiles
-        else:
-            count = self.heads_at_once * gl.cdiv(self.seqlen_q, BLOCK_M)
-        return count
-
 
 @gluon.jit
 def _clamped(pointer, most):
