@@ -381,7 +381,7 @@ def test_what_another_program_writes_must_not_be_read() -> None:
 def test_descriptors_keep_the_rules_of_tma(
     block: tuple, changes: dict, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # Triton's own checks: 3.7 has more
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # Triton's own checks
     x = torch.zeros(90, 64, dtype=torch.float16)
     source = descriptor(x, *block, **changes)
     with pytest.raises(InvalidOperand, match=rule):

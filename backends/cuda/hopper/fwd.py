@@ -517,7 +517,7 @@ def _store_output(consumer, tile, row0, o, factor, share):
         if config.DIRECT:
             store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V, config.JOINED) * WIDTH)
         else:
-            tile_of_run(outputs.o_buffers, CONSUMER * O_BOXES, run, config.BOXES_V, config.JOINED).store(out)
+            tile_of_run(outputs.o_buffers, CONSUMER, O_BOXES, run, config.BOXES_V, config.JOINED).store(out)
     if not config.DIRECT:
         fence_async_shared()
         for j in gl.static_range(config.BOXES_V):

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, reinterpret
 from diyfa.backends.cuda.hopper.configs import CONSUMER_ROWS
 from diyfa.backends.cuda.hopper.softmax import any_in_warp
 
@@ -59,23 +59,37 @@ def accumulator_layout(columns):
 
 
 @gluon.jit
-def tile_at(buffers, index, COUNT: gl.constexpr):
-    """COUNT buffers from `index` on as one matrix, whatever dimensions of one their descriptor has."""
+def tile_at(buffers, index):
+    """A buffer as a matrix, whatever dimensions of one its descriptor has."""
     RANK: gl.constexpr = len(buffers.shape)
     N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
     COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-    if COUNT == 1:
-        tile = buffers.index(index).reshape([N_ROWS, COLUMNS])
-    else:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 16, 2)
-        tile = buffers.index(index)._reinterpret(buffers.dtype, [N_ROWS, COLUMNS * COUNT], LAYOUT)
-    return tile
+    return buffers.index(index).reshape([N_ROWS, COLUMNS])
 
 
 @gluon.jit
-def tile_of_run(buffers, first, RUN: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr):
-    """The boxes of an accumulator as one matrix, of a tile whose boxes begin at buffer `first`."""
-    return tile_at(buffers, first + run_start(RUN, BOXES, JOINED), run_length(RUN, BOXES, JOINED))
+def tile_of_run(
+    buffers, index, OF_TILE: gl.constexpr, RUN: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr
+):  # fmt: skip
+    """The boxes of an accumulator as one matrix, of a tile of BOXES boxes: `index` counts tiles of OF_TILE buffers."""
+    FIRST: gl.constexpr = run_start(RUN, BOXES, JOINED)
+    COUNT: gl.constexpr = run_length(RUN, BOXES, JOINED)
+    if COUNT == 1:
+        tile = tile_at(buffers, index * OF_TILE + FIRST)
+    else:
+        RANK: gl.constexpr = len(buffers.shape)
+        N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
+        COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
+        SWIZZLE: gl.constexpr = buffers.layout.swizzle_byte_width
+        tiles = reinterpret(
+            buffers, buffers.dtype, [buffers.shape[0] // OF_TILE, OF_TILE, N_ROWS, COLUMNS],
+            gl.NVMMASharedLayout(SWIZZLE, 16, 3),
+        )  # fmt: skip
+        tile = reinterpret(
+            tiles.index(index).slice(FIRST, COUNT), buffers.dtype, [N_ROWS, COLUMNS * COUNT],
+            gl.NVMMASharedLayout(SWIZZLE, 16, 2),
+        )  # fmt: skip
+    return tile
 
 
 @aggregate
@@ -129,7 +143,7 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
     for j in gl.static_range(config.Q_IN_REGISTERS):
-        q += (tile_at(queries.buffers, CONSUMER * queries.BOXES + j, 1).load(LAYOUT),)
+        q += (tile_at(queries.buffers, CONSUMER * queries.BOXES + j).load(LAYOUT),)
     if config.Q_IN_REGISTERS > 0:
         fence_async_shared()
     return q
@@ -143,11 +157,11 @@ def start_scores(
     """Start q kᵀ, [64, BLOCK_N], from its boxes along the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
     for j in gl.static_range(config.BOXES):
-        k = tile_at(ring.k_buffers, ring.buffer_of(item) * config.BOXES + j, 1).permute((1, 0))
+        k = tile_at(ring.k_buffers, ring.buffer_of(item) * config.BOXES + j).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
-            from_shared = tile_at(queries.buffers, CONSUMER * config.BOXES + j, 1)
+            from_shared = tile_at(queries.buffers, CONSUMER * config.BOXES + j)
             s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
 
@@ -203,7 +217,9 @@ def start_values(p, o, ring, item, config):
     if config.PAIRS:
         p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
-        v = tile_of_run(ring.v_buffers, ring.buffer_of(item) * config.BOXES_V, run, config.BOXES_V, config.JOINED)
+        v = tile_of_run(
+            ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V, config.JOINED
+        )  # fmt: skip
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     return started

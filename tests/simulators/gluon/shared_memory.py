@@ -113,14 +113,18 @@ class SharedView:
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values
 
-    def joined(self, shape: list[int], layout: Any) -> SharedView:
-        """This matrix and those behind it, in the same swizzled form, as one with as many times its columns."""
+    def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
+        """The same bytes as boxes [..., rows, columns], or boxes behind one another as one matrix of all their columns.
+
+        A row of a box fills the swizzle, so that is what a wider matrix of the same swizzle consists of.
+        """
         rows, columns = self.array.shape[-2:]
-        count, rest = divmod(shape[-1], columns)
-        start, size = self.offset() // self.array.itemsize, math.prod(shape)
+        boxes = self.array.size // (rows * columns)
         rules = {
-            "whole tiles": rest == 0 and list(shape[:-1]) == [rows] and self.array.size == rows * columns,
-            "memory of the same allocation": start + size <= self.allocation.array.size,
+            "as many bytes": math.prod(shape) == self.array.size,
+            "memory without gaps": self.array.flags.c_contiguous,
+            "boxes of as many rows": shape[-2] == rows,
+            "one box or all of them in a row": shape[-1] in (columns, boxes * columns),
             "the same element": layout.element_bitwidth == 8 * self.array.itemsize,
             "the same swizzle": layout.swizzle_byte_width == self.layout.swizzle_byte_width,
             "rows of one swizzle": columns * self.array.itemsize == layout.swizzle_byte_width,
@@ -128,7 +132,9 @@ class SharedView:
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise InvalidOperand(f"{self.array.shape} seen as {shape} at {location()} needs {'; '.join(broken)}")
-        tiles = self.allocation.array.reshape(-1)[start : start + size].reshape(count, rows, columns)
+        if shape[-1] == columns:
+            return SharedView(self.allocation, self.array.reshape(shape), layout)
+        tiles = self.array.reshape(boxes, rows, columns)
         return JoinedView(self.allocation, tiles.transpose(1, 0, 2), layout)
 
     def access(
