@@ -120,7 +120,7 @@ def test_the_hook_of_somebody_else_is_called(monkeypatch: pytest.MonkeyPatch) ->
 @needs_triton
 @pytest.mark.parametrize("others", [None, ("key of somebody else", "hash")], ids=["alone", "beside another"])
 def test_the_hook_says_what_kernels_are_kept_under(others: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton since 3.7 asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
+    """Triton asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
     runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime, "add_stages_inspection_hook", others and (lambda *arguments: others))
     with post_processing():

@@ -58,38 +58,65 @@ def accumulator_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@constexpr_function
+def buffer_count(tiles, boxes, joined):
+    """How many buffers tiles of so many boxes take: with joined runs, a multiple of the longest one (`run_of`)."""
+    longest = _runs(boxes, joined)[0]
+    return -(-tiles * boxes // longest) * longest
+
+
+@constexpr_function
+def _step(box, boxes, joined):
+    """Buffers from one tile's box to the next one's: as many as the run has that the box is in."""
+    runs = _runs(boxes, joined)
+    return next(length for i, length in enumerate(runs) if box < sum(runs[: i + 1]))
+
+
+@constexpr_function
+def _offset(box, boxes, joined, tiles):
+    """The buffer of the first tile's box."""
+    runs = _runs(boxes, joined)
+    before = next(sum(runs[:i]) for i in range(len(runs)) if box < sum(runs[: i + 1]))
+    return before * tiles + box - before
+
+
 @gluon.jit
-def tile_at(buffers, index):
-    """A buffer as a matrix, whatever dimensions of one its descriptor has."""
+def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr):
+    """The buffer of a box. `buffers` hold tiles of BOXES boxes: the first runs of all tiles, then the second ones."""
+    TILES: gl.constexpr = buffers.shape[0] // BOXES
+    return buffers.index(tile * _step(BOX, BOXES, JOINED) + _offset(BOX, BOXES, JOINED, TILES))
+
+
+@gluon.jit
+def box_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr):
+    """The same as a matrix, whatever dimensions of one the buffers have."""
     RANK: gl.constexpr = len(buffers.shape)
-    N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
-    COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-    return buffers.index(index).reshape([N_ROWS, COLUMNS])
+    return buffer_of(buffers, tile, BOX, BOXES, JOINED).reshape([buffers.shape[RANK - 2], buffers.shape[RANK - 1]])
 
 
 @gluon.jit
-def tile_of_run(
-    buffers, index, OF_TILE: gl.constexpr, RUN: gl.constexpr, BOXES: gl.constexpr, JOINED: gl.constexpr
+def run_of(
+    buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, OF: gl.constexpr, JOINED: gl.constexpr
 ):  # fmt: skip
-    """The boxes of an accumulator as one matrix, of a tile of BOXES boxes: `index` counts tiles of OF_TILE buffers."""
-    FIRST: gl.constexpr = run_start(RUN, BOXES, JOINED)
-    COUNT: gl.constexpr = run_length(RUN, BOXES, JOINED)
+    """The boxes of an accumulator as one matrix, of a tile of which the first OF of BOXES boxes are in use.
+
+    Runs are powers of two, the longest first. So one of COUNT boxes begins at a multiple of COUNT buffers, and is one
+    tile among all buffers seen as tiles COUNT times as wide.
+    """
+    FIRST: gl.constexpr = run_start(RUN, OF, JOINED)
+    COUNT: gl.constexpr = run_length(RUN, OF, JOINED)
     if COUNT == 1:
-        tile = tile_at(buffers, index * OF_TILE + FIRST)
+        run = box_of(buffers, tile, FIRST, BOXES, JOINED)
     else:
         RANK: gl.constexpr = len(buffers.shape)
         N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
         COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-        SWIZZLE: gl.constexpr = buffers.layout.swizzle_byte_width
-        tiles = reinterpret(
-            buffers, buffers.dtype, [buffers.shape[0] // OF_TILE, OF_TILE, N_ROWS, COLUMNS],
-            gl.NVMMASharedLayout(SWIZZLE, 16, 3),
-        )  # fmt: skip
-        tile = reinterpret(
-            tiles.index(index).slice(FIRST, COUNT), buffers.dtype, [N_ROWS, COLUMNS * COUNT],
-            gl.NVMMASharedLayout(SWIZZLE, 16, 2),
-        )  # fmt: skip
-    return tile
+        TILES: gl.constexpr = buffers.shape[0] // BOXES
+        WIDE: gl.constexpr = buffers.shape[0] // COUNT
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 16, 2)
+        wide = reinterpret(buffers, buffers.dtype, [WIDE, N_ROWS, COLUMNS * COUNT], LAYOUT)
+        run = wide.index(tile * (_step(FIRST, BOXES, JOINED) // COUNT) + _offset(FIRST, BOXES, JOINED, TILES) // COUNT)
+    return run
 
 
 @aggregate
@@ -143,7 +170,7 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
     for j in gl.static_range(config.Q_IN_REGISTERS):
-        q += (tile_at(queries.buffers, CONSUMER * queries.BOXES + j).load(LAYOUT),)
+        q += (box_of(queries.buffers, CONSUMER, j, queries.BOXES, config.JOINED).load(LAYOUT),)
     if config.Q_IN_REGISTERS > 0:
         fence_async_shared()
     return q
@@ -157,11 +184,11 @@ def start_scores(
     """Start q kᵀ, [64, BLOCK_N], from its boxes along the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
     for j in gl.static_range(config.BOXES):
-        k = tile_at(ring.k_buffers, ring.buffer_of(item) * config.BOXES + j).permute((1, 0))
+        k = box_of(ring.k_buffers, ring.buffer_of(item), j, config.BOXES, config.JOINED).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
-            from_shared = tile_at(queries.buffers, CONSUMER * config.BOXES + j)
+            from_shared = box_of(queries.buffers, CONSUMER, j, config.BOXES, config.JOINED)
             s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
 
@@ -217,9 +244,7 @@ def start_values(p, o, ring, item, config):
     if config.PAIRS:
         p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(config.BOXES_V, config.JOINED)):
-        v = tile_of_run(
-            ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V, config.JOINED
-        )  # fmt: skip
+        v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V, config.JOINED)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     return started

@@ -18,6 +18,7 @@ from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
+from diyfa.backends.cuda.hopper.mma import buffer_of
 
 BOUND = gl.constexpr(ROW_BOUND)
 
@@ -202,8 +203,8 @@ def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def start_load(
-    tensor, b, h, row, end, length, buffers, index, full,
-    BOXES: gl.constexpr, RAGGED: gl.constexpr,
+    tensor, b, h, row, end, length, buffers, tile, full,
+    BOXES: gl.constexpr, JOINED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile, which fills BOXES buffers of equal columns; `full` completes when all bytes have arrived.
 
@@ -213,7 +214,7 @@ def start_load(
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
     mbarrier.expect(full, SIZE)
     for j in gl.static_range(BOXES):
-        buffer = buffers.index(index * BOXES + j)
+        buffer = buffer_of(buffers, tile, j, BOXES, JOINED)
         if RAGGED:
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:

@@ -98,7 +98,7 @@ class SharedView:
     def index(self, i: int, layout: Any) -> SharedView:
         if not 0 <= i < self.array.shape[0]:
             raise InvalidOperand(f"index {i} of shared memory of shape {self.array.shape}, at {location()}")
-        return SharedView(self.allocation, self.array[i], layout)
+        return type(self)(self.allocation, self.array[i], layout)
 
     def reshape(self, shape: list[int], layout: Any) -> SharedView:
         array = self.array.reshape(shape)
@@ -114,17 +114,16 @@ class SharedView:
         self.array[...] = values
 
     def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
-        """The same bytes as boxes [..., rows, columns], or boxes behind one another as one matrix of all their columns.
+        """The same bytes as tiles of as many rows and several times the columns.
 
-        A row of a box fills the swizzle, so that is what a wider matrix of the same swizzle consists of.
+        A row fills the swizzle, so several tiles one behind another are what a wider tile of that swizzle consists of.
         """
         rows, columns = self.array.shape[-2:]
-        boxes = self.array.size // (rows * columns)
+        count, rest = divmod(shape[-1], columns)
         rules = {
             "as many bytes": math.prod(shape) == self.array.size,
             "memory without gaps": self.array.flags.c_contiguous,
-            "boxes of as many rows": shape[-2] == rows,
-            "one box or all of them in a row": shape[-1] in (columns, boxes * columns),
+            "whole tiles": rest == 0 and shape[-2] == rows,
             "the same element": layout.element_bitwidth == 8 * self.array.itemsize,
             "the same swizzle": layout.swizzle_byte_width == self.layout.swizzle_byte_width,
             "rows of one swizzle": columns * self.array.itemsize == layout.swizzle_byte_width,
@@ -132,10 +131,8 @@ class SharedView:
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise InvalidOperand(f"{self.array.shape} seen as {shape} at {location()} needs {'; '.join(broken)}")
-        if shape[-1] == columns:
-            return SharedView(self.allocation, self.array.reshape(shape), layout)
-        tiles = self.array.reshape(boxes, rows, columns)
-        return JoinedView(self.allocation, tiles.transpose(1, 0, 2), layout)
+        tiles = self.array.reshape(*shape[:-2], count, rows, columns)
+        return JoinedView(self.allocation, np.moveaxis(tiles, -3, -2), layout)
 
     def access(
         self, what: str, clock: Clock, agent: Hashable, step: int, *, write: bool, asynchronous: bool = False
@@ -144,12 +141,12 @@ class SharedView:
 
 
 class JoinedView(SharedView):
-    """Tiles that lie one behind another, as one matrix: its array is [rows, tiles, columns of a tile]."""
+    """Tiles that lie one behind another, as one matrix: its array is [..., rows, tiles, columns of a tile]."""
 
     __slots__ = ()
 
     def values(self) -> np.ndarray:
-        return self.array.reshape(self.array.shape[0], -1)
+        return self.array.reshape(*self.array.shape[:-2], -1)
 
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values.reshape(self.array.shape)
