@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.compat import async_load, async_store
+from diyfa.backends.cuda.gluon.compat import async_load, async_store, reinterpret
 from diyfa.backends.cuda.gluon.inline_ptx import RELEASE_MARKER, WAIT_MARKER
 
 _RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
@@ -325,6 +325,25 @@ def multiply_by_warps(a_ptr, b_ptr, c_ptr, BUG: gl.constexpr):
     out_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     out_columns = gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))
     gl.store(c_ptr + out_rows[:, None] * 32 + out_columns[None, :], c)
+
+
+@gluon.jit
+def join_tiles(out_ptr, BUG: gl.constexpr):
+    """out [64, 128] fp16: four tiles of 64 columns in shared memory, filled with their numbers; the last two as one."""
+    SWIZZLE: gl.constexpr = 64 if BUG == "swizzle" else 128
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    REGISTERS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    tiles = gl.allocate_shared_memory(gl.float16, [4, 64, 64], TILE)
+    for i in gl.static_range(4):
+        tiles.index(i).store(gl.full([64, 64], i, gl.float16, REGISTERS))
+    PAIRS: gl.constexpr = 3 if BUG == "bytes" else 2
+    N_ROWS: gl.constexpr = 32 if BUG == "rows" else 64
+    N_COLUMNS: gl.constexpr = 256 if BUG == "rows" else 128
+    wide = reinterpret(tiles, gl.float16, [PAIRS, N_ROWS, N_COLUMNS], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
+    pair = wide.index(1).load(REGISTERS)
+    rows = gl.arange(0, N_ROWS, layout=gl.SliceLayout(1, REGISTERS))
+    columns = gl.arange(0, N_COLUMNS, layout=gl.SliceLayout(0, REGISTERS))
+    gl.store(out_ptr + rows[:, None] * N_COLUMNS + columns[None, :], pair)
 
 
 @gluon.jit
