@@ -631,10 +631,11 @@ def _fwd_sm90_kernel(
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    Q_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES, JOINED)
+    # Queries and K are read box by box; runs are those of out, where it leaves through the queries' buffers, and of V.
+    Q_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES, JOINED and not OWN_O and not DIRECT)
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = STAGES if ONE_RING else STAGES // 2
-    K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES, JOINED)
+    K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES, JOINED and ONE_RING)
     k_buffers = gl.allocate_shared_memory(DTYPE, [K_BUFFERS] + k_tensor.block_shape, k_tensor.layout)
     if ONE_RING:
         v_buffers = k_buffers

@@ -60,7 +60,7 @@ def accumulator_layout(columns):
 
 @constexpr_function
 def buffer_count(tiles, boxes, joined):
-    """How many buffers tiles of so many boxes take: with joined runs, a multiple of the longest one (`run_of`)."""
+    """How many buffers tiles of so many boxes take: where runs are joined, a multiple of the longest one (`run_of`)."""
     longest = _runs(boxes, joined)[0]
     return -(-tiles * boxes // longest) * longest
 
