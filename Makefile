@@ -5,8 +5,7 @@
 #   make lint            ruff and mypy
 #   make compile-gate    every kernel compiled for every architecture, without the devices
 #   make test-npu        the NPU backend on real torch_npu over host memory
-#   make test-triton37   the Hopper kernel with Triton 3.7
-#   make test-triton39   the CUDA backend with Triton 3.9
+#   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
 #
@@ -53,11 +52,11 @@ NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/te
   tests/tools/test_cli.py
 
 # What depends on the version of Triton.
-TRITON37_TESTS ?= tests/hopper tests/cuda/test_cuda_aot.py
-TRITON39_TESTS ?= tests/cuda tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
+TRITON_FORMS ?= sm90 bfloat16 D=64 full
+TRITON_TESTS ?= tests/cuda tests/hopper tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-triton37 test-triton39 docs clean
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu docs clean
 
 help:
 	@sed -n '3,12s/^#   //p' Makefile
@@ -104,11 +103,10 @@ $(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
 	touch $@
 
 # Only Triton differs, so it is laid over the first environment.
-$(CACHE)/triton37/.ready: TRITON_VERSION := 3.7.1
-$(CACHE)/triton39/.ready: TRITON_VERSION := 3.9.0
+.PRECIOUS: $(CACHE)/triton%/.ready
 $(CACHE)/triton%/.ready: $(VENV)/.ready
 	rm -rf $(@D)
-	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) triton==$(TRITON_VERSION)
+	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) 'triton==$*.*'
 	touch $@
 
 # On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: the gate takes both.
@@ -153,12 +151,10 @@ test-npu: $(VENV_NPU)/.ready
 	$(VENV_NPU)/bin/python tests/support/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
-# `PYTHONPATH=.cache/triton37 .venv/bin/diyfa compile sm_90` compiles every form.
-test-triton37: $(CACHE)/triton37/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton37 $(VENV)/bin/python -m pytest $(TRITON37_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
-
-test-triton39: $(CACHE)/triton39/.ready
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton39 $(VENV)/bin/python -m pytest $(TRITON39_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+# `make test-triton3.7` takes Triton 3.7, TRITON_FORMS='' compiles every kernel.
+test-triton%: $(CACHE)/triton%/.ready
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* $(VENV)/bin/python -m pytest $(TRITON_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict

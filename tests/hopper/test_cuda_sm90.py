@@ -179,8 +179,8 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
 
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert "Gluon of Triton 3.6 and 3.7, this is Triton 3.9.0" in hopper_configs.environment_refusal()
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert "Gluon of Triton 3.6 to 3.9, this is Triton 3.10.0" in hopper_configs.environment_refusal()
 
 
 def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ def test_what_another_program_writes_must_not_be_read() -> None:
 def test_descriptors_keep_the_rules_of_tma(
     block: tuple, changes: dict, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # Triton's own checks: 3.7 has more
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # Triton's own checks
     x = torch.zeros(90, 64, dtype=torch.float16)
     source = descriptor(x, *block, **changes)
     with pytest.raises(InvalidOperand, match=rule):
@@ -395,6 +395,24 @@ def test_a_descriptor_larger_than_its_tensor_is_out_of_bounds() -> None:
         kernel = InterpretedKernel(kernels.double_rows)
         source = descriptor(x, 16, 64, shape=[64, 64])
         kernel[(1,)](source, descriptor(target, 16, 64), torch.zeros(64), 64, STAGES=2, PER_WARP=False, BUG="")
+
+
+def join_tiles(bug: str = "") -> None:
+    out = torch.full((64, 128), float("nan"), dtype=torch.float16)
+    InterpretedKernel(kernels.join_tiles)[(1,)](out, BUG=bug)
+    assert (out[:, :64] == 2).all() and (out[:, 64:] == 3).all()
+
+
+def test_tiles_behind_one_another_are_a_wider_tile() -> None:
+    join_tiles()
+
+
+@pytest.mark.parametrize(
+    ("bug", "rule"), [("bytes", "as many bytes"), ("rows", "whole tiles"), ("swizzle", "the same swizzle")]
+)
+def test_other_views_of_tiles_are_reported(bug: str, rule: str) -> None:
+    with pytest.raises(InvalidOperand, match=f"needs .*{rule}"):
+        join_tiles(bug)
 
 
 def test_what_tritons_interpreter_leaves_behind_changes_nothing() -> None:

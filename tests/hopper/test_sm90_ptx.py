@@ -20,7 +20,7 @@ from diyfa.backends.cuda.gluon.inline_ptx import (
 
 needs_triton = pytest.mark.skipif(not has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
 
-# ---- text in, text out: PTX as Triton 3.6 and 3.7 write it
+# ---- text in, text out: PTX as Triton 3.6 to 3.9 write it
 
 COPY = (
     "@%p7 cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -120,7 +120,7 @@ def test_the_hook_of_somebody_else_is_called(monkeypatch: pytest.MonkeyPatch) ->
 @needs_triton
 @pytest.mark.parametrize("others", [None, ("key of somebody else", "hash")], ids=["alone", "beside another"])
 def test_the_hook_says_what_kernels_are_kept_under(others: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.7 asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
+    """Triton asks, without arguments, for (key, hash). Other kernels keep the key that they have without us."""
     runtime = triton.knobs.runtime
     monkeypatch.setattr(runtime, "add_stages_inspection_hook", others and (lambda *arguments: others))
     with post_processing():

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from diyfa.backends.cuda.gluon.compat import async_load, async_store, reinterpret
 from diyfa.backends.cuda.gluon.inline_ptx import RELEASE_MARKER, WAIT_MARKER
 
 _RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
@@ -50,7 +51,7 @@ def _load_tiles(source, ring, full, empty, n_tiles, STAGES: gl.constexpr, BUG: g
             mbarrier.expect(full.index(stage), SIZE * 2)
         else:
             mbarrier.expect(full.index(stage), SIZE)
-        tma.async_copy_global_to_shared(source, [i * ROWS, 0], full.index(stage), ring.index(stage))
+        async_load(source, [i * ROWS, 0], full.index(stage), ring.index(stage))
 
 
 @gluon.jit
@@ -98,7 +99,7 @@ def _double_tiles(
         buffer.store(x + x)
         if BUG != "no_fence":
             fence_async_shared()
-        tma.async_copy_shared_to_global(target, [i * ROWS, 0], buffer)
+        async_store(target, [i * ROWS, 0], buffer)
     if BUG != "store_at_the_end":
         tma.store_wait(0)
     if BUG == "marker_at_the_end":
@@ -142,8 +143,8 @@ def _load_operands(a, b, a_buffers, b_buffers, full, empty, n_blocks, STAGES: gl
         stage = i % STAGES
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), SIZE)
-        tma.async_copy_global_to_shared(a, [0, i * K], full.index(stage), a_buffers.index(stage))
-        tma.async_copy_global_to_shared(b, [i * K, 0], full.index(stage), b_buffers.index(stage))
+        async_load(a, [0, i * K], full.index(stage), a_buffers.index(stage))
+        async_load(b, [i * K, 0], full.index(stage), b_buffers.index(stage))
 
 
 @gluon.jit
@@ -327,6 +328,25 @@ def multiply_by_warps(a_ptr, b_ptr, c_ptr, BUG: gl.constexpr):
 
 
 @gluon.jit
+def join_tiles(out_ptr, BUG: gl.constexpr):
+    """out [64, 128] fp16: four tiles of 64 columns in shared memory, filled with their numbers; the last two as one."""
+    SWIZZLE: gl.constexpr = 64 if BUG == "swizzle" else 128
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    REGISTERS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    tiles = gl.allocate_shared_memory(gl.float16, [4, 64, 64], TILE)
+    for i in gl.static_range(4):
+        tiles.index(i).store(gl.full([64, 64], i, gl.float16, REGISTERS))
+    PAIRS: gl.constexpr = 3 if BUG == "bytes" else 2
+    N_ROWS: gl.constexpr = 32 if BUG == "rows" else 64
+    N_COLUMNS: gl.constexpr = 256 if BUG == "rows" else 128
+    wide = reinterpret(tiles, gl.float16, [PAIRS, N_ROWS, N_COLUMNS], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
+    pair = wide.index(1).load(REGISTERS)
+    rows = gl.arange(0, N_ROWS, layout=gl.SliceLayout(1, REGISTERS))
+    columns = gl.arange(0, N_COLUMNS, layout=gl.SliceLayout(0, REGISTERS))
+    gl.store(out_ptr + rows[:, None] * N_COLUMNS + columns[None, :], pair)
+
+
+@gluon.jit
 def double_behind_partitions(x_tensor, x_ptr, BUG: gl.constexpr):
     """A partition fills x [64, 64] fp16 with ones through TMA, and the program doubles it once that has ended."""
     if BUG != "early":
@@ -352,7 +372,7 @@ def _fill_with_ones(x_tensor, buffer, BUG: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     buffer.store(gl.full([64, 64], 1.0, gl.float16, LAYOUT))
     fence_async_shared()
-    tma.async_copy_shared_to_global(x_tensor, [0, 0], buffer)
+    async_store(x_tensor, [0, 0], buffer)
     tma.store_wait(0)
     if BUG != "read_only":
         gl.inline_asm_elementwise(

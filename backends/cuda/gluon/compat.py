@@ -6,12 +6,23 @@ from typing import Any
 
 import triton
 
-TRITON = ("3.6", "3.7")  # Gluon changes names and meanings from release to release
+TRITON = ("3.6", "3.7", "3.8", "3.9")  # Gluon changes names and meanings from release to release
 
 
 def has_gluon() -> bool:
     """Whether this Triton is one whose Gluon the kernels are written in."""
     return ".".join(triton.__version__.split(".")[:2]) in TRITON
+
+
+if has_gluon():
+    from triton.experimental.gluon.language import shared_memory_descriptor as _shared_memory
+    from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
+
+    # TMA copies under the names they have since Triton 3.8; 3.9 has removed the old ones.
+    async_load: Any = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
+    async_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
+    # (shared memory, dtype, shape, layout) -> the same bytes seen as that. Before Triton 3.9 it was a private method.
+    reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
 
 
 def aggregate(cls: type) -> Any:

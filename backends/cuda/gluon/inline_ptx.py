@@ -1,4 +1,4 @@
-"""Post-processes PTX where Gluon of Triton 3.6 and 3.7 has no words for what is meant.
+"""Post-processes PTX where Gluon has no words for what is meant, in none of the versions in `compat.py`.
 
 There neither the warps of a consumer nor the lanes of the producer can wait and arrive at a barrier each for itself:
 Triton puts a barrier among them first, and one arrives for all. `barriers.py` writes markers in front of the
@@ -101,7 +101,7 @@ def post_processing() -> Iterator[None]:
 
         def both(*arguments: Any) -> Any:
             asked = other(*arguments) if other is not None else None
-            if not arguments:  # Triton 3.7 asks for a cache key; for our edits the markers are in it
+            if not arguments:  # Triton since 3.7 asks for a cache key; for our edits the markers are in it
                 return asked or ("", "")
             return _wrap_ptx_stage(*arguments)
 

@@ -303,7 +303,8 @@ def refuses(problem: AttentionProblem) -> str | None:
 def environment_refusal() -> str | None:
     """Why the kernel cannot be compiled here, whatever the problem, or None."""
     if not has_gluon():
-        return f"sm90 is written in the Gluon of Triton {' and '.join(TRITON)}, this is Triton {triton.__version__}"
+        known = f"{TRITON[0]} to {TRITON[-1]}"
+        return f"sm90 is written in the Gluon of Triton {known}, this is Triton {triton.__version__}"
     if is_interpreting():
         return "sm90 is written in Gluon, which Triton's interpreter does not run"
     return None

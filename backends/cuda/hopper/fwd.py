@@ -52,15 +52,17 @@ from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     Queries,
     accumulator_layout,
+    buffer_count,
+    buffer_of,
     finish_values,
     mma_operand,
     queries_in_registers,
     rescaled,
     run_count,
+    run_of,
     run_start,
     start_scores,
     start_values,
-    tile_of_run,
     zero_output,
 )
 from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags, overflown_rows
@@ -493,7 +495,7 @@ def _store_output(consumer, tile, row0, o, factor, share):
     CONSUMER: gl.constexpr = consumer.INDEX
     DTYPE: gl.constexpr = outputs.o_tensor.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
-    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # from one consumer's to the next one's
+    O_BOXES: gl.constexpr = config.BOXES_V if config.OWN_O else config.BOXES  # of a tile of `o_buffers`
     if config.DIRECT:
         rows_of_o = matrix(outputs.o_ptr, outputs.o_tensor, 0)
         offset = offset_of(rows_of_o, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
@@ -509,11 +511,12 @@ def _store_output(consumer, tile, row0, o, factor, share):
         if config.DIRECT:
             store_rows(out, rows_of_o, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
         else:
-            tile_of_run(outputs.o_buffers, CONSUMER * O_BOXES, run, config.BOXES_V).store(out)
+            run_of(outputs.o_buffers, CONSUMER, O_BOXES, run, config.BOXES_V).store(out)
     if not config.DIRECT:
         fence_async_shared()
         for j in gl.static_range(config.BOXES_V):
-            o_buffer = outputs.o_buffers.index(CONSUMER * O_BOXES + j).reshape(outputs.o_tensor.block_shape)
+            o_buffer = buffer_of(outputs.o_buffers, CONSUMER, j, O_BOXES)
+            o_buffer = o_buffer.reshape(outputs.o_tensor.block_shape)
             start_store(
                 outputs.o_tensor, tile.b, tile.h, row0, j * WIDTH, tile.first_q + tile.n_queries, tile.n_queries,
                 o_buffer, problem.LENGTHS == PACKED,
@@ -617,15 +620,20 @@ def _fwd_sm90_kernel(
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * BOXES] + q_tensor.block_shape, q_tensor.layout)
+    # Queries and K are read box by box; runs are those of out, where it leaves through the queries' buffers, and of V.
+    Q_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES, not OWN_O and not DIRECT)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = STAGES if ONE_RING else STAGES // 2
-    k_buffers = gl.allocate_shared_memory(DTYPE, [K_STAGES * BOXES] + k_tensor.block_shape, k_tensor.layout)
+    K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES, ONE_RING)
+    k_buffers = gl.allocate_shared_memory(DTYPE, [K_BUFFERS] + k_tensor.block_shape, k_tensor.layout)
     if ONE_RING:
         v_buffers = k_buffers
     else:
-        v_buffers = gl.allocate_shared_memory(DTYPE, [K_STAGES * BOXES_V] + v_tensor.block_shape, v_tensor.layout)
+        V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES_V, True)
+        v_buffers = gl.allocate_shared_memory(DTYPE, [V_BUFFERS] + v_tensor.block_shape, v_tensor.layout)
     if OWN_O:
-        o_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMERS * BOXES_V] + o_tensor.block_shape, o_tensor.layout)
+        O_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES_V, True)
+        o_buffers = gl.allocate_shared_memory(DTYPE, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)

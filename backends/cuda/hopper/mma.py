@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, reinterpret
 from diyfa.backends.cuda.hopper.configs import CONSUMER_ROWS
 from diyfa.backends.cuda.hopper.softmax import any_in_warp
 
@@ -57,24 +57,63 @@ def accumulator_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@constexpr_function
+def buffer_count(tiles, boxes, by_runs):
+    """How many buffers tiles of so many boxes take: where they are read by runs, a multiple of the longest one."""
+    longest = _runs(boxes)[0] if by_runs else 1
+    return -(-tiles * boxes // longest) * longest
+
+
+@constexpr_function
+def _step(box, boxes):
+    """Buffers from one tile's box to the next one's: as many as the run has that the box is in."""
+    runs = _runs(boxes)
+    return next(length for i, length in enumerate(runs) if box < sum(runs[: i + 1]))
+
+
+@constexpr_function
+def _offset(box, boxes, tiles):
+    """The buffer of the first tile's box."""
+    runs = _runs(boxes)
+    before = next(sum(runs[:i]) for i in range(len(runs)) if box < sum(runs[: i + 1]))
+    return before * tiles + box - before
+
+
 @gluon.jit
-def tile_at(buffers, index, COUNT: gl.constexpr):
-    """COUNT buffers from `index` on as one matrix, whatever dimensions of one their descriptor has."""
+def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """The buffer of a box. `buffers` hold tiles of BOXES boxes: the first runs of all tiles, then the second ones."""
+    TILES: gl.constexpr = buffers.shape[0] // BOXES
+    return buffers.index(tile * _step(BOX, BOXES) + _offset(BOX, BOXES, TILES))
+
+
+@gluon.jit
+def box_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """The same as a matrix, whatever dimensions of one the buffers have."""
     RANK: gl.constexpr = len(buffers.shape)
-    N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
-    COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
-    if COUNT == 1:
-        tile = buffers.index(index).reshape([N_ROWS, COLUMNS])
-    else:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 16, 2)
-        tile = buffers.index(index)._reinterpret(buffers.dtype, [N_ROWS, COLUMNS * COUNT], LAYOUT)
-    return tile
+    return buffer_of(buffers, tile, BOX, BOXES).reshape([buffers.shape[RANK - 2], buffers.shape[RANK - 1]])
 
 
 @gluon.jit
-def tile_of_run(buffers, first, RUN: gl.constexpr, BOXES: gl.constexpr):
-    """The boxes of an accumulator as one matrix, of a tile whose boxes begin at buffer `first`."""
-    return tile_at(buffers, first + run_start(RUN, BOXES), run_length(RUN, BOXES))
+def run_of(buffers, tile, BOXES: gl.constexpr, RUN: gl.constexpr, OF: gl.constexpr):
+    """The boxes of an accumulator as one matrix, of a tile of which the first OF of BOXES boxes are in use.
+
+    Runs are powers of two, the longest first. So one of COUNT boxes begins at a multiple of COUNT buffers, and is one
+    tile among all buffers seen as tiles COUNT times as wide.
+    """
+    FIRST: gl.constexpr = run_start(RUN, OF)
+    COUNT: gl.constexpr = run_length(RUN, OF)
+    if COUNT == 1:
+        run = box_of(buffers, tile, FIRST, BOXES)
+    else:
+        RANK: gl.constexpr = len(buffers.shape)
+        N_ROWS: gl.constexpr = buffers.shape[RANK - 2]
+        COLUMNS: gl.constexpr = buffers.shape[RANK - 1]
+        TILES: gl.constexpr = buffers.shape[0] // BOXES
+        WIDE: gl.constexpr = buffers.shape[0] // COUNT
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 16, 2)
+        wide = reinterpret(buffers, buffers.dtype, [WIDE, N_ROWS, COLUMNS * COUNT], LAYOUT)
+        run = wide.index(tile * (_step(FIRST, BOXES) // COUNT) + _offset(FIRST, BOXES, TILES) // COUNT)
+    return run
 
 
 @aggregate
@@ -128,7 +167,7 @@ def queries_in_registers(queries, CONSUMER: gl.constexpr, config):
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(config.BLOCK_N), 2)
     q = ()
     for j in gl.static_range(config.Q_IN_REGISTERS):
-        q += (tile_at(queries.buffers, CONSUMER * queries.BOXES + j, 1).load(LAYOUT),)
+        q += (box_of(queries.buffers, CONSUMER, j, queries.BOXES).load(LAYOUT),)
     if config.Q_IN_REGISTERS > 0:
         fence_async_shared()
     return q
@@ -142,11 +181,11 @@ def start_scores(
     """Start q kᵀ, [64, BLOCK_N], from its boxes along the head dim."""
     s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N))
     for j in gl.static_range(config.BOXES):
-        k = tile_at(ring.k_buffers, ring.buffer_of(item) * config.BOXES + j, 1).permute((1, 0))
+        k = box_of(ring.k_buffers, ring.buffer_of(item), j, config.BOXES).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
             s = warpgroup_mma(q[j], k, s, use_acc=j > 0, is_async=True)
         else:
-            from_shared = tile_at(queries.buffers, CONSUMER * config.BOXES + j, 1)
+            from_shared = box_of(queries.buffers, CONSUMER, j, config.BOXES)
             s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
 
@@ -202,7 +241,7 @@ def start_values(p, o, ring, item, config):
     if config.PAIRS:
         p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(config.BOXES_V)):
-        v = tile_of_run(ring.v_buffers, ring.buffer_of(item) * config.BOXES_V, run, config.BOXES_V)
+        v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
         started += (warpgroup_mma(weights, v, o[run], is_async=True),)
     return started

@@ -11,13 +11,14 @@ bound; the other one goes to the sequence's first row and `length` rows further.
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
-from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
+from diyfa.backends.cuda.hopper.mma import buffer_of
 
 BOUND = gl.constexpr(ROW_BOUND)
 
@@ -193,7 +194,7 @@ def block_order(tile, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def start_load(
-    tensor, b, h, row, end, length, buffers, index, full,
+    tensor, b, h, row, end, length, buffers, tile, full,
     BOXES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile, which fills BOXES buffers of equal columns; `full` completes when all bytes have arrived.
@@ -204,21 +205,21 @@ def start_load(
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES
     mbarrier.expect(full, SIZE)
     for j in gl.static_range(BOXES):
-        buffer = buffers.index(index * BOXES + j)
+        buffer = buffer_of(buffers, tile, j, BOXES)
         if RAGGED:
             coordinates = [BOUND, end, h, BOUND - length + row, j * WIDTH]
         else:
             coordinates = [b, h, row, j * WIDTH]
-        tma.async_copy_global_to_shared(tensor, coordinates, full, buffer)
+        async_load(tensor, coordinates, full, buffer)
 
 
 @gluon.jit
 def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.constexpr):
     """Start writing one box of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
     if RAGGED:
-        tma.async_copy_shared_to_global(tensor, [BOUND, end, h, BOUND - length + row, column], buffer)
+        async_store(tensor, [BOUND, end, h, BOUND - length + row, column], buffer)
     else:
-        tma.async_copy_shared_to_global(tensor, [b, h, row, column], buffer)
+        async_store(tensor, [b, h, row, column], buffer)
 
 
 @gluon.jit

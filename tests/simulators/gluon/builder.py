@@ -38,6 +38,12 @@ def _scalar(handle: TensorHandle) -> int:
     return int(handle.data.reshape(-1)[0])
 
 
+def _need_one_cta(*routing: Any) -> None:
+    """`routing`: what Triton says about other programs of a cluster, each version in arguments of its own."""
+    if any(routing):
+        raise NotImplementedError(f"other programs of a cluster at {location()}: {routing}")
+
+
 class Builder(InterpreterBuilder):
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -156,7 +162,9 @@ class Builder(InterpreterBuilder):
 
     # ---- global memory
 
-    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
+    # How caches are to be used are two arguments or, since Triton 3.9, one. It changes no value.
+
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *caches_and_volatile: Any) -> Any:
         dtype = ptrs.get_element_ty()
         np_dtype = stored(dtype)
         reader, mask_data = self.program.writer_of(current()), np.broadcast_to(mask.data, ptrs.data.shape)
@@ -167,7 +175,7 @@ class Builder(InterpreterBuilder):
         known = current().clock.known
         return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader, known), dtype)
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> None:
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *caches: Any) -> None:
         writer = self.program.writer_of(current())
         mask_data = np.broadcast_to(mask.data, ptrs.data.shape)
         self.program.touch_global("store")
@@ -227,8 +235,7 @@ class Builder(InterpreterBuilder):
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
         if ty.element_ty != view.dtype or not isinstance(ty.layout, gl.NVMMASharedLayout):
             raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
-        shape = [int(n) for n in ty.shape]
-        return view.joined(shape, ty.layout)
+        return view.reinterpreted([int(n) for n in ty.shape], ty.layout)
 
     def create_fence_async_shared(self, cluster: bool) -> None:
         current().clock.fence()
@@ -243,13 +250,17 @@ class Builder(InterpreterBuilder):
     def create_mbarrier_inval(self, view: SharedView) -> None:
         barriers.invalidate(view)
 
-    def create_mbarrier_expect(self, view: SharedView, size: int, pred: TensorHandle) -> None:
+    def create_mbarrier_expect(self, view: SharedView, size: int, pred: TensorHandle, *routing: Any) -> None:
+        _need_one_cta(*routing)
         take_marker("mbarrier.expect")
         self.program.scheduler.pause()
         if _scalar(pred):
             barriers.barrier_at(view).expect(size)
 
-    def create_mbarrier_arrive(self, view: SharedView, count: int, pred: TensorHandle) -> None:
+    def create_mbarrier_arrive(self, view: SharedView, count: int, *pred_and_routing: Any) -> None:
+        # Triton 3.8 puts the predicate behind the routing, all others before it.
+        (pred,) = (x for x in pred_and_routing if isinstance(x, TensorHandle))
+        _need_one_cta(*(x for x in pred_and_routing if x is not pred))
         marker = take_marker("mbarrier.arrive", RELEASE_MARKER, ARRIVE_MARKER)
         if marker == ARRIVE_MARKER:
             if count != barriers.WARP or current().num_warps != 1:
@@ -277,16 +288,19 @@ class Builder(InterpreterBuilder):
         view: SharedView,
         pred: Any,
         multicast: bool = False,
+        im2col_offsets: Any = None,
+        cache_policy: Any = None,
     ) -> None:
-        if multicast:
-            raise NotImplementedError(f"copy to a cluster at {location()}")
+        _need_one_cta(multicast)
+        if im2col_offsets is not None:
+            raise NotImplementedError(f"im2col copy at {location()}")
         self.program.scheduler.pause()
         self.program.touch_global("copy")
         if _scalar(pred):
             Landing(descriptor, [_scalar(c) for c in coordinates], barriers.barrier_at(barrier), view)
 
     def create_async_tma_copy_local_to_global(
-        self, descriptor: Any, coordinates: list[TensorHandle], view: SharedView
+        self, descriptor: Any, coordinates: list[TensorHandle], view: SharedView, cache_policy: Any = None
     ) -> None:
         self.program.scheduler.pause()
         self.program.touch_global("copy")
@@ -299,7 +313,9 @@ class Builder(InterpreterBuilder):
         self.program.touch_global("copy")
         self.program.stores(current()).issue(descriptor, [_scalar(c) for c in coordinates], view, kind)
 
-    def create_async_tma_store_wait(self, pending: int) -> None:
+    def create_async_tma_store_wait(self, pending: int, read_only: bool = True) -> None:
+        if not read_only:
+            raise NotImplementedError(f"a wait at {location()} until stores are written")
         self.program.stores(current()).wait(pending)
 
     # ---- mma.sync

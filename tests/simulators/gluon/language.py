@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -38,8 +39,15 @@ def _with_semantic(member: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_builtin(member: Any) -> bool:
+    """Methods of Triton's values are builtins also where they are not marked as such (`slice` in Triton 3.9)."""
+    return tl_core.is_builtin(member) or (
+        inspect.isfunction(member) and "_semantic" in inspect.signature(member).parameters
+    )
+
+
 def _interpreted_members(cls: type) -> dict[str, Any]:
-    return {name: _with_semantic(m) for name, m in vars(cls).items() if tl_core.is_builtin(m)}
+    return {name: _with_semantic(m) for name, m in vars(cls).items() if _is_builtin(m)}
 
 
 class Tensor(tl_core.tensor):

@@ -98,7 +98,7 @@ class SharedView:
     def index(self, i: int, layout: Any) -> SharedView:
         if not 0 <= i < self.array.shape[0]:
             raise InvalidOperand(f"index {i} of shared memory of shape {self.array.shape}, at {location()}")
-        return SharedView(self.allocation, self.array[i], layout)
+        return type(self)(self.allocation, self.array[i], layout)
 
     def reshape(self, shape: list[int], layout: Any) -> SharedView:
         array = self.array.reshape(shape)
@@ -113,14 +113,17 @@ class SharedView:
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values
 
-    def joined(self, shape: list[int], layout: Any) -> SharedView:
-        """This matrix and those behind it, in the same swizzled form, as one with as many times its columns."""
+    def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
+        """The same bytes as tiles of as many rows and several times the columns.
+
+        A row fills the swizzle, so several tiles one behind another are what a wider tile of that swizzle consists of.
+        """
         rows, columns = self.array.shape[-2:]
         count, rest = divmod(shape[-1], columns)
-        start, size = self.offset() // self.array.itemsize, math.prod(shape)
         rules = {
-            "whole tiles": rest == 0 and list(shape[:-1]) == [rows] and self.array.size == rows * columns,
-            "memory of the same allocation": start + size <= self.allocation.array.size,
+            "as many bytes": math.prod(shape) == self.array.size,
+            "memory without gaps": self.array.flags.c_contiguous,
+            "whole tiles": rest == 0 and shape[-2] == rows,
             "the same element": layout.element_bitwidth == 8 * self.array.itemsize,
             "the same swizzle": layout.swizzle_byte_width == self.layout.swizzle_byte_width,
             "rows of one swizzle": columns * self.array.itemsize == layout.swizzle_byte_width,
@@ -128,8 +131,8 @@ class SharedView:
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise InvalidOperand(f"{self.array.shape} seen as {shape} at {location()} needs {'; '.join(broken)}")
-        tiles = self.allocation.array.reshape(-1)[start : start + size].reshape(count, rows, columns)
-        return JoinedView(self.allocation, tiles.transpose(1, 0, 2), layout)
+        tiles = self.array.reshape(*shape[:-2], count, rows, columns)
+        return JoinedView(self.allocation, np.moveaxis(tiles, -3, -2), layout)
 
     def access(
         self, what: str, clock: Clock, agent: Hashable, step: int, *, write: bool, asynchronous: bool = False
@@ -138,12 +141,12 @@ class SharedView:
 
 
 class JoinedView(SharedView):
-    """Tiles that lie one behind another, as one matrix: its array is [rows, tiles, columns of a tile]."""
+    """Tiles that lie one behind another, as one matrix: its array is [..., rows, tiles, columns of a tile]."""
 
     __slots__ = ()
 
     def values(self) -> np.ndarray:
-        return self.array.reshape(self.array.shape[0], -1)
+        return self.array.reshape(*self.array.shape[:-2], -1)
 
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values.reshape(self.array.shape)
