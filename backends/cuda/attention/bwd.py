@@ -28,7 +28,6 @@ from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     edge_form_of,
-    exact_block,
     form_of,
     reads_rows,
     schedule,
@@ -122,7 +121,6 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
-        "EXACT": exact_block(problem),
     }
 
 
@@ -149,7 +147,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, out, lse
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # what owns dq, dk, dv
-NO_ROWS = (None,) * 4
+NO_ROWS = (None, None)
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel}
 
 
@@ -216,7 +214,7 @@ class _Backward:
                 *feature_scalars(problem, tensors, self.scale),
                 tensors.sm_scale,
             )
-            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (12 + len(results)))
+            boxes = (*_boxes(problem, config, tensors, self.dout), *(None,) * (10 + len(results)))
             grid = problem.batch * (
                 cdiv(problem.seqlen_k, config.block_n) * problem.heads_kv
                 if kind == "dkdv"
@@ -232,7 +230,8 @@ class _Backward:
     def gradient(self, kind: str, config: AttentionConfig, results: tuple[torch.Tensor, ...]) -> None:
         problem, tensors = self.problem, self.tensors
         inputs = (tensors.q, tensors.k, tensors.v, self.dout)
-        rows = inputs if reads_rows(problem, config) else (None,) * len(inputs)
+        edges = (tensors.q, self.dout) if kind == "dkdv" else (tensors.k, tensors.v)
+        rows = edges if reads_rows(problem, config) else NO_ROWS
         launch = self.gradient_launch(kind, config, results)
         launch(*inputs, *rows, self.lse, self.delta, *feature_pointers(tensors), *results)
 
@@ -354,9 +353,9 @@ def repeat(
         launch_preprocess(stream, (at_out, at_dout, None, None, None, None, at_delta))
         inputs = (at_q, at_k, at_v, at_dout)
         rest = (at_lse, at_delta, None, None, None, None, None, None)
-        rows = inputs if rows_dkdv else NO_ROWS
+        rows = (at_q, at_dout) if rows_dkdv else NO_ROWS
         launch_dkdv(stream, (*inputs, *rows, *rest, at_dk, at_dv))
-        rows = inputs if rows_dq else NO_ROWS
+        rows = (at_k, at_v) if rows_dq else NO_ROWS
         launch_dq(stream, (*inputs, *rows, *rest, at_dq))
         return grads
 

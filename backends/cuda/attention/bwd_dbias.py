@@ -109,7 +109,7 @@ def _bwd_dbias_kernel(
             first_step = begin // BLOCK_N
             last_step = tl.cdiv(end, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(first_step, last_step):
+    for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out
         h = h_out
         tile_m = block_m
@@ -161,6 +161,7 @@ def _bwd_dbias_kernel(
         visible = visible_pairs(
             offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
         )
+        visible = visible & (offs_m < n_queries)[:, None]
         keep = True
         if DROPOUT:
             row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
@@ -172,8 +173,7 @@ def _bwd_dbias_kernel(
             n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
-        # A pair that is not seen, or a query beyond the sequence, weighs 0, which times NaN is NaN.
-        total += tl.where(visible & (offs_m < n_queries)[:, None], ds, 0.0)
+        total += ds
 
     out_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     out_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)

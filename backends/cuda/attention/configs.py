@@ -38,39 +38,14 @@ def form_of(config: AttentionConfig) -> int:
     return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
 
 
-def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether masked blocks are read in another form: a descriptor knows the end of the tensor, not of a sequence."""
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether masked blocks are read by address: a descriptor knows the end of the tensor, not of a sequence."""
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
-    return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
-
-
-# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
-# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
-# One at a time, without matrix instructions, where blocks of 16 would: for wide heads, and for products that are
-# multiply-adds on registers, those of float32 and on Turing all.
-EXACT_BLOCK = 16
-EXACT_BLOCK_MAX_HEAD_DIM = 128
-MULTIPLY_ADD = frozenset({"float32", "turing"})  # classes of `gpu_class`
-
-
-def exact_block(problem: AttentionProblem) -> int:
-    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
-
-    Without a mask and without dropout every pair depends on each other.
-    """
-    if not (problem.masked or problem.dropout):
-        return 0
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK
-
-
-def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
-    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
+    return PORTABLE_FORM if reads_rows(problem, config) else form_of(config)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
