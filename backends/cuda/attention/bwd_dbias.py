@@ -1,11 +1,11 @@
 """The gradient of attn_bias: dS itself, summed over whatever the bias was broadcast over.
 
 Each program owns one tile of dS positions and adds up what shares its bias entries, so sums have one order and nothing
-is atomic. What it walks over depends on the bias (REDUCE):
+is atomic. What it loops over depends on the bias (REDUCE):
 
-* NOTHING: the bias has both its dimensions; a tile of it walks over the samples and heads that share it;
-* QUERIES: one number for each key; a block of keys walks over the queries of one head;
-* KEYS: one number for each query, or one for all; a block of queries walks over the keys of one head.
+* NOTHING: the bias has both its dimensions; a tile of it loops over the samples and heads that share it;
+* QUERIES: one number for each key; a block of keys loops over the queries of one head;
+* KEYS: one number for each query, or one for all; a block of queries loops over the keys of one head.
 
 The last two leave partial sums for each head, (B, H, Sk) or (B, H, Sq), which PyTorch adds up. Scores are formed once
 more, which only calls whose bias wants a gradient pay for.
@@ -43,7 +43,7 @@ QUERIES = tl.constexpr(1)
 KEYS = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "walk", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "steps", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
@@ -55,7 +55,7 @@ def _bwd_dbias_kernel(
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
     heads_out,  # heads that the result has: 1 where the bias is broadcast over them
-    walk,  # tiles that a program adds up
+    steps,  # tiles that a program adds up
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -79,9 +79,9 @@ def _bwd_dbias_kernel(
         pid = pid // blocks_m
     b_out = pid // heads_out
     h_out = pid % heads_out
-    # Tiles that no query of any head sees are left out of the walk.
+    # Tiles that no query of any head sees are left out of the loop.
     first_step = pid * 0
-    last_step = first_step + walk
+    last_step = first_step + steps
     if REDUCE == NOTHING:
         if LENGTHS == EQUAL:
             begin, _, _, end = key_blocks(
@@ -89,7 +89,7 @@ def _bwd_dbias_kernel(
                 BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
             )  # fmt: skip
             seen = (block_n * BLOCK_N < end) & (block_n * BLOCK_N + BLOCK_N > begin)
-            last_step = tl.where(seen, walk, 0)
+            last_step = tl.where(seen, steps, 0)
     else:
         _, _, n_queries, n_keys = sequence_of(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
@@ -114,7 +114,7 @@ def _bwd_dbias_kernel(
         h = h_out
         tile_m = block_m
         tile_n = block_n
-        if REDUCE == NOTHING:  # the walk runs over the heads that share the entry, and the samples
+        if REDUCE == NOTHING:  # the loop runs over the heads that share the entry, and the samples
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
@@ -220,21 +220,21 @@ def fill_bias_gradient(
     blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
     if shape[2] == seqlen_q and shape[3] == seqlen_k:
         reduce, out = NOTHING, dbias.view(shape)
-        grid, walk = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
+        grid, steps = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
         strides, heads_out = out.stride(), shape[1]
     elif shape[3] == seqlen_k:
         reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
-        grid, walk, strides, heads_out = blocks_n * batch * heads, blocks_m, out.stride(), heads
+        grid, steps, strides, heads_out = blocks_n * batch * heads, blocks_m, out.stride(), heads
     else:
         reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
-        grid, walk, strides, heads_out = blocks_m * batch * heads, blocks_n, out.stride(), heads
+        grid, steps, strides, heads_out = blocks_m * batch * heads, blocks_n, out.stride(), heads
     _bwd_dbias_kernel[(grid,)](
         q, k, v, dout,
         lse, delta, *feature_pointers(tensors),
         out,
         *(s for x in (q, k, v, dout) for s in bhsd_strides(x, problem.layout)[:3]),
         *feature_scalars(problem, tensors, scale),
-        *strides, heads_out, walk,
+        *strides, heads_out, steps,
         **constants(problem, tile, reduce.value), **schedule(tile),
     )  # fmt: skip
     if reduce is not NOTHING:

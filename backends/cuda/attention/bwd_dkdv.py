@@ -1,4 +1,4 @@
-"""dK and dV: each program owns a block of keys and walks over the queries of every head in the group.
+"""dK and dV: each program owns a block of keys and loops over the queries of every head in the group.
 
 Scores are formed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
 Grouped heads are summed in the accumulators: no atomics, the same bits in every run. See bwd.py for the formulas.

@@ -1,4 +1,4 @@
-"""dQ: each program owns a block of queries and walks over the keys, as the forward pass does. See bwd.py."""
+"""dQ: each program owns a block of queries and loops over the keys, as the forward pass does. See bwd.py."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _dq_blocks(
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
     for start_n in tl.range(start, end, BLOCK_N, disable_licm=True):
-        corner_here = corner
+        block_corner = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
             start_n += skipped
             if BIAS:
-                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
@@ -102,8 +102,8 @@ def _dq_blocks(
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
             q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP,
-            ALIBI, BIAS, DROPOUT, PRECISION,
+            n_keys, offset, scale, softcap, slope, keep_scale, block_corner, stride_biasm, stride_biasn, MASKED,
+            SOFTCAP, ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - t * t)

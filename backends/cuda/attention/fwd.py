@@ -1,8 +1,8 @@
 """FlashAttention-2 forward (Dao 2023, arXiv:2307.08691, algorithm 1) with block pointers or TMA descriptors.
 
-Each program owns BLOCK_M queries of one head and walks over the keys in blocks of BLOCK_N: scores stay on chip, the
+Each program owns BLOCK_M queries of one head and loops over the keys in blocks of BLOCK_N: scores stay on chip, the
 softmax is kept up to date by rescaling (online softmax), the normalisation comes once at the end. What differs from
-the paper: the walk is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
+the paper: the loop is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
 diagonal or the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads
 that share keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
 Optional features are compile-time flags: a call without them runs none of their instructions.
@@ -112,12 +112,12 @@ def _attend_blocks(
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
     for start_n in tl.range(start, end, BLOCK_N, disable_licm=FORM == DESCRIPTOR):
-        corner_here = corner
+        block_corner = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
             start_n += skipped
             if BIAS:
-                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
@@ -129,7 +129,7 @@ def _attend_blocks(
         if ADJUSTED:
             s, _ = scores_log2(
                 s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
-                corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+                block_corner, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
@@ -186,7 +186,7 @@ def _fwd_kernel(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
     row0 = block_m * BLOCK_M
-    # The grid covers the longest sequence; a shorter one has nothing here, not even rows to fill with zeros.
+    # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
     if LENGTHS == PACKED and row0 >= n_queries:
         return
     offset = n_keys - n_queries  # query i is aligned with key i + offset
