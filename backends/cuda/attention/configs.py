@@ -148,7 +148,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     ),
     "float32": (
         (64, C(32, 32, 8, 1)),
-        (128, C(16, 32, 8, 1, spill_budget=64)),
+        (128, C(16, 32, 8, 1, spill_budget=96)),
         (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
     ),
