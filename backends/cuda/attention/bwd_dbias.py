@@ -19,7 +19,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -30,12 +30,14 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    load_statistics,
     query_blocks,
     sequence_of,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
+from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_base, load_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, bhsd_strides
 
 NOTHING = tl.constexpr(0)
@@ -149,14 +151,10 @@ def _bwd_dbias_kernel(
             v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, POINTER
         )
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
-        lse_row = lse_ptr + row
-        delta_row = delta_ptr + row
-        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
+        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+        )
         corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
         visible = visible_pairs(
             offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
@@ -164,7 +162,6 @@ def _bwd_dbias_kernel(
         visible = visible & (offs_m < n_queries)[:, None]
         keep = True
         if DROPOUT:
-            row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)

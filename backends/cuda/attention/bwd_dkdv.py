@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     query_blocks,
     scores_log2,
     sequence_of,
@@ -29,19 +30,6 @@ from diyfa.backends.cuda.attention.tile_io import (
     load_tile,
     store_tile,
 )
-
-
-@triton.jit
-def _head_features(slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
-    """What ALiBi and dropout need of query head h: (slope, row keys, words of the columns)."""
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    row_key0, row_key1, column_word0, column_word1 = 0, 0, 0, 0
-    if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-        column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-    return slope, row_key0, row_key1, column_word0, column_word1
 
 
 @triton.jit
@@ -203,12 +191,12 @@ def _bwd_dkdv_kernel(
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
         lse_row = lse_ptr + row
         delta_row = delta_ptr + row
-        slope, row_key0, row_key1, column_word0, column_word1 = _head_features(
-            slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI, DROPOUT
+        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
         )
-        bias_base = bias_ptr
-        if BIAS:
-            bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        column_word0, column_word1 = 0, 0
+        if DROPOUT:
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
         if HAS_MASK:
             q_edge, do_edge = q_ref, do_ref
             if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know

@@ -6,19 +6,21 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    load_statistics,
+    masked_keys,
     scores_log2,
     sequence_of,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import (
     EQUAL,
-    LOG2E,
     PACKED,
     POINTER,
     head_base,
@@ -155,30 +157,16 @@ def _bwd_dq_kernel(
         do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
     )
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
-    lse_row = lse_ptr + row
-    delta_row = delta_ptr + row
-    lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-    delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
+    lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
     begin, full_begin, full_end, end = key_blocks(
         row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
     )
-    gap = full_end - full_begin
-    if HAS_LEFT:
-        masked_begin = begin
-        masked_end = end - gap
-    else:
-        masked_begin = full_end
-        masked_end = end
-
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    bias_base = bias_ptr
-    if BIAS:
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
-    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, HAS_LEFT)
+    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+    )
+    row_word0, row_word1 = 0, 0
     if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(

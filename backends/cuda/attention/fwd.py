@@ -25,7 +25,7 @@ from diyfa.backends.cuda.attention.configs import (
     schedule,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -41,7 +41,9 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    masked_keys,
     scores_log2,
     sequence_of,
     visible_pairs,
@@ -200,15 +202,11 @@ def _fwd_kernel(
     )
 
     ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    bias_base = bias_ptr
-    if BIAS:
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
-    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
+    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+    )
+    row_word0, row_word1 = 0, 0
     if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -223,13 +221,7 @@ def _fwd_kernel(
     if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
         k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
         v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
-    gap = full_end - full_begin
-    if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
-        masked_begin = begin
-        masked_end = end - gap
-    else:
-        masked_begin = full_end
-        masked_end = end
+    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, HAS_LEFT)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
