@@ -283,8 +283,8 @@ MUTATIONS = [
     ),
     Mutation(
         "GQA: dK sums other heads", DKDV,
-        "    for g in tl.range(0, group):\n        h = hk * group + g\n        q_ref",
-        "    for g in tl.range(0, group):\n        h = g * heads_kv + hk\n        q_ref", matrix("cuda", "gqa_4_2"),
+        "        h = hk * group + g\n        q_ref",
+        "        h = g * heads_kv + hk\n        q_ref", matrix("cuda", "gqa_4_2"),
     ),
     # ---- Features
     Mutation("ALiBi: sign", SCORES, "s = s - (slope * LOG2E)", "s = s + (slope * LOG2E)", matrix("cuda", "alibi")),

@@ -2,9 +2,9 @@
 
 Up to four kernels. `_bwd_preprocess_kernel` reduces delta = rowsum(dO * O) - dLSE, the part of dS that is the same for
 a whole row (the gradient of the log-sum-exp enters here, so it costs nothing later). `_bwd_dkdv_kernel` gives each
-program a block of keys and walks over the queries of every head in the group; `_bwd_dq_kernel` gives each program a
-block of queries and walks over the keys; `_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes
-dQ, dK and dV in one walk and adds dQ atomically; two walks cost two more products out of seven, and are bitwise
+program a block of keys and loops over the queries of every head in the group; `_bwd_dq_kernel` gives each program a
+block of queries and loops over the keys; `_bwd_dbias_kernel` runs when the bias wants a gradient. The paper computes
+dQ, dK and dV in one loop and adds dQ atomically; two loops cost two more products out of seven, and are bitwise
 reproducible.
 
     P = exp(S - LSE),  dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dSᵀ Q * scale
@@ -27,7 +27,6 @@ from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     edge_form_of,
-    exact_block,
     form_of,
     schedule,
 )
@@ -120,7 +119,6 @@ def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, o
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
-        "EXACT": exact_block(problem),
     }
 
 
@@ -175,10 +173,11 @@ class Backward:
         """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
+        kernel = _GRADIENT_KERNELS[kind]
         m, n = config.block_m, config.block_n
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
         arguments = {
-            **read_by(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
+            **read_by(kernel, problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
             "lse_ptr": self.lse,
             "delta_ptr": self.delta,
             **{f"{name}_ptr": x for name, x in results.items()},
@@ -192,7 +191,7 @@ class Backward:
             else (cdiv(problem.seqlen_q, m), problem.heads_q)
         )
         grid = problem.batch * blocks * heads
-        return Launch(_GRADIENT_KERNELS[kind], grid, arguments, constants(problem, config), schedule(config))
+        return Launch(kernel, grid, arguments, constants(problem, config), schedule(config))
 
 
 def _fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:

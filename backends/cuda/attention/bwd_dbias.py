@@ -1,11 +1,11 @@
 """The gradient of attn_bias: dS itself, summed over whatever the bias was broadcast over.
 
 Each program owns one tile of dS positions and adds up what shares its bias entries, so sums have one order and nothing
-is atomic. What it walks over depends on the bias (REDUCE):
+is atomic. What it loops over depends on the bias (REDUCE):
 
-* NOTHING: the bias has both its dimensions; a tile of it walks over the samples and heads that share it;
-* QUERIES: one number for each key; a block of keys walks over the queries of one head;
-* KEYS: one number for each query, or one for all; a block of queries walks over the keys of one head.
+* NOTHING: the bias has both its dimensions; a tile of it loops over the samples and heads that share it;
+* QUERIES: one number for each key; a block of keys loops over the queries of one head;
+* KEYS: one number for each query, or one for all; a block of queries loops over the keys of one head.
 
 The last two leave partial sums for each head, (B, H, Sk) or (B, H, Sq), which PyTorch adds up. Scores are formed once
 more, which only calls whose bias wants a gradient pay for.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.bwd_dq import score_gradient
 from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -30,12 +30,14 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    load_statistics,
     query_blocks,
     sequence_of,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import EQUAL, LOG2E, POINTER, cdiv, head_base, load_tile
+from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_base, load_tile
 from diyfa.backends.cuda.runtime.launch import launch_kernel
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -44,7 +46,7 @@ QUERIES = tl.constexpr(1)
 KEYS = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "walk", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "steps", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
@@ -56,7 +58,7 @@ def _bwd_dbias_kernel(
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
     heads_out,  # heads that the result has: 1 where the bias is broadcast over them
-    walk,  # tiles that a program adds up
+    steps,  # tiles that a program adds up
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -80,9 +82,9 @@ def _bwd_dbias_kernel(
         pid = pid // blocks_m
     b_out = pid // heads_out
     h_out = pid % heads_out
-    # Tiles that no query of any head sees are left out of the walk.
+    # Tiles that no query of any head sees are left out of the loop.
     first_step = pid * 0
-    last_step = first_step + walk
+    last_step = first_step + steps
     if REDUCE == NOTHING:
         if LENGTHS == EQUAL:
             begin, _, _, end = key_blocks(
@@ -90,7 +92,7 @@ def _bwd_dbias_kernel(
                 BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
             )  # fmt: skip
             seen = (block_n * BLOCK_N < end) & (block_n * BLOCK_N + BLOCK_N > begin)
-            last_step = tl.where(seen, walk, 0)
+            last_step = tl.where(seen, steps, 0)
     else:
         _, _, n_queries, n_keys = sequence_of(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
@@ -110,12 +112,12 @@ def _bwd_dbias_kernel(
             first_step = begin // BLOCK_N
             last_step = tl.cdiv(end, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(first_step, last_step):
+    for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out
         h = h_out
         tile_m = block_m
         tile_n = block_n
-        if REDUCE == NOTHING:  # the walk runs over the heads that share the entry, and the samples
+        if REDUCE == NOTHING:  # the loop runs over the heads that share the entry, and the samples
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
@@ -150,21 +152,17 @@ def _bwd_dbias_kernel(
             v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, POINTER
         )
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
-        lse_row = lse_ptr + row
-        delta_row = delta_ptr + row
-        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
+        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+        )
         corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
         visible = visible_pairs(
             offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
         )
+        visible = visible & (offs_m < n_queries)[:, None]
         keep = True
         if DROPOUT:
-            row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
@@ -173,8 +171,7 @@ def _bwd_dbias_kernel(
             n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, SOFTCAP,
             ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
-        # A pair that is not seen, or a query beyond the sequence, weighs 0, which times NaN is NaN.
-        total += tl.where(visible & (offs_m < n_queries)[:, None], ds, 0.0)
+        total += ds
 
     out_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     out_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -221,14 +218,14 @@ def launch_of(
     blocks_m, blocks_n = cdiv(seqlen_q, tile.block_m), cdiv(seqlen_k, tile.block_n)
     if shape[2] == seqlen_q and shape[3] == seqlen_k:
         reduce, out = NOTHING, dbias.view(shape)
-        grid, walk = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
+        grid, steps = blocks_m * blocks_n * shape[0] * shape[1], batch * heads // (shape[0] * shape[1])
         heads_out = shape[1]
     elif shape[3] == seqlen_k:
         reduce, out = QUERIES, q.new_empty((batch, heads, 1, seqlen_k), dtype=torch.float32)
-        grid, walk, heads_out = blocks_n * batch * heads, blocks_m, heads
+        grid, steps, heads_out = blocks_n * batch * heads, blocks_m, heads
     else:
         reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
-        grid, walk, heads_out = blocks_m * batch * heads, blocks_n, heads
+        grid, steps, heads_out = blocks_m * batch * heads, blocks_n, heads
     arguments = {
         "q_ptr": q,
         "k_ptr": k,
@@ -241,7 +238,7 @@ def launch_of(
         **feature_arguments(problem, tensors, scale),
         **dict(zip(("stride_outb", "stride_outh", "stride_outm", "stride_outn"), out.stride(), strict=True)),
         "heads_out": heads_out,
-        "walk": walk,
+        "steps": steps,
     }
     return Launch(_bwd_dbias_kernel, grid, arguments, constants(problem, tile, reduce.value), schedule(tile)), out
 

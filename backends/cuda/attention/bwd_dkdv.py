@@ -1,4 +1,4 @@
-"""dK and dV: each program owns a block of keys and walks over the queries of every head in the group.
+"""dK and dV: each program owns a block of keys and loops over the queries of every head in the group.
 
 Scores are formed transposed, [BLOCK_N, BLOCK_M], so that P and dS are left operands of the products that accumulate.
 Grouped heads are summed in the accumulators: no atomics, the same bits in every run. See bwd.py for the formulas.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.dots import dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.attention.exact import EXACT_ROWS, any_of, exact_dot_add, holds_nonfinite, row_products
+from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     query_blocks,
     scores_log2,
     sequence_of,
@@ -23,7 +23,6 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
-    EQUAL,
     LOG2E,
     PACKED,
     POINTER,
@@ -31,19 +30,6 @@ from diyfa.backends.cuda.attention.tile_io import (
     load_tile,
     store_tile,
 )
-
-
-@triton.jit
-def _head_features(slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI: tl.constexpr, DROPOUT: tl.constexpr):
-    """What ALiBi and dropout need of query head h: (slope, row keys, words of the columns)."""
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    row_key0, row_key1, column_word0, column_word1 = 0, 0, 0, 0
-    if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-        column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-    return slope, row_key0, row_key1, column_word0, column_word1
 
 
 @triton.jit
@@ -75,24 +61,24 @@ def _dkdv_blocks(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [start, end) of one head, leaving out `gap` at `gap_at` (MASKED with HAS_LEFT: both edges in one).
 
     AHEAD: statistics are loaded a block ahead. It spares the wgmma loops most of their spills, and gives others some.
+    Nothing is moved out of the loops, this one and that over the heads: the accumulators need the registers.
     MASKED compares positions, and clears what lies beyond a shorter sequence. Where all have one length, queries beyond
-    the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask. EXACT (and MASKED): see exact.py.
+    the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
     """
     PRECISE: tl.constexpr = k.dtype == tl.float32
     CHECK_ROWS: tl.constexpr = MASKED or not EDGES
     HAS_GAP: tl.constexpr = MASKED and (HAS_LEFT or EDGES)
-    STAGES: tl.constexpr = 1 if EXACT else None
     if AHEAD:
         first_m = start
         if HAS_GAP:
             first_m += tl.where(start >= gap_at, gap, 0)
         next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, BLOCK_M), n_queries)
-    for start_m in tl.range(start, end, BLOCK_M, num_stages=STAGES):
+    for start_m in tl.range(start, end, BLOCK_M, disable_licm=True):
         next_m = start_m + BLOCK_M
         if HAS_GAP:
             start_m += tl.where(start_m >= gap_at, gap, 0)
@@ -112,7 +98,7 @@ def _dkdv_blocks(
             do_ref, b, h, first_q, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, CHECK_ROWS, LENGTHS,
             FORM,
         )  # fmt: skip
-        s_t = row_products(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+        s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
         corner = bias_base
         if BIAS:
             corner = bias_corner(bias_base, start_m, col0, stride_biasm, stride_biasn)
@@ -131,84 +117,21 @@ def _dkdv_blocks(
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             keep_t = keep_tile(column_word0, column_word1, row_word0, row_word1, threshold)  # [BLOCK_N, BLOCK_M]
             kept_t = tl.where(keep_t, p_t, 0.0)
-        if EXACT:
-            visible = visible & (offs_m < n_queries)[None, :]
-            kept_visible = visible
-            if DROPOUT:
-                kept_visible = visible & keep_t
-            dv = exact_dot_add(kept_t, kept_visible, do, dv, PRECISION)
-        else:
-            dv = dot_add(round_to(kept_t, do.dtype), do, dv, PRECISION)
-        dp_t = row_products(v, do, PRECISION)  # [BLOCK_N, BLOCK_M]
+        dv = dot_add(round_to(kept_t, do.dtype), do, dv, PRECISION)
+        dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
         if DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
         if SOFTCAP:
             ds_t = ds_t * (1.0 - tanh_t * tanh_t)
-        if EXACT:
-            dk = exact_dot_add(tl.where(visible, ds_t, 0.0), visible, q, dk, PRECISION)
-        else:
-            dk = dot_add(round_to(ds_t, q.dtype), q, dk, PRECISION)
+        dk = dot_add(round_to(ds_t, q.dtype), q, dk, PRECISION)
     return dk, dv
-
-
-@triton.jit
-def _rewrite_dkdv(
-    q_ptr, k_base, v_base, do_ptr, dk_base, dv_base, lse_ptr, delta_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
-    b, hk, first_q, col0, n_queries, n_keys, offset, window_left, window_right,
-    stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, stride_dob, stride_doh, stride_dom, stride_dkn, stride_dvn,
-    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn, heads_q, group, seqlen_q, total_q,
-    scale, softcap, threshold, keep_scale, sm_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Compute dK and dV of keys [col0, col0 + BLOCK_N) again, exactly (exact.py).
-
-    The bases are addresses of the key head, q_ptr and do_ptr those of the tensors.
-    """
-    tl.debug_barrier()  # other threads wrote what is written over here
-    for col in tl.range(col0, tl.minimum(col0 + BLOCK_N, n_keys), EXACT_ROWS):
-        offs_n = col + tl.arange(0, EXACT_ROWS)
-        k = load_tile(k_base, 0, 0, 0, col, n_keys, stride_kn, HEAD_DIM, EXACT_ROWS, BLOCK_D, True, EQUAL, POINTER)
-        v = load_tile(v_base, 0, 0, 0, col, n_keys, stride_vn, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, True, EQUAL, POINTER)
-        begin, _, _, end = query_blocks(
-            col, n_queries, n_keys, offset, window_left, window_right, EXACT, EXACT_ROWS, HAS_LEFT, HAS_RIGHT, EQUAL,
-            False,
-        )  # fmt: skip
-        dk = tl.zeros([EXACT_ROWS, BLOCK_D], tl.float32)
-        dv = tl.zeros([EXACT_ROWS, BLOCK_DV], tl.float32)
-        for g in tl.range(0, group):
-            h = hk * group + g
-            q_base = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
-            do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, POINTER)
-            row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
-            slope, row_key0, row_key1, column_word0, column_word1 = _head_features(
-                slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI, DROPOUT
-            )
-            bias_base = bias_ptr
-            if BIAS:
-                bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
-            dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, bias_base, b, h, 0, begin, end, 0, 0,
-                col, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, EQUAL, True, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True, False,
-            )  # fmt: skip
-        if DROPOUT:
-            dv *= keep_scale
-        store_tile(dk_base, dk * sm_scale, col, n_keys, stride_dkn, HEAD_DIM, EXACT_ROWS, BLOCK_D, POINTER)
-        store_tile(dv_base, dv, col, n_keys, stride_dvn, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, POINTER)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    # Addresses of what FORM reads through descriptors, for EDGE_FORM and EXACT.
-    q_rows_ptr, k_rows_ptr, v_rows_ptr, do_rows_ptr,
+    q_rows_ptr, do_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -221,7 +144,7 @@ def _bwd_dkdv_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -261,19 +184,19 @@ def _bwd_dkdv_kernel(
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for g in tl.range(0, group):
+    for g in tl.range(0, group, disable_licm=True):
         h = hk * group + g
         q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
         do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
         lse_row = lse_ptr + row
         delta_row = delta_ptr + row
-        slope, row_key0, row_key1, column_word0, column_word1 = _head_features(
-            slopes_ptr, rng_state_ptr, b, h, offs_n, stride_slopeb, ALIBI, DROPOUT
+        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
         )
-        bias_base = bias_ptr
-        if BIAS:
-            bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        column_word0, column_word1 = 0, 0
+        if DROPOUT:
+            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
         if HAS_MASK:
             q_edge, do_edge = q_ref, do_ref
             if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
@@ -285,7 +208,7 @@ def _bwd_dkdv_kernel(
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False, AHEAD,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, AHEAD,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
@@ -293,14 +216,11 @@ def _bwd_dkdv_kernel(
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
                 keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM, False, AHEAD,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM, AHEAD,
             )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
-    leaked = False
-    if EXACT:
-        leaked = any_of((holds_nonfinite(dk) | holds_nonfinite(dv)) & live)
     if DROPOUT:
         dv *= keep_scale
     dk = tl.where(live[:, None], dk * sm_scale, 0.0)
@@ -310,20 +230,3 @@ def _bwd_dkdv_kernel(
     dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, LENGTHS, POINTER)
     store_tile(dk_base, dk, col0, n_rows, stride_dkn, HEAD_DIM, BLOCK_N, BLOCK_D, FORM)
     store_tile(dv_base, dv, col0, n_rows, stride_dvn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, FORM)
-
-    if EXACT:  # noqa: SIM102 (decided when it is compiled)
-        if leaked:
-            q_rows, k_rows, v_rows, do_rows = q_ptr, k_ptr, v_ptr, do_ptr
-            if FORM == DESCRIPTOR:
-                q_rows, k_rows, v_rows, do_rows = q_rows_ptr, k_rows_ptr, v_rows_ptr, do_rows_ptr
-            k_base = head_base(k_rows, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
-            v_base = head_base(v_rows, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
-            _rewrite_dkdv(
-                q_rows, k_base, v_base, do_rows, dk_base, dv_base, lse_ptr, delta_ptr, slopes_ptr, bias_ptr,
-                rng_state_ptr, b, hk, first_q, col0, n_queries, n_keys, offset, window_left, window_right,
-                stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, stride_dob, stride_doh, stride_dom, stride_dkn,
-                stride_dvn, stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn, heads_q, group,
-                seqlen_q, total_q, scale, softcap, threshold, keep_scale, sm_scale,
-                HAS_LEFT, HAS_RIGHT, LENGTHS, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
-            )  # fmt: skip

@@ -1,33 +1,26 @@
-"""dQ: each program owns a block of queries and walks over the keys, as the forward pass does. See bwd.py."""
+"""dQ: each program owns a block of queries and loops over the keys, as the forward pass does. See bwd.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.dots import dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.attention.exact import (
-    EXACT_ROWS,
-    any_of,
-    exact_dot_add,
-    holds_nonfinite,
-    is_finite,
-    row_products,
-)
+from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    load_statistics,
+    masked_keys,
     scores_log2,
     sequence_of,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import (
-    DESCRIPTOR,
     EQUAL,
-    LOG2E,
     PACKED,
     POINTER,
     head_base,
@@ -45,18 +38,19 @@ def score_gradient(
 ):  # fmt: skip
     """A tile [BLOCK_M, BLOCK_N] of (dS behind the softcap, tanh of the softcap)."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
-    s = row_products(q, k, PRECISION)
+    s = dot(q, tl.trans(k), PRECISION)
     s, t = scores_log2(
         s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_biasm,
         stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
     )  # fmt: skip
     p = tl.math.exp2(s - lse_log2[:, None])
-    if MASKED:
-        p = tl.where(visible, p, 0.0)
-    dp = row_products(do, v, PRECISION)
+    dp = dot(do, tl.trans(v), PRECISION)
     if DROPOUT:
         dp = tl.where(keep, dp * keep_scale, 0.0)
-    return p * (dp - delta[:, None]), t
+    ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    return ds, t
 
 
 @triton.jit
@@ -75,20 +69,22 @@ def _dq_blocks(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks [start, end) without the gap; MASKED as in the forward pass. EXACT (and MASKED): see exact.py."""
-    STAGES: tl.constexpr = 1 if EXACT else None
+    """Key blocks [start, end) without the gap; MASKED as in the forward pass.
+
+    Nothing is moved out of the loop: the registers are full.
+    """
     corner = bias_base
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
-    for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        corner_here = corner
+    for start_n in tl.range(start, end, BLOCK_N, disable_licm=True):
+        block_corner = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
             start_n += skipped
             if BIAS:
-                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
@@ -108,63 +104,21 @@ def _dq_blocks(
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, t = score_gradient(
             q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP,
-            ALIBI, BIAS, DROPOUT, PRECISION,
+            n_keys, offset, scale, softcap, slope, keep_scale, block_corner, stride_biasm, stride_biasn, MASKED,
+            SOFTCAP, ALIBI, BIAS, DROPOUT, PRECISION,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - t * t)
-        if EXACT:
-            dq = exact_dot_add(tl.where(visible, ds, 0.0), visible, k, dq, PRECISION)
-        else:
-            dq = dot_add(round_to(ds, k.dtype), k, dq, PRECISION)
+        dq = dot_add(round_to(ds, k.dtype), k, dq, PRECISION)
         if BIAS:
             corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
     return dq
 
 
-@triton.jit
-def _rewrite_dq(
-    q_base, k_base, v_base, do_base, dq_base, lse_row, delta_row, bias_base, row0, n_queries, n_keys, offset,
-    window_left, window_right, stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm, stride_biasm, stride_biasn,
-    scale, softcap, slope, row_key0, row_key1, column_key0, column_key1, threshold, keep_scale, sm_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ of rows [row0, row0 + BLOCK_M) again, exactly (exact.py). The bases are addresses of the head."""
-    tl.debug_barrier()  # other threads wrote what is written over here
-    for row in tl.range(row0, tl.minimum(row0 + BLOCK_M, n_queries), EXACT_ROWS):
-        offs_m = row + tl.arange(0, EXACT_ROWS)
-        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-        delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
-        q = load_tile(q_base, 0, 0, 0, row, n_queries, stride_qm, HEAD_DIM, EXACT_ROWS, BLOCK_D, True, EQUAL, POINTER)
-        do = load_tile(
-            do_base, 0, 0, 0, row, n_queries, stride_dom, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, True, EQUAL, POINTER
-        )
-        begin, _, _, end = key_blocks(
-            row, n_queries, n_keys, offset, window_left, window_right, EXACT_ROWS, EXACT, HAS_LEFT, HAS_RIGHT, EQUAL
-        )
-        row_word0, row_word1 = 0, 0
-        if DROPOUT:
-            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-        dq = tl.zeros([EXACT_ROWS, BLOCK_D], tl.float32)
-        dq = _dq_blocks(
-            dq, q, do, lse_log2, delta, k_base, v_base, bias_base, 0, 0, 0, begin, end, 0, 0, row, offs_m, offset,
-            n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
-            softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
-            HAS_LEFT, HAS_RIGHT, EQUAL, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-            HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True,
-        )  # fmt: skip
-        store_tile(dq_base, dq * sm_scale, row, n_queries, stride_dqm, HEAD_DIM, EXACT_ROWS, BLOCK_D, POINTER)
-
-
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    # Addresses of what FORM reads through descriptors, for EDGE_FORM and EXACT.
-    q_rows_ptr, k_rows_ptr, v_rows_ptr, do_rows_ptr,
+    k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
     lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -176,7 +130,7 @@ def _bwd_dq_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -203,31 +157,16 @@ def _bwd_dq_kernel(
         do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
     )
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
-    lse_row = lse_ptr + row
-    delta_row = delta_ptr + row
-    lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-    delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
+    lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
     begin, full_begin, full_end, end = key_blocks(
         row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
     )
-    gap = full_end - full_begin
-    if HAS_LEFT:
-        masked_begin = begin
-        masked_end = end - gap
-    else:
-        masked_begin = full_end
-        masked_end = end
-
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    bias_base = bias_ptr
-    if BIAS:
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
-    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
-    row_key0, row_key1 = 0, 0
+    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, HAS_LEFT)
+    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+    )
+    row_word0, row_word1 = 0, 0
     if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _dq_blocks(
@@ -235,7 +174,7 @@ def _bwd_dq_kernel(
         offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
         softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, False,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
     if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
         k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
@@ -245,41 +184,10 @@ def _bwd_dq_kernel(
         row0, offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
         stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
-    leaked = False
-    if EXACT:
-        # A row whose statistics are not finite cannot be finite, if it sees a key at all.
-        first_seen = offs_m * 0
-        last_seen = first_seen + n_keys - 1
-        if HAS_LEFT:
-            first_seen = tl.maximum(offs_m + (offset - window_left), 0)
-        if HAS_RIGHT:
-            last_seen = tl.minimum(offs_m + (offset + window_right), n_keys - 1)
-        innocent = (is_finite(delta) & (lse_log2 == lse_log2)) | (first_seen > last_seen)
-        spoiled = innocent & False
-        if end > begin:  # without this the compiler for sm_100 fails: exact.py
-            spoiled = holds_nonfinite(dq) & innocent & (offs_m < n_queries)
-        leaked = any_of(spoiled)
     if LENGTHS != EQUAL:  # what a descriptor read beyond the sequence may be anything
         dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if LENGTHS == PACKED else seqlen_q
     dq_base = head_base(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqm, LENGTHS, POINTER)
     store_tile(dq_base, dq * sm_scale, row0, n_rows, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D, FORM)
-
-    if EXACT:  # noqa: SIM102 (decided when it is compiled)
-        if leaked:
-            q_rows, k_rows, v_rows, do_rows = q_ptr, k_ptr, v_ptr, do_ptr
-            if FORM == DESCRIPTOR:
-                q_rows, k_rows, v_rows, do_rows = q_rows_ptr, k_rows_ptr, v_rows_ptr, do_rows_ptr
-            q_base = head_base(q_rows, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
-            k_base = head_base(k_rows, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
-            v_base = head_base(v_rows, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
-            do_base = head_base(do_rows, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, POINTER)
-            _rewrite_dq(
-                q_base, k_base, v_base, do_base, dq_base, lse_row, delta_row, bias_base, row0, n_queries, n_keys,
-                offset, window_left, window_right, stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm,
-                stride_biasm, stride_biasn, scale, softcap, slope, row_key0, row_key1, column_key0, column_key1,
-                threshold, keep_scale, sm_scale, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
-            )  # fmt: skip

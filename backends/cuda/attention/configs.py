@@ -38,39 +38,14 @@ def form_of(config: AttentionConfig) -> int:
     return {"tma": DESCRIPTOR.value, "portable": PORTABLE_FORM, "widened": WIDENED_FORM}[config.form]
 
 
-def has_edge_form(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether masked blocks are read in another form: a descriptor knows the end of the tensor, not of a sequence."""
+def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether masked blocks are read by address: a descriptor knows the end of the tensor, not of a sequence."""
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
 def edge_form_of(problem: AttentionProblem, config: AttentionConfig) -> int:
     """The kernels' EDGE_FORM constant: how blocks that a mask cuts are read."""
-    return PORTABLE_FORM if has_edge_form(problem, config) else form_of(config)
-
-
-# Keys (dK/dV: queries) that the exact form takes at once. With more, it would decide how many registers a kernel needs
-# (sm_90, D = 64, 64x64: 137 with blocks of 32 and 106 with 16, as without any), and so how many programs share a core.
-# One at a time, without matrix instructions, where blocks of 16 would: for wide heads, and for products that are
-# multiply-adds on registers, those of float32 and on Turing all.
-EXACT_BLOCK = 16
-EXACT_BLOCK_MAX_HEAD_DIM = 128
-MULTIPLY_ADD = frozenset({"float32", "turing"})  # classes of `gpu_class`
-
-
-def exact_block(problem: AttentionProblem) -> int:
-    """The kernels' EXACT constant: keys or queries of a block that is computed again; 0 where none ever is.
-
-    Without a mask and without dropout every pair depends on each other.
-    """
-    if not (problem.masked or problem.dropout):
-        return 0
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    return 1 if width > EXACT_BLOCK_MAX_HEAD_DIM or gpu_class(problem) in MULTIPLY_ADD else EXACT_BLOCK
-
-
-def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether a kernel that reads through descriptors also wants the addresses: for masked or for exact blocks."""
-    return has_edge_form(problem, config) or (config.form == "tma" and exact_block(problem) != 0)
+    return PORTABLE_FORM if reads_rows(problem, config) else form_of(config)
 
 
 # Rows: (at most this padded head_dim) -> tile, for each class of GPU; the first that fits is the default, the others of
@@ -99,7 +74,7 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (64, C(64, 64, 4, 3, "tma", _LATER + "bias 297/283, causal 230/274; 2 stages 253/257, 215/247")),
         (64, C(128, 64, 8, 3, "portable", _H200 + "357/397/407")),
         (64, C(64, 64, 4, 3, "portable", _H200 + "353/384/388, causal 1k 275")),
-        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552", 256)),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "462/532/552")),
         (128, C(64, 64, 4, 3, "tma", _H200 + "453/527/509, causal 1k/4k 351/484")),
         (128, C(128, 128, 8, 3, "tma", _H200 + "410/503/516, causal 16k 536")),
         (128, C(64, 64, 4, 3, "portable", _H200 + "packed, causal 1k: 8 % over 128x128")),
@@ -146,14 +121,14 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
 }
 _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
     "wgmma": (
-        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 96)),
+        (64, C(128, 64, 4, 2, "tma", _LATER + "451/518, causal 336/480", 32)),
         (64, C(64, 64, 4, 3, "tma", _LATER + "447/484, causal 335/445; features: first")),
         (64, C(64, 128, 4, 3, "portable", _H200 + "396/446/460")),
         (64, C(32, 64, 4, 1, "portable", _H200 + "causal 1k 308")),
-        (128, C(64, 64, 4, 2, "tma", _LATER + "525/571, causal 453/559", 64)),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "525/571, causal 453/559")),
         (128, C(64, 64, 4, 2, "portable", _H200 + "492/554/579", 2048)),
         (128, C(64, 128, 8, 3, "portable", _H200 + "409/475/494", 1536)),
-        (256, C(64, 64, 8, 2, "tma", _LATER + "303/319, causal 259/306", 96)),
+        (256, C(64, 64, 8, 2, "tma", _LATER + "303/319, causal 259/306")),
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
@@ -172,8 +147,8 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(16, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(32, 32, 8, 1, spill_budget=64)),
-        (128, C(16, 32, 8, 1, spill_budget=32)),
+        (64, C(32, 32, 8, 1)),
+        (128, C(16, 32, 8, 1, spill_budget=96)),
         (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
     ),
@@ -197,8 +172,8 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (128, C(128, 32, 8, 3, "tma", _H200 + "593/651/615")),
         (128, C(128, 128, 8, 2, "portable", _H200 + "430/521/546")),
         (128, C(128, 32, 8, 3, "portable", _H200 + "483/534/546")),
-        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541", 64)),
-        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501", 416)),
+        (256, C(64, 32, 4, 3, "tma", _H200 + "451/533/541")),
+        (256, C(64, 64, 4, 2, "tma", _H200 + "428/541/501")),
         (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
     ),
     "large": (
@@ -219,7 +194,7 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "float32": (
         (64, C(32, 64, 8, 1)),
         (64, C(32, 32, 4, 1)),
-        (128, C(16, 16, 4, 1, spill_budget=32)),
+        (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
         (256, C(16, 16, 4, 1)),
     ),
@@ -282,11 +257,11 @@ _WIDE_FLOAT32: tuple[Row, ...] = (
 _RAGGED: dict[str, tuple[Row, ...]] = {
     "fwd": (
         (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
-        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 384)),
+        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 160)),
     ),
     "dkdv": (
-        (64, C(64, 64, 4, 3, "tma", _LATER + "411, 328; 128x64: 384, 293", 192)),
-        (128, C(64, 64, 4, 2, "tma", _LATER + "472, 425", 192)),
+        (64, C(64, 64, 4, 3, "tma", _LATER + "411, 328; 128x64: 384, 293")),
+        (128, C(64, 64, 4, 2, "tma", _LATER + "472, 425", 128)),
     ),
     "dq": (
         (64, C(128, 64, 8, 3, "tma", _H200 + "backward 296 to 302, 211")),

@@ -1,8 +1,8 @@
 """FlashAttention-2 forward (Dao 2023, arXiv:2307.08691, algorithm 1) with block pointers or TMA descriptors.
 
-Each program owns BLOCK_M queries of one head and walks over the keys in blocks of BLOCK_N: scores stay on chip, the
+Each program owns BLOCK_M queries of one head and loops over the keys in blocks of BLOCK_N: scores stay on chip, the
 softmax is kept up to date by rescaling (online softmax), the normalisation comes once at the end. What differs from
-the paper: the walk is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
+the paper: the loop is split into blocks that every query sees (no mask at all) and blocks that a window, the causal
 diagonal or the end of the sequence cuts; exponentials are base 2, with the scale folded into one multiply-add; heads
 that share keys (GQA) are neighbours in the grid, so they meet in L2; causal grids start with the longest rows.
 Optional features are compile-time flags: a call without them runs none of their instructions.
@@ -19,20 +19,11 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     edge_form_of,
-    exact_block,
     form_of,
     schedule,
 )
-from diyfa.backends.cuda.attention.dots import dot_add, round_to
-from diyfa.backends.cuda.attention.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.cuda.attention.exact import (
-    EXACT_ROWS,
-    any_of,
-    exact_dot_add,
-    holds_nonfinite,
-    is_finite,
-    row_products,
-)
+from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
@@ -48,14 +39,15 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import (
     bias_corner,
     first_row,
+    head_features,
     key_blocks,
+    masked_keys,
     scores_log2,
     sequence_of,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
-    EQUAL,
     LN2,
     LOG2E,
     PACKED,
@@ -106,37 +98,36 @@ def _attend_blocks(
     NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
 
-    MASKED compares positions, otherwise every query sees every key of the blocks. EXACT (and MASKED): m_i is the final
-    log-sum-exp, in units of log2, so that weights come out normalised, and only pairs that count bring anything.
+    MASKED compares positions, otherwise every query sees every key of the blocks. Nothing is moved out of a loop whose
+    tiles come through descriptors: the accumulator needs the registers.
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
-    STAGES: tl.constexpr = 1 if EXACT else None
     corner = bias_base
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
-    for start_n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        corner_here = corner
+    for start_n in tl.range(start, end, BLOCK_N, disable_licm=FORM == DESCRIPTOR):
+        block_corner = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
             start_n += skipped
             if BIAS:
-                corner_here = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
         start_n = tl.multiple_of(start_n, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(
             k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
         )
-        s = row_products(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
         if NEGATE:
             s = -s
         if ADJUSTED:
             s, _ = scores_log2(
                 s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
-                corner_here, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+                block_corner, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
@@ -145,10 +136,7 @@ def _attend_blocks(
             s = tl.where(visible, s, float("-inf"))
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
-        if EXACT:
-            p = tl.where(visible, tl.math.exp2(s * scale_log2 - m_i[:, None]), 0.0)
-        else:
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
         if DROPOUT:  # after the sum: the weights are normalised by all of them
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
@@ -156,61 +144,16 @@ def _attend_blocks(
         v = load_tile(
             v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
         )
-        if EXACT:
-            if DROPOUT:
-                visible = visible & keep
-            acc = exact_dot_add(p, visible, v, acc, PRECISION)
-        else:
-            acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
+        acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
         if BIAS:
             corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
     return acc, l_i, m_i
 
 
-@triton.jit
-def rewrite_outputs(
-    q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left, window_right,
-    stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap, slope,
-    row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ADJUSTED: tl.constexpr, NEGATE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Compute the outputs of rows [row0, row0 + BLOCK_M) again, exactly (exact.py), from their log-sum-exp.
-
-    The bases are addresses of the head; lse_row holds what this program has just written.
-    """
-    tl.debug_barrier()  # other threads wrote what is read and written over here
-    for row in tl.range(row0, tl.minimum(row0 + BLOCK_M, n_queries), EXACT_ROWS):
-        offs_m = row + tl.arange(0, EXACT_ROWS)
-        lse_log2 = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf")) * LOG2E
-        q = load_tile(q_base, 0, 0, 0, row, n_queries, stride_qm, HEAD_DIM, EXACT_ROWS, BLOCK_D, True, EQUAL, POINTER)
-        begin, _, _, end = key_blocks(
-            row, n_queries, n_keys, offset, window_left, window_right, EXACT_ROWS, EXACT, HAS_LEFT, HAS_RIGHT, EQUAL
-        )
-        row_word0, row_word1 = 0, 0
-        if DROPOUT:
-            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-        acc = tl.zeros([EXACT_ROWS, BLOCK_DV], tl.float32)
-        acc, _, _ = _attend_blocks(
-            acc, 0.0, lse_log2, q, k_base, v_base, bias_base, 0, 0, 0, begin, end, 0, 0, row, offs_m, offset,
-            n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
-            scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
-            HAS_LEFT, HAS_RIGHT, EQUAL, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-            HEAD_DIM, HEAD_DIM_V, EXACT, BLOCK_D, BLOCK_DV, PRECISION, POINTER, True,
-        )  # fmt: skip
-        if DROPOUT:
-            acc *= keep_scale
-        acc = tl.where((lse_log2 == float("inf"))[:, None], 0.0, acc)
-        store_tile(o_base, acc, row, n_queries, stride_om, HEAD_DIM_V, EXACT_ROWS, BLOCK_DV, POINTER)
-
-
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    q_rows_ptr, k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM and EXACT
+    k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -226,7 +169,7 @@ def _fwd_kernel(
     DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
@@ -241,7 +184,7 @@ def _fwd_kernel(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
     )
     row0 = block_m * BLOCK_M
-    # The grid covers the longest sequence; a shorter one has nothing here, not even rows to fill with zeros.
+    # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
     if LENGTHS == PACKED and row0 >= n_queries:
         return
     offset = n_keys - n_queries  # query i is aligned with key i + offset
@@ -255,16 +198,11 @@ def _fwd_kernel(
     )
 
     ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
-    bias_base = bias_ptr
-    if BIAS:
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
-    row_word0, row_word1, column_key0, column_key1 = 0, 0, 0, 0
-    row_key0, row_key1 = 0, 0
+    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
+        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+    )
+    row_word0, row_word1 = 0, 0
     if DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
     m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -274,24 +212,18 @@ def _fwd_kernel(
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, False,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
     )  # fmt: skip
     if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
         k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
         v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
-    gap = full_end - full_begin
-    if HAS_LEFT:  # both masked edges: [begin, full_begin) and [full_end, end)
-        masked_begin = begin
-        masked_end = end - gap
-    else:
-        masked_begin = full_end
-        masked_end = end
+    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, HAS_LEFT)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, False,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
     )  # fmt: skip
     if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
         sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
@@ -299,12 +231,6 @@ def _fwd_kernel(
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
-    leaked = False
-    if EXACT:  # where the log-sum-exp is not finite either, a score is to blame, which reaches its own row only
-        spoiled = live & False
-        if end > begin:  # without this the compiler for sm_100 fails: exact.py
-            spoiled = live & holds_nonfinite(acc) & is_finite(l_i)
-        leaked = any_of(spoiled)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if DROPOUT:
         out *= keep_scale
@@ -315,22 +241,6 @@ def _fwd_kernel(
     # Results go through addresses in every form.
     o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, POINTER)
     store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
-
-    if EXACT:  # noqa: SIM102 (decided when it is compiled)
-        if leaked:
-            q_rows, k_rows, v_rows = q_ptr, k_ptr, v_ptr
-            if FORM == DESCRIPTOR:
-                q_rows, k_rows, v_rows = q_rows_ptr, k_rows_ptr, v_rows_ptr
-            q_base = head_base(q_rows, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
-            k_base = head_base(k_rows, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
-            v_base = head_base(v_rows, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
-            rewrite_outputs(
-                q_base, k_base, v_base, o_base, lse_row, bias_base, row0, n_queries, n_keys, offset, window_left,
-                window_right, stride_qm, stride_kn, stride_vn, stride_om, stride_biasm, stride_biasn, scale, softcap,
-                slope, row_key0, row_key1, column_key0, column_key1, threshold, keep_scale,
-                HAS_LEFT, HAS_RIGHT, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
-            )  # fmt: skip
 
 
 def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
@@ -343,7 +253,6 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_N": config.block_n,
         "FORM": form_of(config),
         "EDGE_FORM": edge_form_of(problem, config),
-        "EXACT": exact_block(problem),
     }
 
 
@@ -357,7 +266,7 @@ def launch_of(
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     m, n = config.block_m, config.block_n
     arguments = {
-        **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
+        **read_by(_fwd_kernel, problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
         "o_ptr": out,
         "lse_ptr": lse,
         "sinks_ptr": tensors.sinks,

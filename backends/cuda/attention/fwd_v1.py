@@ -15,10 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, exact_block, form_of, portable_config
+from diyfa.backends.cuda.attention.configs import AttentionConfig, form_of, portable_config
 from diyfa.backends.cuda.attention.dots import dot, round_to
-from diyfa.backends.cuda.attention.exact import any_of, holds_nonfinite, is_finite
-from diyfa.backends.cuda.attention.fwd import rewrite_outputs
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import (
@@ -77,7 +75,6 @@ def _fwd_v1_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     FORM: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
@@ -147,14 +144,6 @@ def _fwd_v1_kernel(
         live = total != 0.0  # False for rows that saw no key and rows beyond the sequence
         lse = tl.where(live, (m + tl.math.log2(tl.where(live, total, 1.0))) * LN2, float("inf"))
         tl.store(l_row + offs_m, lse, mask=offs_m < seqlen_q)
-        if EXACT:  # noqa: SIM102 (decided when it is compiled)
-            if any_of(live & holds_nonfinite(o) & is_finite(total)):
-                rewrite_outputs(
-                    q_base, k_base, v_base, o_base, l_row, None, row0, n_queries, n_keys, offset, window_left,
-                    window_right, stride_qm, stride_kn, stride_vn, stride_om, 0, 0, scale, 0.0, 0.0, 0, 0, 0, 0, 0, 1.0,
-                    HAS_LEFT, HAS_RIGHT, False, NEGATE, False, False, False, False,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EXACT,
-                )  # fmt: skip
 
 
 def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Launch:
@@ -216,5 +205,4 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "PRECISION": "ieee",
         "FORM": form_of(config),
-        "EXACT": exact_block(problem),
     }

@@ -113,17 +113,18 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Te
 
 
 def read_by(
-    problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
+    kernel: Any, problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
 ) -> dict[str, Any]:
     """How a kernel with this tile is given its inputs, which come by name with the rows and columns of their tiles.
 
-    Where descriptors do not serve masked blocks too, the kernel also takes `..._rows_ptr`, the tensor itself.
+    Where descriptors do not serve masked blocks too, it gets those that it reads there as `..._rows_ptr` besides.
     """
     takes_rows = reads_rows(problem, config)
     found: dict[str, Any] = {}
     for name, (x, rows, columns) in inputs.items():
         found[f"{name}_ptr"] = described(x, problem.layout, rows, columns) if config.form == "tma" else x
-        found[f"{name}_rows_ptr"] = x if takes_rows else None
+        if f"{name}_rows_ptr" in kernel.arg_names:
+            found[f"{name}_rows_ptr"] = x if takes_rows else None
     return found
 
 

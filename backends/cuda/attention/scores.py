@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.dropout import head_keys
 from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
 
 
@@ -46,6 +47,45 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, LENGTHS: tl.constexpr):
     else:
         row = (b.to(tl.int64) * heads_q + h) * seqlen_q
     return row
+
+
+@triton.jit
+def head_features(
+    slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash,
+    ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """What belongs to query head h of sample b: (ALiBi slope, its bias, dropout's keys of rows, of columns)."""
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+    bias_base = 0
+    if BIAS:
+        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+    row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
+    if DROPOUT:
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+    return slope, bias_base, row_key0, row_key1, column_key0, column_key1
+
+
+@triton.jit
+def masked_keys(begin, full_begin, full_end, end, HAS_LEFT: tl.constexpr):
+    """The keys of `key_blocks` that need a mask, as one loop -> (begin, end, gap that it leaves out at full_begin)."""
+    gap = full_end - full_begin
+    if HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
+        masked_begin = begin
+        masked_end = end - gap
+    else:
+        masked_begin = full_end
+        masked_end = end
+    return masked_begin, masked_end, gap
+
+
+@triton.jit
+def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
+    """(lse in units of log2, delta) of the queries offs_m; those that do not exist weigh exp(s - inf) = 0."""
+    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < n_queries, other=float("inf"))
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < n_queries, other=0.0)
+    return lse * LOG2E, delta
 
 
 @triton.jit
