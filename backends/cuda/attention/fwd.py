@@ -98,18 +98,18 @@ def _attend_blocks(
     NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, FORM: tl.constexpr, NO_LICM: tl.constexpr,
 ):  # fmt: skip
     """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
 
-    MASKED compares positions, otherwise every query sees every key of the blocks. Nothing is moved out of a loop whose
-    tiles come through descriptors: the accumulator needs the registers.
+    MASKED compares positions, otherwise every query sees every key of the blocks. NO_LICM: nothing is moved out of the
+    loop, because the accumulator needs the registers.
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
     corner = bias_base
     if BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
-    for start_n in tl.range(start, end, BLOCK_N, disable_licm=FORM == DESCRIPTOR):
+    for start_n in tl.range(start, end, BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
         if MASKED and HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
@@ -198,6 +198,7 @@ def _fwd_kernel(
     )
 
     ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
+    NO_LICM: tl.constexpr = FORM == DESCRIPTOR
     slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
         slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
     )
@@ -212,7 +213,7 @@ def _fwd_kernel(
         n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, NO_LICM,
     )  # fmt: skip
     if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
         k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
@@ -223,7 +224,7 @@ def _fwd_kernel(
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
         HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, NO_LICM,
     )  # fmt: skip
     if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
         sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)

@@ -74,10 +74,10 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
 FEATURE_SPILLS: dict[str, dict[str, int]] = {
     "fwd": {"small": 64, "large": 32},
     "dkdv": {
-        "wgmma": 192, "wgmma 128": 1664, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
+        "wgmma": 192, "wgmma 128": 1824, "wgmma ragged": 352, "large": 1856, "small": 128, "small 256": 160,
         "turing": 32, "turing 256": 2368,
     },
-    "dq": {"large": 384, "small": 32, "turing": 32},
+    "dq": {"wgmma": 96, "large": 384, "small": 32, "turing": 32},
     "dbias": {"turing": 1280, "large": 352},
 }  # fmt: skip
 
