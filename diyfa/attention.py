@@ -9,7 +9,7 @@ import torch
 
 from diyfa import fast_path, ops, registry, validation
 from diyfa.ops import new_rng_state
-from diyfa.options import DIFFERENTIABLE, UNBOUNDED, AttentionOptions, Lengths, tensors_given
+from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given
 from diyfa.problem import LAYOUTS, VARLEN
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -168,7 +168,7 @@ def flash_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or what was asked for explicitly cannot run, with the reason.
     """
-    return _attend((q, k, v), Lengths(seq_lens=seq_lens), return_lse, {
+    return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bhsd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
@@ -199,7 +199,7 @@ def flash_attention_v2(
 
     The log-sum-exp stays (B, H, Sq).
     """
-    return _attend((q, k, v), Lengths(seq_lens=seq_lens), return_lse, {
+    return _attend((q, k, v), WHOLE if seq_lens is None else Lengths(seq_lens=seq_lens), return_lse, {
         "layout": "bshd", "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,

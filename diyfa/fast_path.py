@@ -70,9 +70,9 @@ def may_be_read(x: object) -> bool:
     return type(x) is _Tensor and x.layout is _strided and not x.is_neg()
 
 
-def described(x: torch.Tensor | None) -> Hashable:
+def described(x: torch.Tensor) -> Hashable:
     """All that checks and decisions read of an optional tensor."""
-    return x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
 
 
 def key_of(
@@ -100,8 +100,13 @@ def key_of(
             for x in optional:
                 if x is not None and not (type(x) is _Parameter or may_be_read(x)):
                     return None
-            scalars = tuple(None if isinstance(x, _Tensor) else x for x in scalars)
-            of_optional = (*map(described, optional), wants_grad, lengths.max_seqlen_q, lengths.max_seqlen_k)
+            scalars = tuple([None if isinstance(x, _Tensor) else x for x in scalars])
+            of_optional = (
+                *[x if x is None else described(x) for x in optional],
+                wants_grad,
+                lengths.max_seqlen_q,
+                lengths.max_seqlen_k,
+            )
         return (
             q.shape,
             k.shape,

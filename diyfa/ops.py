@@ -134,7 +134,7 @@ def _plan(
         q.dtype,
         q.device,
         facts_of(lengths, options),
-        tuple(map(described, tensors_of(lengths, options))),
+        tuple([x if x is None else described(x) for x in tensors_of(lengths, options)]),
         options.sm_scale,
         options.dropout_p,
         options.packing,
@@ -545,9 +545,11 @@ def run_plan(
     owners: tuple[torch.Tensor | None, ...] | None = None,
 ) -> Any:
     """Run a call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
-    present = _given(*optional)
-    if plan.options.dropout_p and len(present) < len(plan.names):  # the state of the mask is drawn anew
-        present.append(new_rng_state(qkv[0].device))
+    present: Sequence[torch.Tensor] = ()
+    if plan.names:
+        present = [x for x in optional if x is not None]
+        if len(present) < len(plan.names):  # the state of the dropout mask is drawn anew
+            present.append(new_rng_state(qkv[0].device))
     if plan.problem.needs_grad:
         return _apply_planned(*(owners or qkv), plan, return_lse, *present)
     pair = _run_forward(plan, *qkv, present)

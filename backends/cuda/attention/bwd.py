@@ -263,9 +263,8 @@ def repeat(
     place = None if tensors.sinks is None else next(i for i, x in enumerate(given) if x is tensors.sinks)
 
     def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
-        addresses = [x.data_ptr() for x in given]
-        aligned = not any(address & 15 for address in addresses[:6])  # out, lse, dout, q, k, v
-        if not aligned or [x.stride() for x in given] != strides_now:
+        out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in given]
+        if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in given] != strides_now:
             return None
         made = replay(addresses)
         if made is None:

@@ -99,7 +99,7 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
         return None
     function, metadata = found
     grid, tail = launch.grid, tuple(values[name] for name in names[first:])
-    of_tensors = itemgetter(*(slots[name] for name in names[:first]), 0)  # one more: of a single one, no tuple
+    of_tensors = itemgetter(*(slots[name] for name in names[:first]))  # several, so a tuple
     # Cooperative, dependent on the launch before; no scratch memory, twice; metadata; metadata for hooks, two hooks.
     options = (
         launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
@@ -108,7 +108,7 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
 
     # Both keep `compiled`: with the last that knows it, Triton may unload the function.
     def by_addresses(stream: int, addresses: Sequence[Address]) -> None:
-        function(grid, 1, 1, stream, compiled.function, *options, *of_tensors(addresses)[:-1], *tail)
+        function(grid, 1, 1, stream, compiled.function, *options, *of_tensors(addresses), *tail)
 
     if not metadata:
         return by_addresses
@@ -122,7 +122,7 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
 
     def with_maps(stream: int, addresses: Sequence[Address]) -> None:
         arguments: list[Any] = []
-        for address, map_ in zip(of_tensors(addresses), maps, strict=False):
+        for address, map_ in zip(of_tensors(addresses), maps, strict=True):
             if map_ is None:
                 arguments.append(address)
             else:
@@ -179,29 +179,14 @@ def replay_of(
     """
     if not all(hasattr(launch.kernel, "warmup") for launch in launches):  # interpreted
         return None
-    slots_of_given = {id(x): i for i, x in enumerate(given)}
-    nothing = len(given)
-    inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
+    # Addresses are kept in one list: those of `given`, None, those of `made`, of `own`, and of what lies inside of one
+    # of `made`.
     own = own or {}
-    names_of_own = list(own)
-
-    def inside_of(x: torch.Tensor) -> tuple[int, int] | None:
-        for i, owner in enumerate(made):
-            if x.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
-                return i, x.data_ptr() - owner.data_ptr()
-        return None
-
-    tensors_of: list[dict[str, torch.Tensor | None]] = []
-    for launch in launches:
-        among: dict[str, torch.Tensor | None] = {}
-        for name, x in launch.arguments.items():
-            x = x.base if is_descriptor(x) else x
-            if x is None or isinstance(x, torch.Tensor):
-                among[name] = x
-                place = None if x is None or id(x) in slots_of_given or name in own else inside_of(x)
-                if place is not None and place not in inside:
-                    inside.append(place)
-        tensors_of.append(among)
+    makers, names_of_own = list(own.values()), list(own)
+    slots_of_given = {id(x): i for i, x in enumerate(given)}
+    nothing, first_made = len(given), len(given) + 1
+    first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
+    inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
 
     def slot(name: str, x: torch.Tensor | None) -> int | None:
         if x is None:
@@ -209,13 +194,21 @@ def replay_of(
         if id(x) in slots_of_given:
             return slots_of_given[id(x)]
         if name in own:
-            return nothing + 1 + len(inside) + names_of_own.index(name)
-        place = inside_of(x)
-        return None if place is None else nothing + 1 + inside.index(place)
+            return first_own + names_of_own.index(name)
+        for i, owner in enumerate(made):
+            if x.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
+                place = i, x.data_ptr() - owner.data_ptr()
+                if not place[1]:
+                    return first_made + i
+                if place not in inside:
+                    inside.append(place)
+                return first_inside + inside.index(place)
+        return None
 
     again: list[Relaunch] = []
-    for launch, among in zip(launches, tensors_of, strict=True):
-        slots = {name: slot(name, x) for name, x in among.items()}
+    for launch in launches:
+        bases = {name: x.base if is_descriptor(x) else x for name, x in launch.arguments.items()}
+        slots = {name: slot(name, x) for name, x in bases.items() if x is None or isinstance(x, torch.Tensor)}
         if None in slots.values():
             return None
         compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
@@ -223,8 +216,6 @@ def replay_of(
         if relaunch is None:
             return None
         again.append(relaunch)
-    used = any(name in among for name in own for among in tensors_of)
-    makers = [own[name] for name in names_of_own] if used else []
     like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
     device = made[0]
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
@@ -237,12 +228,14 @@ def replay_of(
             with torch.cuda.device(index):
                 return replay(addresses)
         new = [allocate(*each) for each in like]
+        every = [*addresses, None, *[x.data_ptr() for x in new]]
         for i, value in filled:
             new[i].fill_(value)
-        kept = [make(new[0]) for make in makers]
-        every = [
-            *addresses, None, *[new[i].data_ptr() + offset for i, offset in inside], *[x.data_ptr() for x in kept]
-        ]  # fmt: skip
+        if makers:
+            kept = [make(new[0]) for make in makers]  # until all is launched
+            every += [x.data_ptr() for x in kept]
+        if inside:
+            every += [new[i].data_ptr() + offset for i, offset in inside]
         stream = stream_of(index)
         for relaunch in again:
             relaunch(stream, every)
