@@ -130,7 +130,9 @@ def _plan(
         q.stride(),
         k.stride(),
         v.stride(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.data_ptr() & 15,
+        k.data_ptr() & 15,
+        v.data_ptr() & 15,
         q.dtype,
         q.device,
         facts_of(lengths, options),
@@ -138,6 +140,7 @@ def _plan(
         options.sm_scale,
         options.dropout_p,
         options.packing,
+        backend,  # which the plan keeps for the backward pass
         backend or registry.forced_backend(),
         variant,
     )
@@ -546,8 +549,11 @@ def run_plan(
 ) -> Any:
     """Run a call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
     present = _given(*optional)
-    if plan.options.dropout_p and len(present) < len(plan.names):  # the state of the mask is drawn anew
-        present.append(new_rng_state(qkv[0].device))
+    if len(present) != len(plan.names):  # by the last one, the state of the mask
+        if plan.options.dropout_p:
+            present.append(new_rng_state(qkv[0].device))
+        else:
+            present.pop()  # which nothing reads
     if plan.problem.needs_grad:
         return _apply_planned(*(owners or qkv), plan, return_lse, *present)
     pair = _run_forward(plan, *qkv, present)
