@@ -65,9 +65,9 @@ def takes_fast_path(*tensors: torch.Tensor) -> bool:
     return is_unseen()
 
 
-def may_be_read(x: object) -> bool:
-    """Whether this is a tensor that may be read by its address."""
-    return type(x) is _Tensor and x.layout is _strided and not x.is_neg()
+def may_be_read(x: Any, other: type[torch.Tensor] = _Tensor) -> bool:
+    """Whether this is a tensor, or one of the `other` type, that may be read by its address."""
+    return (type(x) is _Tensor or type(x) is other) and x.layout is _strided and not x.is_neg()
 
 
 def described(x: torch.Tensor) -> Hashable:
@@ -98,9 +98,10 @@ def key_of(
     try:
         if optional:
             for x in optional:
-                if x is not None and not (type(x) is _Parameter or may_be_read(x)):
+                if x is not None and not may_be_read(x, _Parameter):
                     return None
-            scalars = tuple([None if isinstance(x, _Tensor) else x for x in scalars])
+            # Not None: a tensor in the place of a number is refused, not the default.
+            scalars = tuple([_Tensor if isinstance(x, _Tensor) else x for x in scalars])
             of_optional = (
                 *[x if x is None else described(x) for x in optional],
                 wants_grad,
@@ -120,8 +121,13 @@ def key_of(
             device,
             k.device,
             v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            dtype is _float32 and device.type != "meta" and torch.is_autocast_enabled(device.type),  # it casts no other
+            q.data_ptr() & 15,  # of each: kernels are compiled for which of them are aligned
+            k.data_ptr() & 15,
+            v.data_ptr() & 15,
+            dtype is _float32  # autocast casts no other
+            and device.type != "meta"
+            and torch.is_autocast_enabled(device.type)
+            and torch.get_autocast_dtype(device.type),
             wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             scalars,
             of_optional,

@@ -130,7 +130,9 @@ def _plan(
         q.stride(),
         k.stride(),
         v.stride(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.data_ptr() & 15,
+        k.data_ptr() & 15,
+        v.data_ptr() & 15,
         q.dtype,
         q.device,
         facts_of(lengths, options),
@@ -138,6 +140,7 @@ def _plan(
         options.sm_scale,
         options.dropout_p,
         options.packing,
+        backend,  # which the plan keeps for the backward pass
         backend or registry.forced_backend(),
         variant,
     )
@@ -550,6 +553,8 @@ def run_plan(
         present = [x for x in optional if x is not None]
         if len(present) < len(plan.names):  # the state of the dropout mask is drawn anew
             present.append(new_rng_state(qkv[0].device))
+        elif len(present) > len(plan.names):  # without dropout nothing reads the state that was given
+            present.pop()
     if plan.problem.needs_grad:
         return _apply_planned(*(owners or qkv), plan, return_lse, *present)
     pair = _run_forward(plan, *qkv, present)

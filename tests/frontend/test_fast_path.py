@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa import fast_path, flash_attn_interface, ops
-from diyfa.options import WHOLE, tensors_given
+from diyfa.options import WHOLE, AttentionOptions, pack, tensors_given
 
 OPERATOR = "diyfa.attention_fwd.default"
 
@@ -479,3 +479,99 @@ def test_packed_gradients_stay_packed(launches):
     with diyfa.use_backend("cpu"):
         grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (*separate[1:], *packed)]
     assert all(torch.equal(grads[0], grad) for grad in grads)
+
+
+def of_each_kind(q, name):
+    """An optional tensor for a call with q (B, H, S, D)."""
+    b, h, s, _ = q.shape
+    return {
+        "seq_lens": torch.full((b,), s - 1, dtype=torch.int32), "alibi_slopes": torch.rand(h),
+        "attn_bias": torch.randn(h, s, s), "sinks": torch.randn(h), "rng_state": torch.tensor([7, 1]),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "alibi_slopes", "attn_bias", "sinks", "rng_state"])
+def test_a_tensor_is_no_number_after_a_right_call_either(launches, name):
+    q, k, v = qkv()
+    given = {name: of_each_kind(q, name), "dropout_p": 0.5 if name == "rng_state" else 0.0}
+    for _ in range(2):
+        attend(q, k, v, **given)
+        for option in ("sm_scale", "softcap", "dropout_p"):
+            with pytest.raises(TypeError, match=option):
+                attend(q, k, v, **(given | {option: torch.tensor(0.5)}))
+
+
+def test_a_tensor_is_no_softmax_scale_after_a_right_call_either(launches):
+    q, k, v = qkv()
+    slopes = torch.rand(17)
+    for _ in range(2):
+        flash_attn(flash_attn_interface.flash_attn_func, q, k, v, alibi_slopes=slopes)
+        with pytest.raises(TypeError, match="softmax_scale"):
+            flash_attn(
+                flash_attn_interface.flash_attn_func, q, k, v, softmax_scale=torch.tensor(5.0), alibi_slopes=slopes
+            )
+
+
+@pytest.mark.parametrize("names", [(), ("sinks",), ("seq_lens", "attn_bias")])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_the_state_of_a_mask_without_dropout_says_nothing(launches, names, wants_grad):
+    q, k, v = qkv(requires_grad=wants_grad)
+    given = {name: of_each_kind(q, name) for name in names}
+    expected = attend(q, k, v, **given)
+    for _ in range(3):
+        out = attend(q, k, v, rng_state=torch.tensor([7, 1]), **given)
+        assert torch.equal(out, expected)
+        if wants_grad:
+            for a, b in zip(
+                *(torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (out, expected)), strict=True
+            ):
+                assert torch.equal(a, b)
+    assert len(launches) == 2
+    with pytest.raises(TypeError, match="rng_state"):
+        attend(q, k, v, rng_state=torch.zeros(2), **given)
+
+
+def test_a_negative_parameter_is_not_read_by_its_address():
+    negative = torch.nn.Parameter(torch._neg_view(torch.ones(3)))
+    assert negative.is_neg()
+    for x, is_read in ((negative, False), (torch.nn.Parameter(torch.ones(3)), True)):
+        given = {"sinks": x}
+        key = fast_path.key_of(tuple(qkv()), WHOLE, given, tensors_given(WHOLE, given))
+        assert (key is not None) is is_read
+
+
+def test_which_tensor_is_aligned_is_part_of_the_call(launches):
+    """A compiled kernel relies on the alignment of each."""
+    keys = set()
+    for which in range(4):
+        tensors = qkv()
+        if which < 3:
+            buffer = torch.empty(tensors[which].numel() + 1)
+            buffer[1:] = tensors[which].flatten()
+            tensors[which] = buffer[1:].view(tensors[which].shape)
+        keys.add(fast_path.key_of(tuple(tensors), WHOLE, {}, ()))
+        attend(*tensors)
+    assert len(keys) == 4 and len(set(fast_path.plans.values())) == 4 and not launches
+
+
+def test_the_dtype_of_autocast_is_part_of_the_call(launches):
+    q, k, v = qkv()
+    before = torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+                torch.set_autocast_dtype("cpu", dtype)  # float32 casts nothing
+                assert attend(q, k, v).dtype == dtype
+        finally:
+            torch.set_autocast_dtype("cpu", before)
+    assert len(launches) == 1
+
+
+def test_a_call_of_the_operator_does_not_lend_its_backend(launches):
+    """Its plan belongs to no named backend, so that its backward pass follows the one in force."""
+    q, k, v = qkv(requires_grad=True)
+    lengths, options = WHOLE, AttentionOptions("bhsd", 0.25, needs_grad=True)
+    with diyfa.use_backend("cpu"):
+        torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(lengths, options))
+    grads = [torch.autograd.grad(attend(q, k, v).sum(), q)[0] for _ in range(3)]
+    assert len(launches) == 2 and torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])

@@ -209,20 +209,20 @@ MUTATIONS = [
     ),
     Mutation(
         "plan key without the addresses", "diyfa/fast_path.py",
-        "(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15", "0",
+        "            q.data_ptr() & 15,  # of each: kernels are compiled for which of them are aligned\n", "",
         ("tests/frontend/test_fast_path.py::test_other_tensors_are_another_call",),
     ),
     Mutation(
-        "plan key without the strides of optional tensors", FAST_PATH, "(x.shape, x.stride(), x.dtype, x.device",
-        "(x.shape, x.dtype, x.device", (REPEAT + "test_strides_of_optional_tensors_are_part_of_the_call",),
+        "plan key without the strides of optional tensors", FAST_PATH, "return x.shape, x.stride(), x.dtype",
+        "return x.shape, x.dtype", (REPEAT + "test_strides_of_optional_tensors_are_part_of_the_call",),
     ),
     Mutation(
-        "plan key without the addresses of optional tensors", FAST_PATH, "x.data_ptr() & 15, x.requires_grad)",
-        "x.requires_grad)", (REPEATED + "test_what_is_read_of_optional_tensors",),
+        "plan key without the addresses of optional tensors", FAST_PATH, "x.data_ptr() & 15, x.requires_grad\n",
+        "x.requires_grad\n", (REPEATED + "test_what_is_read_of_optional_tensors",),
     ),
     Mutation(
-        "plan key without the longest sequences", FAST_PATH, "wants_grad, lengths.max_seqlen_q, lengths.max_seqlen_k",
-        "wants_grad", (REPEATED + "test_what_is_read_of_optional_tensors",),
+        "plan key without the longest sequences", FAST_PATH,
+        "                lengths.max_seqlen_q,\n                lengths.max_seqlen_k,\n", "", (REPEATED + "test_what_is_read_of_optional_tensors",),
     ),
     Mutation(
         "plan key without sm_scale", "diyfa/ops.py", "        options.sm_scale,\n", "",
@@ -243,7 +243,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a repeated backward whatever dout's strides", BWD,
-        "if not aligned or [x.stride() for x in given] != strides_now:", "if not aligned:",
+        " or [x.stride() for x in given] != strides_now:", ":",
         (STRIDES + "[cuda-plain]", REPEAT + "test_gradients_that_lie_otherwise"),
     ),
     Mutation(
