@@ -456,6 +456,21 @@ def test_saved_tensors_that_were_elsewhere(recorder, ways):
     assert ways and dout.data_ptr() in read and q.data_ptr() not in read
 
 
+def test_saved_tensors_that_lie_otherwise_in_the_same_place(recorder, ways):
+    q, k, v = qkv(grad=True)
+    dout = torch.zeros_like(q)
+    for _ in range(4):
+        torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+    turned = 96 * 4 * 64, 64, 4 * 64, 1
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.as_strided(x.shape, turned) if x.dim() == 4 else x
+    ):
+        out = attend(q, k, v)
+    ways.clear()
+    torch.autograd.grad(out, (q, k, v), dout)
+    assert ways and turned[2] in [x for x in recorder.calls[-1] if type(x) is int]
+
+
 def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     """The device is made the current one around allocation and launch."""
     q, k, v = qkv()

@@ -222,7 +222,8 @@ MUTATIONS = [
     ),
     Mutation(
         "plan key without the longest sequences", FAST_PATH,
-        "                lengths.max_seqlen_q,\n                lengths.max_seqlen_k,\n", "", (REPEATED + "test_what_is_read_of_optional_tensors",),
+        "                lengths.max_seqlen_q,\n                lengths.max_seqlen_k,\n", "",
+        (REPEATED + "test_what_is_read_of_optional_tensors",),
     ),
     Mutation(
         "plan key without sm_scale", "diyfa/ops.py", "        options.sm_scale,\n", "",
@@ -244,7 +245,7 @@ MUTATIONS = [
     Mutation(
         "a repeated backward whatever dout's strides", BWD,
         " or [x.stride() for x in given] != strides_now:", ":",
-        (STRIDES + "[cuda-plain]", REPEAT + "test_gradients_that_lie_otherwise"),
+        (REPEAT + "test_saved_tensors_that_lie_otherwise_in_the_same_place",),
     ),
     Mutation(
         "a repeated call reads a copy of another call", "diyfa/ops.py",
