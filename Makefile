@@ -53,7 +53,9 @@ NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/te
 
 # What depends on the version of Triton.
 TRITON_FORMS ?= sm90 bfloat16 D=64 full
-TRITON_TESTS ?= tests/cuda tests/hopper tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
+TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_gluon_interpreter.py \
+  test_sm90_interpreted.py test_sm90_ptx.py test_sm90_synchronisation.py test_tile_counter.py) \
+  tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
 .PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu docs clean

@@ -25,13 +25,14 @@ _float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "kernel", "lengths", "names", "options", "problem", "repeat")
+    __slots__ = ("backward_repeats", "has_run", "kernel", "lengths", "names", "options", "problem", "repeat")
 
     def __init__(self, problem: AttentionProblem, kernel: Kernel, lengths: Lengths, options: AttentionOptions) -> None:
         self.problem, self.kernel = problem, kernel
         # Without the optional tensors, whose names are kept instead.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
-        self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on
+        self.has_run = False
+        self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 

@@ -232,8 +232,9 @@ def _run_forward(
         out.zero_()
         lse.fill_(_INF)
     kernel.launch(problem, tensors, out, lse)
-    if kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
+    if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
         plan.repeat = kernel.repeat(problem, tensors, out, lse)
+    plan.has_run = True
     return out, lse
 
 

@@ -326,6 +326,20 @@ def test_optional_tensors_are_repeated(recorder, ways, case, large, gradients):
     assert are_same(*[[call for call in one if isinstance(call, list)] for one in passes])
 
 
+def test_a_call_that_comes_once_is_not_prepared_for_another(recorder, monkeypatch):
+    asked = []
+    repeat = replay.replay_of
+    monkeypatch.setattr(
+        attention_launch, "replay_of", lambda *args, **kwargs: asked.append(1) or repeat(*args, **kwargs)
+    )
+    q, k, v = qkv()
+    attend(q, k, v)
+    assert not asked
+    for _ in range(3):
+        attend(q, k, v)
+    assert len(asked) == 1
+
+
 def test_a_tensor_given_twice_is_no_other_call(recorder, ways):
     """What a repeated call reads depends on its places, not on which of its tensors were one object before."""
     x, y, z = qkv()
