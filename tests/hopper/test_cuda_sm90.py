@@ -139,7 +139,7 @@ def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) ->
     batch, heads, rows = 3, 2, 50
     sizes = {"b": batch, "h": heads, "s": rows, "d": columns}
     x = torch.empty([sizes[c] for c in layout]).permute([layout.index(c) for c in "bhsd"])
-    box = boxes.ragged_box(x, "bhsd", 64, 64)
+    box = boxes.ragged_descriptor(x, "bhsd", 64, 64)
     sample_steps, row_steps = boxes.steps_of(x, "bhsd")
     for b, h, row, length in ((0, 0, 0, 50), (2, 1, 7, 8), (1, 1, 49, 50), (2, 0, 0, 1)):
         end = b * sample_steps + length * row_steps
