@@ -185,6 +185,15 @@ def test_speeds_are_those_of_the_files_the_readme_names(readme):
             assert figures[-1] > figures[0], "the text below the table says so"
 
 
+@pytest.mark.parametrize("readme", READMES)
+def test_the_picture_has_the_figures_of_the_readme(readme):
+    assert "(docs/speed.svg)" in (ROOT / readme).read_text(encoding="utf-8")
+    labels = re.findall(r">(\d{3})<", (ROOT / "docs/speed.svg").read_text())
+    forward, _ = speed_tables(readme)
+    at_4k = [columns[-1][1] for _, _, columns in forward]
+    assert labels[-len(at_4k) :] == at_4k
+
+
 def test_the_hopper_page_has_the_figures_of_the_readme():
     table = re.search(r"\| D \| mask \| this kernel (?:.*\n)+", (ROOT / "docs/hopper.md").read_text()).group()
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:8]]
