@@ -156,7 +156,8 @@ def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig) -> 
 
 
 def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
-    tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1)
+    # 4 bytes for heads of 512 columns on sm_80.
+    tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1, spill_budget=16)
     return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
 
 

@@ -109,7 +109,7 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     ),
     (256, True): (
         (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, direct=True,
-                 measured=_H200 + "500/660/719")),
+                 fixed_max=False, measured=_H200 + "500/660/719")),
     ),
 }
 # Where V has fewer columns than K, and 128 at most, as in MLA's 192/128: its products are shorter, longer blocks pay.
