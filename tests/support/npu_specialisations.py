@@ -59,13 +59,14 @@ def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **fe
     attn_bias = None if bias is None else torch.empty([n or m for n, m in zip(bias, full, strict=True)])
     tensors = AttentionTensors(
         q, k, v, 0.1,
-        torch.ones(batch, dtype=torch.int32) if problem.seq_lens else None,
-        torch.ones(heads) if problem.alibi else None,
-        attn_bias,
-        torch.ones(heads) if problem.sinks else None,
-        offsets, offsets,
-        torch.zeros(2, dtype=torch.int64) if problem.dropout else None,
-        0.1 * problem.dropout,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        seq_lens=torch.ones(batch, dtype=torch.int32) if problem.seq_lens else None,
+        alibi_slopes=torch.ones(heads) if problem.alibi else None,
+        attn_bias=attn_bias,
+        sinks=torch.ones(heads) if problem.sinks else None,
+        rng_state=torch.zeros(2, dtype=torch.int64) if problem.dropout else None,
+        dropout_p=0.1 * problem.dropout,
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
     fwd.attention_fwd(problem, tensors, out, lse)
