@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diyfa import options
-from diyfa.options import FEATURES, AttentionOptions, Lengths
+from diyfa.features import FEATURES
+from diyfa.options import AttentionOptions, Lengths
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 # Fields of a problem that the device and q, k and v decide.
