@@ -53,7 +53,7 @@ from diyfa.problem import (
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
 
-# After q, k and v every attention operator takes what `diyfa.features.FEATURES` names. `variant` names a forward kernel;
+# After q, k and v every attention operator takes what `diyfa.features` has rows for. `variant` names a forward kernel;
 # the backward takes its own of that name, where there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
