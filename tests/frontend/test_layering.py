@@ -20,7 +20,7 @@ BACKEND_FOLDERS = sorted(p for p in (ROOT / "backends").iterdir() if p.is_dir() 
 BACKEND_FILES = [f for folder in BACKEND_FOLDERS for f in sorted(folder.rglob("*.py"))]
 FRONT_END_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
 # The last is plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from the first.
-ALLOWED_IN_BACKENDS = {"diyfa.problem", "diyfa.arch", "diyfa.dropout"}
+ALLOWED_IN_BACKENDS = {"diyfa.problem", "diyfa.features", "diyfa.arch", "diyfa.dropout"}
 KERNEL_LANGUAGES = {"triton", "torch_npu"}
 
 
