@@ -124,6 +124,12 @@ def test_an_optional_tensor_reaches_the_backends(feature: Feature) -> None:
         assert feature.name in AttentionOptions._fields
 
 
+def test_every_gradient_belongs_to_a_row() -> None:
+    declared = {feature.gradient for feature in GRADIENTS}
+    assert declared == set(AttentionGradients._fields) - {"dq", "dk", "dv", "delta"}
+    assert declared == set(Results._fields) - {"out", "lse", "dq", "dk", "dv"}
+
+
 @by_name(GRADIENTS)
 def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
     assert feature.gradient in AttentionGradients._fields and feature.gradient in Results._fields
@@ -301,9 +307,9 @@ def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
     others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
     if feature.uses in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
-    if feature.gradient:
+    if feature in TENSORS:
         some = [make_inputs(case).options for case, _ in found]
-        assert any(given[feature.name].requires_grad for given in some)
+        assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 
 
 def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:

@@ -145,7 +145,7 @@ def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Te
         shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
         shape.left, shape.right,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEYS=keys,
-        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right > 0,
+        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right >= 0,
         SEQ_LENS=problem.seq_lens, VARLEN=shape.packed, TURNS=1 << (turns - 1).bit_length(),
     )  # fmt: skip
     return taken, exists, steps

@@ -10,7 +10,7 @@ import triton
 
 from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
-from diyfa.backends.cuda.gluon.compat import TRITON, has_gluon
+from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionProblem, refuse_features
 
@@ -303,7 +303,7 @@ def refuses(problem: AttentionProblem) -> str | None:
 def environment_refusal() -> str | None:
     """Why the kernel cannot be compiled here, whatever the problem, or None."""
     if not has_gluon():
-        known = f"{TRITON[0]} to {TRITON[-1]}"
+        known = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
         return f"sm90 is written in the Gluon of Triton {known}, this is Triton {triton.__version__}"
     if is_interpreting():
         return "sm90 is written in Gluon, which Triton's interpreter does not run"

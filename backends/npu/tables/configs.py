@@ -393,7 +393,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
         "ALWAYS_MASK": ALWAYS_MASK,
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right > 0,
+        "HAS_RIGHT": problem.window_right >= 0,  # CAUSAL is the case of 0
         "SOFTCAP": softcap_form(problem),
         "SEQ_LENS": problem.seq_lens,
         "VARLEN": problem.varlen,
