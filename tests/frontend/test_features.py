@@ -24,7 +24,7 @@ from strategies import cases as random_cases
 
 import diyfa
 from diyfa import fast_path, options, registry, yardstick
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, OPTIONAL, Feature
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, OPTIONAL, Feature, Shape
 from diyfa.options import AttentionOptions
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
 from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
@@ -99,6 +99,8 @@ def test_every_row_says_what_it_is() -> None:
         assert known, f"{feature.name} changes the result: a backend that does not implement it must refuse it (uses)"
         if feature.schema == "Tensor?":
             assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
+            if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
+                assert feature.prepared is not None, f"{feature.name}: kernels read it by plain index"
     names = [feature.uses for feature in OPTIONAL]
     assert len(set(names)) == len(names)
 
