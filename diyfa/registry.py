@@ -27,7 +27,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "npu": "diyfa.backends.npu",
     "cpu": "diyfa.backends.cpu",
 }
-OPS = ("attention_fwd", "attention_bwd", "matmul")
+OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
 # Backends that run only when asked for by name: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
@@ -274,7 +274,7 @@ def explain_choice(
 def kernels_for(device: str | torch.device | None = None, op: str = "attention_fwd") -> list[str]:
     """Names that `variant=` takes on `device` (a device, a device type or a backend name; default: what is there).
 
-    `op` is "attention_fwd", "attention_bwd" or "matmul". Raises ValueError for a device or an op that there is not.
+    `op` is one of `OPS`. Raises ValueError for a device or an op that there is not.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
