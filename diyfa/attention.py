@@ -62,6 +62,9 @@ def checked_options(
         options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
         options["bias_grad"] = "attn_bias" in learned
     options["backend"] = options.get("backend") or registry.forced_backend()
+    options["batch_invariant"] = registry.is_batch_invariant()
+    if options["batch_invariant"]:
+        validation.check_batch_invariant(lengths, options)
     return AttentionOptions(**options)
 
 
@@ -94,6 +97,7 @@ def _attend(
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     given["window"] = validation.check_window(given["window"])  # a list or a tensor may change, and cannot be a key
     given["backend"] = given["backend"] or registry.forced_backend()
+    given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
     key = fast_path.key_of(qkv, lengths, given, optional)
     plan = None if key is None else fast_path.find(key)
@@ -310,5 +314,6 @@ def explain(
     if not options.needs_grad:
         return forward
     variant = registry.variant_of("attention_bwd", chosen, variant)
+    problem = problem.replace(batch_invariant=False)  # as `ops` has it
     backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

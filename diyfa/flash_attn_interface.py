@@ -77,6 +77,7 @@ def _attend(
         validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     given["window"] = validation.check_window(given["window"], "window_size")  # a list or a tensor cannot be a key
     given["backend"] = registry.forced_backend()
+    given["batch_invariant"] = registry.is_batch_invariant()
     given["packing"] = packing
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE

@@ -274,6 +274,14 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
             check_same_device(q, **{name: x})
 
 
+def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
+    """What is computed in the mode `diyfa.batch_invariant`."""
+    given = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
+    given["seq_lens"] = lengths.seq_lens is not None
+    if refused := [name for name, there in given.items() if there]:
+        raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
+
+
 def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
     """a (M, K) and b (K, N) of one supported dtype on one device."""
     check_tensors(a=a, b=b)
