@@ -1,4 +1,5 @@
-"""`flash_attn_with_kvcache`: attention over a cache of keys and values, flash_attn 2.8's function.
+"""`flash_attn_with_kvcache`: attention over a cache of keys and values, flash_attn 2.8's function; and packed queries
+over pages, for `flash_attention_varlen`.
 
 Everything is checked before anything is written or launched. Values that lie on a device (lengths, tables) are never
 read by the host, so a captured graph may be replayed with others.
@@ -12,9 +13,9 @@ import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.fast_path import described, may_be_read
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, is_latent, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, is_latent, run, run_plan
 from diyfa.options import ATTENTION_DTYPES, UNBOUNDED
-from diyfa.problem import KVCacheTensors, NewKeys
+from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Descale = torch.Tensor | float | None
@@ -43,14 +44,14 @@ def _check(name: str, x: object, q: torch.Tensor, shape: tuple[int, ...], *dtype
         raise ValueError(f"{name} must have shape {shape}, got {_shape(x)}")
 
 
-def check_stride(**tensors: torch.Tensor) -> None:
+def _check_stride(**tensors: torch.Tensor) -> None:
     """The last dimension has stride 1."""
     for name, x in tensors.items():
         if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
             raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
 
 
-def check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
+def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
     """q (…, H, D), k (…, Hk, D) and v (…, Hk, Dv) fit; k and v are as q or both float8, of the same leading sizes."""
     q_name, k_name, v_name = names
     validation.check_same_device(q, **{k_name: k_cache, v_name: v_cache})
@@ -70,9 +71,7 @@ def check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
             f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM_V} for v, got {_shape(v_cache)}"
         )
     if k_cache.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"{q_name} and {k_name} must have the same head_dim, got {_shape(q)} and {_shape(k_cache)}"
-        )
+        raise ValueError(f"{q_name} and {k_name} must have the same head_dim, got {_shape(q)} and {_shape(k_cache)}")
     if v_cache.dim() != k_cache.dim() or v_cache.shape[:-1] != k_cache.shape[:-1]:
         raise ValueError(
             f"{k_name} and {v_name} must have the same shape but for the head_dim, got {_shape(k_cache)} and "
@@ -83,10 +82,10 @@ def check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
         raise ValueError(
             f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
         )
-    check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
+    _check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 
-def check_no_grad(tensors: dict[str, Any]) -> None:
+def _check_no_grad(tensors: dict[str, Any]) -> None:
     """No gradient is wanted: there is no backward pass."""
     if torch.is_grad_enabled():
         wanted = [name for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -97,10 +96,10 @@ def check_no_grad(tensors: dict[str, Any]) -> None:
             )
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
+def _check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """What the result is written to."""
     _check("out", out, q, (*q.shape[:-1], head_dim_v), q.dtype)
-    check_stride(out=out)
+    _check_stride(out=out)
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -124,10 +123,10 @@ def _check_new_keys(
     length = k.shape[1] if k.dim() == 4 else 0
     of_new = (q.shape[0], length, k_cache.shape[2])
     _check("k", k, q, (*of_new, k_cache.shape[3]), q.dtype)
-    check_stride(k=k)
+    _check_stride(k=k)
     if v is not None:
         _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
-        check_stride(v=v)
+        _check_stride(v=v)
         if not torch.compiler.is_compiling() and not v_cache.is_meta and is_latent(k_cache, v_cache):
             raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
     elif not torch.compiler.is_compiling() and not is_latent(k_cache, v_cache):
@@ -148,10 +147,10 @@ def _check_new_keys(
         )
     _check("rotary_cos", cos, q, _shape(cos), *{q.dtype, torch.float32})
     _check("rotary_sin", sin, q, _shape(cos), cos.dtype)
-    check_stride(rotary_cos=cos, rotary_sin=sin)
+    _check_stride(rotary_cos=cos, rotary_sin=sin)
 
 
-def check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
+def _check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
     """block_table (B, pages of a sequence) int32."""
     validation.check_tensors(block_table=block_table)
     assert isinstance(block_table, torch.Tensor), "checked above"
@@ -159,7 +158,7 @@ def check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
     _check("block_table", block_table, q, (batch, columns), torch.int32)
 
 
-def check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tensor) -> None:
+def _check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tensor) -> None:
     """On the CPU: block_table names pages of the cache wherever a sequence has some of its `keys` (B,)."""
     if validation.is_capturing(block_table) or not block_table.numel() or not cache.shape[1]:
         return
@@ -174,7 +173,7 @@ def check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tens
         )
 
 
-def check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, room: str) -> None:
+def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, room: str) -> None:
     """On the CPU: no length is negative or, with what is appended, beyond the capacity."""
     if validation.is_capturing(seqlens) or not seqlens.numel():
         return
@@ -195,32 +194,32 @@ def _check_values(tensors: KVCacheTensors) -> None:
     if k_cache.device.type != "cpu":
         return
     if seqlens is not None:
-        check_lengths("cache_seqlens", seqlens, added, capacity, room)
+        _check_lengths("cache_seqlens", seqlens, added, capacity, room)
     if table is not None:
         length = torch.full(table.shape[:1], tensors.length) if seqlens is None else seqlens
-        check_pages(table, length + added, k_cache)
+        _check_pages(table, length + added, k_cache)
     if tensors.cache_batch_idx is not None:
-        check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
+        _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
     if tensors.leftpad is not None:
-        check_lengths("cache_leftpad", tensors.leftpad, 0, capacity, room)
+        _check_lengths("cache_leftpad", tensors.leftpad, 0, capacity, room)
 
 
 def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> None:
     """All that shapes, strides, dtypes and devices say."""
     validation.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_no_grad({"q": q, "k_cache": k_cache, "v_cache": v_cache, **given})
+    _check_no_grad({"q": q, "k_cache": k_cache, "v_cache": v_cache, **given})
     if q.dim() != 4 or k_cache.dim() != 4:
         raise ValueError(
-            "q must be (batch, seqlen, heads, head_dim), k_cache (batch of the cache, rows, heads, head_dim) or (pages, "
-            f"page size, heads, head_dim), got {_shape(q)} and {_shape(k_cache)}"
+            "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
+            f"size, heads, head_dim), got {_shape(q)} and {_shape(k_cache)}"
         )
-    check_caches(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    _check_caches(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     batch, heads = q.shape[0], q.shape[2]
     table, index, seqlens = given["block_table"], given["cache_batch_idx"], given["cache_seqlens"]
     if table is not None:
         if index is not None:
             raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
-        check_table(q, table, batch)
+        _check_table(q, table, batch)
     elif index is None and k_cache.shape[0] < batch:
         raise ValueError(f"the cache has {k_cache.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx")
     if isinstance(seqlens, torch.Tensor):
@@ -237,12 +236,12 @@ def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> No
     validation.check_scalars(given["softmax_scale"], given["softcap"], 0.0, scale_name="softmax_scale")
     validation.check_length("num_splits", given["num_splits"])
     for name in ("k_descale", "v_descale"):
-        check_descale(name, given[name], q, k_cache, batch)
+        _check_descale(name, given[name], q, k_cache, batch)
     if given["out"] is not None:
-        check_out(given["out"], q, v_cache.shape[3])
+        _check_out(given["out"], q, v_cache.shape[3])
 
 
-def check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, batch: int) -> None:
+def _check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, batch: int) -> None:
     """None, a number, a float32 tensor of one element or one (B, Hk), for a cache of float8."""
     if x is None:
         return
@@ -257,12 +256,17 @@ def check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, b
 # ---- The call ---------------------------------------------------------------------------------------------------
 
 
-def vector(x: torch.Tensor | None) -> torch.Tensor | None:
+def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
     """Small tensors are read by plain index; only odd callers pass strided ones."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
-def expanded_descale(x: Descale, q: torch.Tensor, batch: int, heads_kv: int) -> torch.Tensor | None:
+def _rows_first(table: torch.Tensor | None) -> torch.Tensor | None:
+    """A page table with last stride 1, as flash_attn makes it."""
+    return table if table is None or table.stride(-1) == 1 else table.contiguous()
+
+
+def _expanded_descale(x: Descale, q: torch.Tensor, batch: int, heads_kv: int) -> torch.Tensor | None:
     """(B, Hk), without a copy of a tensor."""
     if x is None:
         return None
@@ -287,23 +291,24 @@ def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: 
         q.shape[-1] ** -0.5 if scale is None else float(scale),
         length,
         0 if given["k"] is None else given["k"].shape[1],
-        vector(seqlens),
+        _vector(seqlens),
         None,
         None,
-        table if table is None or table.stride(1) == 1 else table.contiguous(),
-        vector(given["cache_batch_idx"]),
-        vector(given["cache_leftpad"]),
-        vector(given["alibi_slopes"]),
-        vector(given["sinks"]),
-        expanded_descale(given["k_descale"], q, batch, heads_kv),
-        expanded_descale(given["v_descale"], q, batch, heads_kv),
+        _rows_first(table),
+        _vector(given["cache_batch_idx"]),
+        _vector(given["cache_leftpad"]),
+        _vector(given["alibi_slopes"]),
+        _vector(given["sinks"]),
+        _expanded_descale(given["k_descale"], q, batch, heads_kv),
+        _expanded_descale(given["v_descale"], q, batch, heads_kv),
     )
 
 
-def key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
+def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
     """All that checks and decisions read of a call; None where something looks on, or a tensor is no ordinary one.
 
-    Of tensors it takes the description; of numbers among them (a length, a descale) the type, which is all that matters.
+    The second and third tensor are the keys and values. Of numbers in place of a tensor (a length, a descale) only the
+    type matters.
     """
     if not fast_path.is_unseen():
         return None
@@ -315,12 +320,14 @@ def key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
             parts.append(described(x))
         else:
             parts.append(x if x is None else type(x))
+    k, v = tensors[1:3]
     return (
+        isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not
         *parts, torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
     )  # fmt: skip
 
 
-def find(key: Any) -> KVCachePlan | None:
+def _find(key: Any) -> KVCachePlan | None:
     """The plan of an earlier equal call."""
     try:
         return None if key is None else plans.get(key)
@@ -328,7 +335,7 @@ def find(key: Any) -> KVCachePlan | None:
         return None
 
 
-def remember(key: Any, plan: KVCachePlan | None) -> None:
+def _remember(key: Any, plan: KVCachePlan | None) -> None:
     """Keep what a call came to, for equal ones."""
     if key is None or plan is None:
         return
@@ -416,14 +423,14 @@ def flash_attn_with_kvcache(
         "softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "num_splits": num_splits,
         "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
     }  # fmt: skip
-    key = key_of(
+    key = _key_of(
         (
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
             block_table, alibi_slopes, sinks, k_descale, v_descale, out,
         ),
         softmax_scale, causal, window, softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
-    plan = find(key)
+    plan = _find(key)
     if plan is None:
         _check_call(q, k_cache, v_cache, given)
     tensors = _bind(q, k_cache, v_cache, given)
@@ -438,5 +445,106 @@ def flash_attn_with_kvcache(
             batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
         )  # fmt: skip
         result, lse, plan = run(tensors, options, new, out)
-        remember(key, plan)
+        _remember(key, plan)
     return (result, lse) if return_softmax_lse else result
+
+
+# ---- Packed queries ---------------------------------------------------------------------------------------------
+
+
+def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
+    """All that shapes, strides, dtypes and devices say; returns the number of sequences."""
+    validation.check_tensors(q=q, k=k, v=v)
+    _check_no_grad({"q": q, "k": k, "v": v, **given})
+    cu_q, cu_k, used, table = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"))
+    rank = 3 if table is None else 4
+    if q.dim() != 3 or k.dim() != rank:
+        of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
+        raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
+    _check_caches(q, k, v, ("q", "k", "v"))
+    if given["dropout_p"]:
+        raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
+    if cu_k is None and (used is None or table is None):
+        raise ValueError(
+            "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
+        )
+    validation.check_tensors(cu_seqlens_q=cu_q)
+    if cu_q.dim() != 1 or not cu_q.shape[0]:
+        raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
+    batch = cu_q.shape[0] - 1
+    for name, x, length in (
+        ("cu_seqlens_q", cu_q, batch + 1),
+        ("cu_seqlens_k", cu_k, batch + 1),
+        ("seqused_k", used, batch),
+    ):
+        if x is not None:
+            _check(name, x, q, (length,), torch.int32)
+    if table is not None:
+        _check_table(q, table, batch)
+    sizes = {"b": batch, "h": q.shape[1], "q": given["max_seqlen_q"], "k": given["max_seqlen_k"]}
+    validation.check_optional_tensors(q, sizes, {name: given[name] for name in ("alibi_slopes", "sinks")})
+    validation.check_scalars(given["sm_scale"], given["softcap"], 0.0, scale_name=given["scale_name"])
+    if given["out"] is not None:
+        _check_out(given["out"], q, v.shape[-1])
+    return batch
+
+
+def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+    """What the host may read without waiting: tensors on the CPU."""
+    q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None, "packed queries come with it"
+    if q.device.type != "cpu" or validation.is_capturing(q):
+        return
+    validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
+    table, lengths = tensors.block_table, tensors.seqlens
+    if cu_k is not None:
+        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it says lengths only
+        validation.check_offsets("k", cu_k, max_seqlen_k, total)
+        rows = cu_k.diff()
+        if table is None and lengths is not None and bool((lengths > rows).any()):
+            raise ValueError(
+                f"seqused_k must be at most the rows of each sequence, {rows.tolist()}, got {lengths.tolist()}"
+            )
+        lengths = rows if lengths is None else lengths
+    assert lengths is not None, "one of them says it"
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= max_seqlen_k:
+        raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
+    if table is not None:
+        _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
+        _check_pages(table, lengths, k)
+
+
+def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and lse, without a backward pass.
+
+    `given` are the other arguments of `flash_attention_varlen` but `return_lse`, checked booleans and window among
+    them, and `scale_name`, what the scale is called.
+    """
+    tensor_names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks", "out")
+    cu_q, cu_k, used, table, slopes, sinks, out = (given[name] for name in tensor_names)
+    max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
+    backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
+    key = _key_of(
+        (q, k, v, cu_q, cu_k, used, table, slopes, sinks, out),
+        max_q, bucket(max_k), given["sm_scale"], given["causal"], given["window"], given["softcap"],
+        given["dropout_p"], backend, variant,
+    )  # fmt: skip
+    plan = _find(key)
+    if plan is None:
+        _check_packed(q, k, v, given)
+    scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
+    tensors = KVCacheTensors(
+        q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
+        alibi_slopes=_vector(slopes), sinks=_vector(sinks),
+    )  # fmt: skip
+    _check_packed_values(tensors, max_q, max_k)
+    if plan is not None:
+        return run_plan(plan, tensors, None, out)
+    left, right = given["window"]
+    options = KVCacheOptions(
+        VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), max_q, max_k,
+        batch_invariant=registry.is_batch_invariant(), backend=backend, variant=variant,
+    )  # fmt: skip
+    result, lse, plan = run(tensors, options, None, out)
+    _remember(key, plan)
+    return result, lse

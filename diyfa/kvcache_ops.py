@@ -69,7 +69,7 @@ del _APPEND["rotated_q"]  # what the operator returns
 
 
 def _schema(types: dict[str, str], **mutated: str) -> str:
-    return ", ".join(f"{of if name not in mutated else mutated[name]} {name}" for name, of in types.items())
+    return ", ".join(f"{mutated.get(name, of)} {name}" for name, of in types.items())
 
 
 _lib = torch.library.Library("diyfa", "FRAGMENT")

@@ -331,8 +331,8 @@ def reference_append(
     for b, first in enumerate(firsts):
         new_k = k[b]
         if rotary_cos is not None and rotary_sin is not None:
-            i = torch.arange(q.shape[1], device=q.device) * rotates_each_query
-            q[b] = _rotated(q[b], rotary_cos, rotary_sin, first + i, rotary_interleaved).to(q.dtype)
+            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
+            q[b] = _rotated(q[b], rotary_cos, rotary_sin, of_query, rotary_interleaved).to(q.dtype)
             position = first + torch.arange(k.shape[1], device=q.device)
             new_k = _rotated(new_k, rotary_cos, rotary_sin, position, rotary_interleaved)
         for i in range(k.shape[1]):
@@ -390,7 +390,7 @@ def reference_kvcache(
     v_descale: torch.Tensor | float | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-    attend: Attend | None = None,
+    attend: Callable[..., Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`diyfa.flash_attn_with_kvcache` by gathering the keys of each sequence for `reference_attention`.
 
@@ -403,7 +403,7 @@ def reference_kvcache(
     Returns:
         out (B, Sq, H, Dv) or (Tq, H, Dv); with `return_softmax_lse` also lse (B, H, Sq) or (H, Tq).
     """
-    attend = attend or reference_attention
+    compute: Callable[..., Any] = attend or reference_attention
     dtype = dtype or q.dtype
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -427,7 +427,9 @@ def reference_kvcache(
     for b, (q0, q1) in enumerate(pairwise(ends)):
         if q0 == q1:
             continue
-        places = [_place(k_cache, b, j, entries, block_table) for j in range(pads[b], min(lengths[b] + added, capacity))]
+        places = [
+            _place(k_cache, b, j, entries, block_table) for j in range(pads[b], min(lengths[b] + added, capacity))
+        ]
         keys_and_values = []
         for cache, descale in ((k_cache, k_descale), (v_cache, v_descale)):
             x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])
@@ -436,7 +438,7 @@ def reference_kvcache(
                 x = x * _descale_of(descale, b)
             keys_and_values.append(x[None])
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        part, part_lse = attend(
+        part, part_lse = compute(
             rows[q0:q1][None].to(dtype), *keys_and_values, causal=causal, window=window_size, sm_scale=softmax_scale,
             softcap=softcap, alibi_slopes=slopes, sinks=sinks, layout="bshd", return_lse=True,
         )  # fmt: skip

@@ -5,10 +5,9 @@ splits that can be computed side by side. Each split runs FlashAttention-2's onl
 ends with a maximum m, a sum l of exp(s - m) and an unnormalised accumulator. Two such parts are merged by carrying both
 to the larger maximum; a sink is a part with one score and no value. Only the end divides and takes a logarithm.
 
-Chunks begin at multiples of `CHUNK` keys whatever the call. So in the mode `batch_invariant` it takes two things to make
-a row's result independent of everything that is not its own: each chunk is a split of its own, and every row is computed
-by itself, by operations whose shapes are always the same. A matrix product is none: its order of summation hangs on the
-number of rows.
+Chunks begin at multiples of `CHUNK` keys whatever the call. Two things more make the result of a row its own in the
+mode `batch_invariant`: each chunk is a split by itself, and so is every row, computed by operations whose shapes are
+always the same. A matrix product is none of these: its order of summation hangs on the number of rows.
 """
 
 from __future__ import annotations
