@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diyfa import options
-from diyfa.options import FEATURES, AttentionOptions, Lengths
+from diyfa.features import FEATURES
+from diyfa.options import AttentionOptions, Lengths
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 # Fields of a problem that the device and q, k and v decide.
@@ -29,6 +30,7 @@ def a_call() -> tuple[Lengths, AttentionOptions]:
         alibi_slopes=torch.rand(4), attn_bias=torch.rand(5, 7), sinks=torch.rand(8)[::2],
         rng_state=torch.tensor([1, 2]),
         deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",
+        batch_invariant=True,
     )  # fmt: skip
     defaults = AttentionOptions._field_defaults.items()
     for name, default in defaults:

@@ -16,7 +16,15 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch, MatmulProblem
+from diyfa.problem import (
+    VARLEN,
+    AttentionProblem,
+    AttentionTensors,
+    Launch,
+    MatmulProblem,
+    example_gradients,
+    example_tensors,
+)
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
@@ -87,21 +95,17 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
         shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
         return empty(shape, dtype=getattr(torch, problem.dtype))
 
-    offsets = empty(batch + 1, dtype=torch.int32) if problem.varlen else None
-    bias_shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
+    optional = example_tensors(problem)
+    if problem.bias:
+        shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
+        optional["attn_bias"] = optional["attn_bias"].new_empty(shape)
     tensors = AttentionTensors(
         tensor(heads_q, seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim_v),
         problem.head_dim**-0.5,
-        seq_lens=empty(batch, dtype=torch.int32) if problem.seq_lens else None,
-        alibi_slopes=empty(heads_q) if problem.alibi else None,
-        attn_bias=empty(bias_shape, dtype=getattr(torch, problem.bias)) if problem.bias else None,
-        sinks=empty(heads_q) if problem.sinks else None,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        rng_state=empty(2, dtype=torch.int64) if problem.dropout else None,
         dropout_p=0.1 if problem.dropout else 0.0,
+        **optional,
     )
     return tensors, tensor(heads_q, seqlen_q, problem.head_dim_v), empty(problem.lse_shape)
 
@@ -116,7 +120,7 @@ def backward_of(
     from diyfa.backends.npu.attention import bwd
 
     tensors, out, lse = example_call(problem, bias)
-    gradients = AttentionGradients(*tensors[:3], dbias=tensors.attn_bias, dsinks=tensors.sinks)
+    gradients = example_gradients(tensors)
     return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
 
 
