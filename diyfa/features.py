@@ -88,7 +88,8 @@ class Feature:
     `problem` is the field of `AttentionProblem` that it decides, and `fact` says what that field becomes (None: the
     value itself). A kernel that does not implement it refuses it under the name `uses` where `present` says that a
     problem has it (None: where the field of the problem is not 0, False or ""). `label` and `example` (changes of a
-    typical problem) make a row of the feature tables.
+    typical problem) make a row of the feature tables, `label` and `case` (changes of a typical
+    `diyfa.testing.AttentionCase`) what `diyfa validate` and the first run on a new device try.
     """
 
     name: str
@@ -103,8 +104,10 @@ class Feature:
     prepared: Callable[[Any], Any] | None = None  # what backends get instead of it
     uses: str = ""
     present: Callable[[Any], bool] | None = None  # of an `AttentionProblem`
+    adjusts: bool = False  # scores are then more than scaled products
     label: str = ""
     example: dict[str, Any] = field(default_factory=dict)
+    case: dict[str, Any] = field(default_factory=dict)
 
     def is_in(self, problem: Any) -> bool:
         """Whether a call of the `AttentionProblem` has it."""
@@ -128,16 +131,17 @@ FEATURES = (
     ),
     Feature(
         "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", Shape(("h", "bh")),
-        prepared=_contiguous, uses="alibi", label="ALiBi", example={"alibi": True},
+        prepared=_contiguous, uses="alibi", adjusts=True, label="ALiBi", example={"alibi": True}, case={"alibi": "h"},
     ),
     Feature(
         "attn_bias", "Tensor?", "bias", _dtype_of, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
         Broadcast(("bhqk",)), gradient="dbias", gradient_if="bias_grad",
-        uses="attn_bias", label="attn_bias", example={"bias": "float32"},
+        uses="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
     ),
     Feature(
         "sinks", "Tensor?", "sinks", _is_given, _FLOAT32, "float32", Shape(("h",)),
         gradient="dsinks", prepared=_contiguous, uses="sinks", label="sinks", example={"sinks": True},
+        case={"sinks": True},
     ),
     Feature(
         "rng_state", "Tensor?", "", None, _INT64, "int64", Pair(("2",)), present=lambda problem: problem.dropout,
@@ -148,15 +152,19 @@ FEATURES = (
     Feature(
         "window_left", "SymInt", "window_left",
         uses="window", present=lambda problem: problem.window_left >= 0 or problem.window_right > 0,
-        label="window", example={"window_left": 256, "window_right": 0},
+        label="window", example={"window_left": 256, "window_right": 0}, case={"window": (9, 4)},
     ),
     Feature(
         "window_right", "SymInt", "window_right",
         uses="causal", present=lambda problem: problem.causal, label="causal", example={"window_right": 0},
     ),
-    Feature("softcap", "float", "softcap", uses="softcap", label="softcap", example={"softcap": 30.0}),
+    Feature(
+        "softcap", "float", "softcap", uses="softcap", adjusts=True, label="softcap", example={"softcap": 30.0},
+        case={"softcap": 5.0},
+    ),
     Feature(
         "dropout_p", "float", "dropout", _is_positive, uses="dropout", label="dropout", example={"dropout": True},
+        case={"dropout_p": 0.2},
     ),
     Feature("layout", "str", "layout"),
     Feature("deterministic", "bool", "deterministic", label="deterministic", example={"deterministic": True}),
@@ -180,4 +188,8 @@ OF_SHAPES = (
 )  # fmt: skip
 
 OPTIONAL = tuple(feature for feature in (*OF_SHAPES, *FEATURES) if feature.uses)  # what a backend may refuse
+ADJUSTING = frozenset([feature.uses for feature in FEATURES if feature.adjusts])
+# Those that go with all others and with any lengths; what a problem with all of them has changed.
+COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
+EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
 GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)

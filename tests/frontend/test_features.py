@@ -24,8 +24,7 @@ from strategies import cases as random_cases
 
 import diyfa
 from diyfa import fast_path, options, registry, yardstick
-from diyfa.backends.cpu import FEATURES as CPU_FEATURES
-from diyfa.features import FEATURES, GRADIENTS, OF_SHAPES, Feature
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
@@ -112,6 +111,8 @@ def test_its_example_has_it(feature: Feature) -> None:
     assert feature.label and feature.example
     assert feature.uses not in plain().features
     assert feature.uses in plain(**feature.example).features
+    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens"}  # by shapes, lengths or layout
+    assert feature.case or feature.uses in alone
     assert feature.problem in ("", "batch") or feature.problem in {field.name for field in fields(AttentionProblem)}
 
 
@@ -224,7 +225,10 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
 
 
 def test_the_cpu_backend_has_every_feature() -> None:
-    assert {feature.uses for feature in OPTIONAL} == CPU_FEATURES
+    for feature in OPTIONAL:
+        for kernel in registry.load_backend("cpu").kernels:
+            if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
+                assert kernel.unsupported(plain(**feature.example)) is None
 
 
 def test_kernels_name_features_that_there_are() -> None:
@@ -298,7 +302,7 @@ def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
     assert any(problem.features <= by_itself and case.all_variants for case, problem in found), "on every kernel"
     if feature.name not in NOT_PACKED:
         assert any(problem.varlen for _, problem in found), "with packed sequences"
-    others = {x.uses for x in OPTIONAL} - {"varlen", "causal", "gqa", "head_dim_v"}
+    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
     if feature.uses in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
     if feature.gradient:
@@ -427,7 +431,7 @@ def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Featur
     asked = [*specs.FEATURE_CASES, *specs.HEAD_DIM_CASES]
     assert any(feature.uses in specs.case_of("Ascend910B3", changes)[0].features for changes in asked)
     most = specs.case_of("Ascend910B3", specs.mode_case(kernel, "crowded"))[0].features
-    others = {x.uses for x in OPTIONAL} - {"varlen", "causal", "gqa", "head_dim_v"}
+    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
     assert feature.uses not in others or feature.uses in most, "with everything that needs memory"
 
     def launch(**changes: Any) -> tuple[Any, AttentionTensors]:

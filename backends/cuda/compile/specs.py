@@ -25,6 +25,7 @@ from diyfa.backends.cuda.attention.configs import (
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.features import EVERYTHING
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors, Launch, example_tensors
 
 
@@ -52,9 +53,9 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512."""
     half = "float16"
-    everything = {"softcap": 30.0, "alibi": True, "sinks": True, "dropout": True, "bias_grad": True}
+    everything = {**EVERYTHING, "window_right": 64, "bias_grad": True}
     for d, bias in ((64, half), (128, "float32")):
-        yield _problem(arch, half, d).replace(bias=bias, window_left=128, window_right=64, **everything)
+        yield _problem(arch, half, d).replace(**{**everything, "bias": bias})
     # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
     spec = gpu_spec(arch)
     for d in (64, 128, 256) if spec is not None and spec.has_wgmma else (256,):

@@ -16,6 +16,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
+from diyfa.features import COMPOSABLE, EVERYTHING
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -209,8 +210,7 @@ MODE_CASES: dict[str, dict[str, Any]] = {
     "biased": {"window_right": 0, "bias": "qk", **_EXTRAS},
     "featured": {"window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, **_EXTRAS},
     "crowded": {
-        "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "bias": "qk", "dropout": True,
-        **_EXTRAS,
+        **EVERYTHING, "window_right": 128, "bias": "qk", **_EXTRAS,
     },
 }  # fmt: skip
 
@@ -225,24 +225,20 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
 # Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
+    *(feature.example for feature in COMPOSABLE if feature.uses != "attn_bias"),
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
     {"seq_lens": True, "sinks": True},
-    {"window_left": 256, "window_right": 0},
     {"window_left": 256, "window_right": 128},
     {"window_left": 256},
-    {"softcap": 30.0},
     {"softcap": 30.0, "window_right": 0},
-    {"alibi": True},
     {"alibi": True, "window_right": 0},
-    {"sinks": True},
     {"sinks": True, "window_right": 0},
     {"layout": VARLEN},
     {"layout": VARLEN, "window_right": 0},
     {"layout": VARLEN, "window_left": 256, "window_right": 0, "softcap": 30.0, "alibi": True, "sinks": True},
     {"layout": VARLEN, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
      "dropout": True},
-    {"dropout": True},
     {"dropout": True, "window_right": 0},
     {"dropout": True, "layout": VARLEN, "window_right": 0},
     {"bias": "qk"},
