@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from diyfa.backends.cuda.runtime.launch import current_device
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.backends.cuda.runtime.versions import TRITON
 from diyfa.problem import Launch
 
@@ -240,7 +240,8 @@ def replay_of(
         slots = {name: slot(name, x) for name, x in bases.items() if x is None or isinstance(x, torch.Tensor)}
         if None in slots.values():
             return None
-        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
+        options = COMPILE_OPTIONS | launch.options
+        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **options, grid=(launch.grid,))
         relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
         if relaunch is None:
             return None
