@@ -15,7 +15,7 @@ from diyfa.problem import Launch
 
 if not replay.IS_KNOWN:
     pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)
-from tests.support.cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
+from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 
 SHAPE, STRIDES, BLOCK = [2, 3, 40, 64], [7680, 2560, 64, 1], [1, 1, 16, 64]
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": BLOCK, "fp4_padded": False}

@@ -26,7 +26,7 @@ if not replay.IS_KNOWN:
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from tests.support.cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
+from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 
