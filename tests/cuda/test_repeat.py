@@ -23,10 +23,10 @@ from diyfa.backends.cuda.runtime import replay, tune
 
 if not replay.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
+from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 

@@ -47,7 +47,7 @@ def ptxas_options() -> dict[str, int]:
 
 
 def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any) -> None:
-    """Change the stages of a compilation with `ptxas_options`. Nothing outside of it changes, no variable and no knob."""
+    """Change the stages of a compilation with `ptxas_options`, and nothing outside of it: no variable, no knob."""
     if options.ptx_version != OLDER_PTX or not ptxas_options():
         return
     # Triton chooses by the architecture of the backend's target; what to compile for, it is told beside that.

@@ -93,26 +93,27 @@ def _encoded(descriptor: Any, metadata: dict[str, Any]) -> Sequence[Any]:
     return make_tensordesc_arg(descriptor, metadata, *([None] if TRITON >= (3, 8) else []))
 
 
-def _call_of(function: Any, compiled: Any, grid: int) -> Callable[[int, Sequence[Any]], None]:
+def _call_of(function: Any, compiled: Any, grid: int | tuple[int, ...]) -> Callable[[int, Sequence[Any]], None]:
     """(stream, the kernel's arguments) -> `function`, which is in C, called as Triton's launcher calls it.
 
     Before Triton 3.7 there is a function for each signature, which takes the arguments one by one. Since then there is
     one for all; it takes them as a list, and what each of them is.
     """
     launcher, for_hooks = compiled.run, (None, None, None)  # metadata for them, and two hooks
+    of_axes = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
     attributes, scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
     # Both keep `compiled`: with the last that knows it, Triton may unload the function.
     if TRITON < (3, 7):
-        given = (*attributes, *scratch, compiled.packed_metadata, *for_hooks)
+        given: tuple[Any, ...] = (*attributes, *scratch, compiled.packed_metadata, *for_hooks)
 
         def call(stream: int, arguments: Sequence[Any]) -> None:
-            function(grid, 1, 1, stream, compiled.function, *given, *arguments)
+            function(*of_axes, stream, compiled.function, *given, *arguments)
     else:
         kinds = (launcher.arg_annotations, launcher.kernel_signature)
         given = (*attributes, compiled.packed_metadata, *for_hooks, *scratch, *kinds)
 
         def call(stream: int, arguments: Sequence[Any]) -> None:
-            function(grid, 1, 1, stream, compiled.function, *given, arguments)
+            function(*of_axes, stream, compiled.function, *given, arguments)
 
     return call
 
