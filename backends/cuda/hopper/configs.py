@@ -10,7 +10,7 @@ import triton
 
 from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
-from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon
+from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.problem import AttentionProblem, refuse_features
 
@@ -181,7 +181,7 @@ def has_long_kv_loop(problem: AttentionProblem) -> bool:
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
     """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
-    options = {"num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
         options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
     return options

@@ -18,6 +18,10 @@ def _probe():
     pass
 
 
+# For every kernel: one instruction multiplies by the scale and subtracts the maximum, rounding once. Triton 3.10 asks
+# for it to be said.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
 # Asked of Triton itself, at the time the kernels are decorated: the environment may change later, they do not.
 _INTERPRETING = not isinstance(_probe, JITFunction)
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -49,4 +53,4 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
 def launch_kernel(launch: Launch) -> None:
     """Launch on the current device and stream. Triton compiles the kernel for these arguments when they are new."""
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
-    launch.kernel[grid](**launch.arguments, **launch.constants, **launch.options)
+    launch.kernel[grid](**launch.arguments, **launch.constants, **COMPILE_OPTIONS, **launch.options)
