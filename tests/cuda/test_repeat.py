@@ -67,7 +67,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorder

@@ -1,4 +1,4 @@
-"""Which Triton this is, and what Gluon kernels use of its private parts. Importable with any Triton."""
+"""What Gluon kernels use of Triton's private parts, and which versions have them. Importable with any Triton."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import triton
 
-TRITON = ("3.6", "3.7", "3.8", "3.9")  # Gluon changes names and meanings from release to release
+from diyfa.backends.cuda.runtime.versions import TRITON
+
+OLDEST, NEWEST = (3, 6), (3, 9)  # Gluon changes names and meanings from release to release
 
 
 def has_gluon() -> bool:
     """Whether this Triton is one whose Gluon the kernels are written in."""
-    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+    return OLDEST <= TRITON <= NEWEST
 
 
 if has_gluon():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 import triton
@@ -29,6 +30,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def is_interpreting() -> bool:
     """Whether `@triton.jit` functions run in Triton's interpreter (on CPU tensors) instead of being compiled."""
     return _INTERPRETING
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 of another device, on which kernels are interpreted or described to be compiled ahead of time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 # Past a check that CUDA is initialised: there is a tensor on it. PyTorch without CUDA has no such function.
