@@ -13,7 +13,7 @@ from subprocesses import run_python
 
 import diyfa
 from diyfa import registry
-from diyfa.backends.cpu import FEATURES as CPU_FEATURES
+from diyfa.features import OPTIONAL
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, refuse_features
 
 
@@ -41,7 +41,8 @@ def picky(cpu: Backend) -> Backend:
     """The CPU backend with kernels that refuse: v2 dropout, v1 dropout and softcaps."""
 
     def refusing(kernel: Kernel) -> Kernel:
-        supported = {"v2": CPU_FEATURES - {"dropout"}, "v1": CPU_FEATURES - {"dropout", "softcap"}}[kernel.name]
+        every = frozenset(feature.uses for feature in OPTIONAL)
+        supported = {"v2": every - {"dropout"}, "v1": every - {"dropout", "softcap"}}[kernel.name]
         return replace(kernel, unsupported=lambda problem: refuse_features(problem, supported, kernel.name))
 
     class Picky(type(cpu)):

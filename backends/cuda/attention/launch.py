@@ -17,6 +17,7 @@ from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.features import ADJUSTING
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors, Launch, bhsd_strides
 
 _forced: dict[str, Any] = {}
@@ -37,7 +38,7 @@ UNALIGNED_POINTERS = (
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
     """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
-    return problem.softcap != 0.0 or problem.alibi or problem.bias != ""
+    return bool(problem.features & ADJUSTING)
 
 
 def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
