@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -9,6 +10,7 @@ import triton.language as tl
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 
 
+@dataclass(frozen=True)
 class Constants:
     """Base of the frozen dataclasses of constants.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -44,6 +45,7 @@ def cut_columns(head_dim: int, most: int) -> dict[str, int]:
     return {"BLOCK_D": padded_head_dim(min(head_dim, most)), "REST": rest}
 
 
+@dataclass(frozen=True)
 class Constants:
     """Base of the frozen dataclasses of constants: what a kernel is compiled for, as its last argument, a constexpr,
     which helpers get whole.
