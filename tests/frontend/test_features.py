@@ -24,7 +24,7 @@ from strategies import cases as random_cases
 
 import diyfa
 from diyfa import fast_path, options, registry, yardstick
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
@@ -102,6 +102,8 @@ def test_every_row_says_what_it_is() -> None:
         assert known, f"{feature.name} changes the result: a backend that does not implement it must refuse it (uses)"
         if feature.schema == "Tensor?":
             assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
+            if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
+                assert feature.prepared is not None, f"{feature.name}: kernels read it by plain index"
     names = [feature.uses for feature in OPTIONAL]
     assert len(set(names)) == len(names)
 
@@ -125,6 +127,12 @@ def test_an_optional_tensor_reaches_the_backends(feature: Feature) -> None:
     assert feature.name not in without and present[feature.name].dtype in feature.dtypes
     if feature.name not in options.LENGTHS:
         assert feature.name in AttentionOptions._fields
+
+
+def test_every_gradient_belongs_to_a_row() -> None:
+    declared = {feature.gradient for feature in GRADIENTS}
+    assert declared == set(AttentionGradients._fields) - {"dq", "dk", "dv", "delta"}
+    assert declared == set(Results._fields) - {"out", "lse", "dq", "dk", "dv"}
 
 
 @by_name(GRADIENTS)
@@ -305,9 +313,9 @@ def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
     others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
     if feature.uses in others:
         assert any(problem.features >= others for _, problem in found), "with everything"
-    if feature.gradient:
+    if feature in TENSORS:
         some = [make_inputs(case).options for case, _ in found]
-        assert any(given[feature.name].requires_grad for given in some)
+        assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
 
 
 def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:

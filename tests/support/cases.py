@@ -6,6 +6,7 @@ lengths around powers of two, and lengths that leave a partial tile.
 
 from __future__ import annotations
 
+from diyfa.features import COMPOSABLE
 from diyfa.testing import AttentionCase as Case
 
 BASIC = [
@@ -275,10 +276,16 @@ PEAKED = [
          large=True, all_variants=True),
 ]  # fmt: skip
 
+# Each feature alone where kernels have code of their own: a scale below 0, heads too wide for one product on Ascend.
+EACH_FEATURE = [
+    Case(f"{x.uses}_wide", heads_kv=1, seqlen_q=20, head_dim=576, head_dim_v=16, sm_scale=-0.1, **x.case)
+    for x in COMPOSABLE
+]
+
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED, *PEAKED,
+    *COMBINED, *PEAKED, *EACH_FEATURE,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

@@ -182,7 +182,6 @@ def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | No
     return tuned_config(kind, problem, lambda config: None)
 
 
-@lru_cache(maxsize=4096)
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""
     return (
