@@ -22,7 +22,7 @@ from diyfa.cli.output import out, print_json
 from diyfa.device import CANN_REMEDY, describe, detect, npu_status
 from diyfa.features import FEATURES as OF_OPTIONS
 from diyfa.features import OF_SHAPES
-from diyfa.problem import AttentionProblem, Backend, MatmulProblem
+from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
 
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -106,9 +106,13 @@ REQUIREMENTS = (
 )
 
 
-def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | MatmulProblem:
+def _typical(
+    backend: Backend, arch: str, op: str, **changes: Any
+) -> AttentionProblem | KVCacheProblem | MatmulProblem:
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024, aligned=True)
+    if op.startswith("kvcache"):
+        return KVCacheProblem(backend.device_type, arch, "float16", "float16", "bshd", 4, 8, 8, 1, 1024, 64, 64)
     problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
     return problem.replace(needs_grad=op == "attention_bwd", **changes)
 
