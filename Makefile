@@ -20,11 +20,14 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 VENV_NPU ?= .venv-npu
-VENV_NPU_OLDEST ?= .venv-npu2.7
+VENV_NPU_OLDEST ?= .venv-npu-oldest
 CACHE := .cache
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
   "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_VERSION ?= 2.13.0
+# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own.
+OLDEST_TORCH ?= 2.7.1
+OLDEST_TORCH_NPU ?= 2.7.1.post2
 PYTEST_ARGS ?=
 
 # With an NVIDIA GPU PyTorch's default build brings CUDA and its own Triton. Without one that would be gigabytes for
@@ -112,7 +115,7 @@ $(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
 # Most indices have so old a torch for x86 as a CUDA build alone; its gigabytes of libraries are not needed.
 $(VENV_NPU_OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV_NPU_OLDEST)
-	$(VENV_NPU_OLDEST)/bin/python -m pip install -q --no-deps torch==2.7.1 torch_npu==2.7.1.post2
+	$(VENV_NPU_OLDEST)/bin/python -m pip install -q --no-deps torch==$(OLDEST_TORCH) torch_npu==$(OLDEST_TORCH_NPU)
 	$(VENV_NPU_OLDEST)/bin/python tests/support/torch_without_cuda.py
 	$(VENV_NPU_OLDEST)/bin/python -m pip install -q -e '.[npu,cli,test]'
 	touch $@

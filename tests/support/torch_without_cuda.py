@@ -16,7 +16,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 CUDA_ERROR_NO_DEVICE = 100
-UNVERSIONED = ("nccl", "cuFile", "cusparseLt", "curand")  # libraries whose symbols carry no version
+UNVERSIONED = ("nccl", "cuFile", "cusparseLt", "curand")  # functions of CUDA's libraries that carry no version
+OTHERS = ("GLIBC", "GCC", "CXXABI", "GOMP", "OMP")  # versions of what is no library of CUDA's
 
 
 def output_of(*command: str | Path) -> str:
@@ -28,8 +29,8 @@ def stand_in(folder: Path) -> None:
     libraries = sorted(folder.glob("*.so"))
     names: dict[str, set[str]] = defaultdict(set)  # of functions, by the version that the linker wants
     undefined = output_of("nm", "-D", "--undefined-only", "--with-symbol-versions", *libraries)
-    for name, version in re.findall(r" U (\w+)(?:@(lib(?:cu|nv)\S+))?$", undefined, re.MULTILINE):
-        if version or name.startswith(UNVERSIONED):
+    for name, version in re.findall(r" U (\w+)(?:@(\S+))?$", undefined, re.MULTILINE):
+        if (version and not version.startswith(OTHERS)) or name.startswith(UNVERSIONED):
             names[version].add(name)
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "cuda.c"), Path(scratch, "cuda.map")
