@@ -148,15 +148,19 @@ def _plan(
     if plan is None:
         chosen = registry.resolve_backend(q.device, backend)
         problem = describe_attention(chosen, q, k, v, lengths, options)
+        # The mode is about results: gradients are computed as ever.
+        backward = problem.replace(batch_invariant=False) if options.batch_invariant else problem
+        if op == "attention_bwd":
+            problem = backward
         kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
+            registry.choose("attention_bwd", backward, chosen, registry.variant_of("attention_bwd", chosen, variant))
         plan = Plan(problem, kernel, lengths, options)
         remember(key, plan)
     return plan
 
 
-def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == VARLEN:
         shape: tuple[int, ...] = (q.shape[1], q.shape[0])
     else:
@@ -184,11 +188,15 @@ def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, 
     return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
 
 
-def _fill_from_sinks(
-    sinks: torch.Tensor, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
+def fill_without_keys(
+    sinks: torch.Tensor | None, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """out and lse of rows that see a sink and no key: 0 and the sink. A sink of -inf is none, so there lse is +inf; one
-    of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    """out and lse of rows that see no key: 0 and +inf, with sinks 0 and the sink. A sink of -inf is none, so there lse
+    is +inf; one of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    if sinks is None:
+        out.zero_()
+        lse.fill_(_INF)
+        return
     alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
     lse.copy_(_only_rows_of_sequences(alone[:, None], q, lengths, _INF))
     nothing = torch.where(alone == alone, 0.0, alone)
@@ -202,9 +210,8 @@ def _launch_forward(
     plan = _plan("attention_fwd", q, k, v, lengths, options)
     if not _computes_nothing(q, k, lengths, options):
         return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
-    out, lse = empty_output(q, v.shape[-1]).zero_(), _empty_lse(q, options.layout).fill_(_INF)
-    if options.sinks is not None:
-        _fill_from_sinks(options.sinks, q, lengths, options.layout, out, lse)
+    out, lse = empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
+    fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
     return out, lse
 
 
@@ -227,7 +234,7 @@ def _run_forward(
             return pair
     problem, kernel = plan.problem, plan.kernel
     tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
-    out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
+    out, lse = empty_output(q, problem.head_dim_v), empty_lse(q, problem.layout)
     if problem.varlen:  # rows that no sequence covers are written by no kernel
         out.zero_()
         lse.fill_(_INF)
@@ -369,7 +376,7 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
     q, k, v = UNPACK[packing](q, k, v)
     _, options = unpack(features)
-    return empty_output(q, v.shape[-1]), _empty_lse(q, options.layout)
+    return empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
 
 
 def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:

@@ -54,6 +54,7 @@ class AttentionOptions(NamedTuple):
     bias_grad: bool = False  # attn_bias itself wants a gradient
     backend: str = ""  # "": the one made for the device
     variant: str = "auto"
+    batch_invariant: bool = False
     packing: str = ""
 
 
@@ -167,6 +168,7 @@ FEATURES = (
     Feature("bias_grad", "bool", "bias_grad"),
     Feature("backend", "str"),
     Feature("variant", "str"),
+    Feature("batch_invariant", "bool", "batch_invariant"),
 )  # fmt: skip
 
 SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)

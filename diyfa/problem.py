@@ -269,6 +269,8 @@ class NewKeys(NamedTuple):
     beyond, in a page below 0 or beyond the cache, is dropped; nothing else in the cache changes. cos and sin rotate the
     first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`: query i by row
     `seqlens[b] + i` where the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by nothing.
+    Products are formed in fp32 and rounded once. What goes to a float8 cache is divided by its descale (1 without one)
+    and saturates.
     """
 
     k: torch.Tensor  # (B, Snew, Hk, D), q's dtype
@@ -277,6 +279,10 @@ class NewKeys(NamedTuple):
     sin: torch.Tensor | None = None
     interleaved: bool = True  # features (0, 1), (2, 3), … make pairs; else feature i and i + half
     rotated_q: torch.Tensor | None = None  # shaped like q; None without cos
+
+    def present(self) -> list[torch.Tensor]:
+        """The tensors that there are, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
@@ -405,6 +411,9 @@ class Kernel:
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
       None for those of three that there are not, dbias, dsinks]`; it compares strides, not dtypes and shapes
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, *present) -> (out, lse)`, where
+      `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(length, *present, *new.present()) -> True`
     """
 
     name: str

@@ -39,10 +39,11 @@ _default_backend: str = os.environ.get("DIYFA_BACKEND", "")
 
 class _Forced(threading.local):
     """The blocks of `use_backend` that this thread is in, the innermost last: each a list of one name, so that equal
-    ones differ. No ContextVar: torch.compile cannot trace those."""
+    ones differ; and in how many of `batch_invariant`. No ContextVar: torch.compile cannot trace those."""
 
     def __init__(self) -> None:
         self.blocks: tuple[list[str], ...] = ()
+        self.invariant = 0
 
 
 _forced = _Forced()
@@ -109,6 +110,27 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.blocks = tuple(other for other in _forced.blocks if other is not block)
+
+
+def is_batch_invariant() -> bool:
+    """Whether this thread is inside a block of `batch_invariant`."""
+    return _forced.invariant > 0
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Inside the block the result of a query row is bitwise the same whatever shares its batch.
+
+    It does not depend on the batch, on the number of queries of its sequence that come in the same call, on how the
+    cache lies in pages, nor on `num_splits`; and it is the same from a cache as from a training forward in the same
+    mode. Gradients are computed as outside. Everything is computed by the kernels called "split_kv", which take no
+    attn_bias, dropout_p or seq_lens (ValueError). Each thread has its own setting.
+    """
+    _forced.invariant += 1
+    try:
+        yield
+    finally:
+        _forced.invariant -= 1
 
 
 def resolve_backend(device: torch.device, name: str = "") -> Backend:

@@ -11,18 +11,29 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cpu import bwd, fwd, matmul
+from diyfa.backends.cpu import bwd, fwd, kvcache, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
-from diyfa.problem import AttentionProblem, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, Kernel, KVCacheProblem, MatmulProblem, refuse_features
 
 FEATURES = frozenset(
     ["causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"]
 )
+SPLIT_KV_FEATURES = FEATURES - {"seq_lens", "attn_bias", "dropout"} | {"batch_invariant"}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def _attention_unsupported(problem: AttentionProblem) -> str | None:
     return refuse_features(problem, FEATURES, "the cpu backend")
+
+
+def _split_kv_unsupported(problem: AttentionProblem) -> str | None:
+    if not problem.batch_invariant:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    return refuse_features(problem, SPLIT_KV_FEATURES, "split_kv")
+
+
+def _kvcache_unsupported(problem: KVCacheProblem) -> str | None:
+    return None
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -54,12 +65,33 @@ class CpuBackend:
             attention_config,
         ),
         Kernel(
+            "split_kv",
+            "attention_fwd",
+            "row by row over fixed chunks of keys, which makes it bitwise equal to the cache's",
+            kvcache.attention_fwd,
+            _split_kv_unsupported,
+        ),
+        Kernel(
             "v2",
             "attention_bwd",
             "recomputation from the log-sum-exp, key/value blocks outermost",
             bwd.backward,
             _attention_unsupported,
             attention_config,
+        ),
+        Kernel(
+            "split_kv",
+            "kvcache_fwd",
+            "the keys in splits, each in chunks with an online softmax; the splits merged",
+            kvcache.kvcache_fwd,
+            _kvcache_unsupported,
+        ),
+        Kernel(
+            "append",
+            "kvcache_append",
+            "one sequence at a time, rotated on the way",
+            kvcache.kvcache_append,
+            _kvcache_unsupported,
         ),
         Kernel(
             "tiled",
