@@ -49,7 +49,9 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
+    as_kvcache_problem,
     bhsd_strides,
+    refuse_features,
 )
 
 SCAN = tl.constexpr(128)  # tiles whose work is added up at once
@@ -319,6 +321,7 @@ def _decode_kernel(
     sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
     statistics_ptr,  # [2 · programs, 2, BLOCK_M]
     tails_ptr,  # [programs, 2]: the tile that a program leaves unfinished or -1, the program that finishes it
+    length,  # of each sequence, where nothing on the device says it; a repeated call gives it with the tensors
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
     stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
@@ -326,7 +329,7 @@ def _decode_kernel(
     group,  # query heads that share one key head
     blocks_m,  # tiles of rows of the longest sequence
     entries,  # pages, or batch entries of a contiguous cache
-    seqlen_q, total_q, total_k, length, added, capacity, window_left, window_right,
+    seqlen_q, total_q, total_k, added, capacity, window_left, window_right,
     scale, softcap,
     c: tl.constexpr,
 ):  # fmt: skip
@@ -365,9 +368,7 @@ def _decode_kernel(
                 tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
                 total_q, total_k, length, added, capacity, c,
             )  # fmt: skip
-            _, counts = _key_blocks(
-                tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c
-            )
+            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
             total += tl.sum(tl.where(inside, counts, 0).to(tl.int64) * heads_kv, 0)
         share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
         at = tl.minimum(pid.to(tl.int64) * share, total)
@@ -382,9 +383,7 @@ def _decode_kernel(
                 tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
                 total_q, total_k, length, added, capacity, c,
             )  # fmt: skip
-            _, counts = _key_blocks(
-                tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c
-            )
+            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
             work = tl.where(inside, counts, 0).to(tl.int64) * heads_kv
             passed = inside & (ahead + tl.cumsum(work, 0) <= at)
             tile += tl.sum(passed.to(tl.int32), 0)
@@ -402,9 +401,10 @@ def _decode_kernel(
             )  # fmt: skip
             first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
             if at < before + count.to(tl.int64) * heads_kv:
-                hk = ((at - before) // count).to(tl.int32)
-                begin = ((at - before) % count).to(tl.int32)
-                end = tl.minimum(count.to(tl.int64), begin + (stop - at)).to(tl.int32)
+                done = (at - before).to(tl.int32)  # blocks of the tiles of rows that come first here
+                hk = done // count
+                begin = done % count
+                end = tl.minimum(count, begin + (stop - at)).to(tl.int32)
                 acc, l_i, m_i, rows = _attend_rows(
                     b, hk, block_m, first + begin, first + end, first_q, n_queries, first_k, n_keys, pad,
                     q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
@@ -424,7 +424,7 @@ def _decode_kernel(
                     if begin == 0:
                         slot += 1
                         tail = tile * heads_kv + hk
-                        last = ((at + count - 1) // share).to(tl.int32)
+                        last = pid + tl.cdiv(count - end, tl.minimum(share, 1 << 30).to(tl.int32))
                     offs_m = tl.arange(0, c.BLOCK_M)
                     offs_d = tl.arange(0, c.BLOCK_DV)
                     sums = sums_ptr + slot.to(tl.int64) * (c.BLOCK_M * c.BLOCK_DV)
@@ -627,19 +627,30 @@ def repeat(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
     """`Kernel.repeat`."""
     config = config_of(problem)
-    tensors = own_objects(tensors)
+    tensors, out = own_objects(tensors), out.detach()
     memory = workspace(problem, config, out.device)
     launches = launches_of(problem, tensors, out, lse, config, memory)
-    made = (out, lse) if memory is None else (out, lse, memory)
+    present, made = tensors.present(), [lse] if memory is None else [lse, memory]
     # Rows that no sequence covers are written by no kernel.
+    lse_filled = ((0, float("inf")),) if problem.varlen else ()
+    into = replay_of(launches, [*present, out], made, choice, lse_filled, numbers=("length",))
     filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
-    replay = replay_of(launches, tensors.present(), made, choice, filled) if launches else None
-    if replay is None:
+    replay = replay_of(launches, present, [out, *made], choice, filled, numbers=("length",))
+    if into is None or replay is None:
         return None
+    clears_out = problem.varlen
 
-    def again(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        results = replay([x.data_ptr() for x in present])
-        return None if results is None else (results[0], results[1])
+    def again(
+        length: int, out: torch.Tensor | None, *present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        addresses = [x.data_ptr() for x in present]
+        if out is None:
+            results = replay([*addresses, length])
+            return None if results is None else (results[0], results[1])
+        if clears_out:
+            out.zero_()
+        results = into([*addresses, out.data_ptr(), length])
+        return None if results is None else (out, results[0])
 
     return again
 
@@ -651,3 +662,21 @@ def attention_forward(
     kvcache_problem, kvcache_tensors = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
     kvcache_forward(kvcache_problem, kvcache_tensors, rows, lse)
+
+
+FEATURES = frozenset({"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"})
+
+
+def unsupported(problem: KVCacheProblem) -> str | None:
+    """Why no tile runs a call, or None."""
+    if decode_config(problem) is None:
+        widths = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
+    return None
+
+
+def attention_unsupported(problem: AttentionProblem) -> str | None:
+    """Why a forward pass does not run by these kernels, or None."""
+    if not problem.batch_invariant:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

@@ -39,23 +39,25 @@ def feature_blocks(head_dim: int) -> tuple[int, int]:
     return (first, second) if first + second < whole else (whole, 0)
 
 
-# (at most this wide) -> keys of a block, warps, stages. The first that leaves room for a second program on a
-# multiprocessor is taken, else the first that fits. Decoding waits for memory: what counts is how many bytes are on
-# their way, not how large a tile is.
-_ROWS: tuple[tuple[int, int, int, int], ...] = (
-    (64, 64, 4, 3),
-    (64, 64, 4, 2),
-    (64, 32, 4, 2),
-    (128, 64, 4, 2),
-    (128, 32, 4, 2),
-    (256, 32, 4, 2),
-    (256, 16, 4, 2),
-    (256, 16, 4, 1),
-    (1024, 32, 8, 2),
-    (1024, 16, 8, 2),
-    (1024, 16, 8, 1),
+# (at most this wide) -> keys of a block, warps, stages, programs of a multiprocessor. The first that fits is taken.
+# Decoding waits for memory: what counts is how many bytes are on their way, not how large a tile is. Registers let as
+# many programs run at once.
+_ROWS: tuple[tuple[int, int, int, int, int], ...] = (
+    (64, 64, 4, 4, 2),
+    (64, 64, 4, 3, 2),
+    (64, 32, 4, 2, 2),
+    (128, 64, 4, 3, 2),
+    (128, 64, 4, 2, 2),
+    (128, 32, 4, 2, 2),
+    (256, 32, 4, 3, 2),
+    (256, 32, 4, 2, 2),
+    (256, 16, 4, 2, 2),
+    (256, 16, 4, 2, 1),
+    (1024, 32, 8, 3, 1),
+    (1024, 32, 8, 2, 1),
+    (1024, 16, 8, 2, 1),
+    (1024, 16, 8, 1, 1),
 )
-MAX_PROGRAMS_PER_SM = 3
 RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
 # sequence: the layout of a tile decides in what order a row is summed.
@@ -91,15 +93,16 @@ def reads_values_once(problem: KVCacheProblem) -> bool:
 
 
 def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
-    """Shared memory of a program: the queries, the weights, and `num_stages` blocks of keys and values."""
+    """Shared memory of a program: the queries, the weights, and the blocks of keys and values on their way.
+
+    Values in the keys' memory need less. That must not decide on a tile: it may not change a result.
+    """
     d, dv = sum(feature_blocks(problem.head_dim)), padded_head_dim(problem.head_dim_v)
-    if reads_values_once(problem):
-        dv = 0
     size = ELEMENT_BYTES["float32" if is_widened(problem) else problem.dtype]
-    keys = block_n * (d + dv)
+    block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
     # float8 is converted in registers and goes through shared memory once more, beside the blocks on their way.
-    stored = keys * num_stages + keys * size if problem.cache_dtype == FLOAT8 else keys * size * num_stages
-    return stored + size * block_m * (d + block_n)
+    keys = block * (buffers + size) if problem.cache_dtype == FLOAT8 else block * size * buffers
+    return keys + size * block_m * (d + block_n)
 
 
 @lru_cache(maxsize=4096)
@@ -109,22 +112,21 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     if spec is None:
         return None
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
-    narrowest = next(widest for widest, *_ in _ROWS if width <= widest)
-
-    def at_once(problem: KVCacheProblem, block_n: int, stages: int) -> int:
-        return spec.shared_per_sm // (shared_bytes(problem, INVARIANT_BLOCK_M, block_n, stages) + RESERVED)
-
-    # Values of their own need more. Where they lie must not decide on a tile.
-    apart = problem.replace(latent=False)
-    fitting = [row for row in _ROWS if row[0] >= narrowest and at_once(apart, row[1], row[3])]
-    if not fitting:
-        return None
-    _, block_n, warps, stages = next((row for row in fitting if at_once(apart, row[1], row[3]) > 1), fitting[0])
-    several = min(at_once(problem, block_n, stages), MAX_PROGRAMS_PER_SM)
-    return DecodeConfig(block_m_of(problem), block_n, warps, stages, several)
+    most_rows = 64 if width <= 128 else MMA_BLOCK_M
+    for widest, block_n, warps, stages, several in _ROWS:
+        shared = shared_bytes(problem, most_rows, block_n, stages)
+        if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
+            block_m = block_m_of(problem)
+            if block_m > MMA_BLOCK_M and width > 64:
+                warps = 8  # with 4 the compiler spills
+            if problem.paged:  # a load that waits for another takes half of the stages
+                stages = 2 * stages - 1
+            return DecodeConfig(block_m, block_n, warps, stages, several)
+    return None
 
 
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
+INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
 
@@ -132,7 +134,7 @@ MAX_WAVES = 16
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return FULL_GPU
+        return FULL_GPU if device.type == "meta" else INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
