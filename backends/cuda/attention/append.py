@@ -170,19 +170,20 @@ def _append_kernel(
                 stride_kdb, stride_kdh, c.BLOCK_D, c,
             )  # fmt: skip
     elif c.ROTARY > 0:
-        rows = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
-        tokens = rows // heads_q
-        heads = (rows % heads_q).to(tl.int64)
-        positions = first + tokens * 0
+        rows_q = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
+        tokens = rows_q // heads_q
+        of_head = (rows_q % heads_q).to(tl.int64)
+        of_token = tokens.to(tl.int64)
+        turns = first + tokens * 0
         if c.EACH_QUERY:
-            positions += tokens
-        of_q = b.to(tl.int64) * stride_qb + tokens.to(tl.int64) * stride_qm + heads * stride_qh
-        q, mask = _read_rotated(
-            q_ptr, of_q, tokens < seqlen_q, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
+            turns += tokens
+        of_q = b.to(tl.int64) * stride_qb + of_token * stride_qm + of_head * stride_qh
+        q, is_query = _read_rotated(
+            q_ptr, of_q, tokens < seqlen_q, turns, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
         )
-        of_rotated = b.to(tl.int64) * stride_rb + tokens.to(tl.int64) * stride_rm + heads * stride_rh
+        of_rotated = b.to(tl.int64) * stride_rb + of_token * stride_rm + of_head * stride_rh
         addresses = rotated_ptr + of_rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
-        tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=mask)
+        tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
 
 
 def _strides(letters: str, x: torch.Tensor | None) -> dict[str, int]:

@@ -46,9 +46,11 @@ _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (64, 64, 4, 4, 2),
     (64, 64, 4, 3, 2),
     (64, 32, 4, 2, 2),
+    (64, 16, 4, 1, 2),
     (128, 64, 4, 3, 2),
     (128, 64, 4, 2, 2),
     (128, 32, 4, 2, 2),
+    (128, 16, 4, 1, 2),
     (256, 32, 4, 3, 2),
     (256, 32, 4, 2, 2),
     (256, 16, 4, 2, 2),
@@ -58,6 +60,7 @@ _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (1024, 16, 8, 2, 1),
     (1024, 16, 8, 1, 1),
 )
+TURING_BLOCK_N = 16  # more keys' products in registers spill
 RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
 # sequence: the layout of a tile decides in what order a row is summed.
@@ -67,18 +70,25 @@ INVARIANT_BLOCK_M = 32
 MMA_BLOCK_M = 32
 
 
-def is_widened(problem: KVCacheProblem) -> bool:
-    """Whether tiles become float32 as they are read: on Turing, for which Triton emits no tensor-core instructions."""
+def _is_turing(problem: KVCacheProblem) -> bool:
+    """Triton emits no tensor-core instructions for it, and no copies that go on beside a computation."""
     spec = gpu_spec(problem.arch)
-    return problem.dtype == "float32" or spec is None or not spec.has_bf16
+    return spec is None or not spec.has_bf16
+
+
+def is_widened(problem: KVCacheProblem) -> bool:
+    """Whether products are multiply-adds of float32, which tiles become as they are read."""
+    return problem.dtype == "float32" or _is_turing(problem)
 
 
 def block_m_of(problem: KVCacheProblem) -> int:
     """Rows of a tile."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    if is_widened(problem):
+        return 16
     if problem.batch_invariant:
         return INVARIANT_BLOCK_M
-    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    if rows <= 16 or is_widened(problem):
+    if rows <= 16:
         return 16
     first, second = feature_blocks(problem.head_dim)
     passes_registers = not problem.aligned or problem.cache_dtype == FLOAT8
@@ -102,6 +112,8 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
     block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
     # float8 is converted in registers and goes through shared memory once more, beside the blocks on their way.
     keys = block * (buffers + size) if problem.cache_dtype == FLOAT8 else block * size * buffers
+    if num_stages == 1 or _is_turing(problem):  # first keys, then values
+        keys = block_n * max(d, dv) * size
     return keys + size * block_m * (d + block_n)
 
 
@@ -112,14 +124,15 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     if spec is None:
         return None
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
-    most_rows = 64 if width <= 128 else MMA_BLOCK_M
+    block_m = block_m_of(problem)
     for widest, block_n, warps, stages, several in _ROWS:
-        shared = shared_bytes(problem, most_rows, block_n, stages)
+        if _is_turing(problem) and block_n > TURING_BLOCK_N:
+            continue
+        shared = shared_bytes(problem, block_m, block_n, stages)
         if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
-            block_m = block_m_of(problem)
             if block_m > MMA_BLOCK_M and width > 64:
                 warps = 8  # with 4 the compiler spills
-            if problem.paged:  # a load that waits for another takes half of the stages
+            if problem.paged and stages > 1:  # a load that waits for another takes half of the stages
                 stages = 2 * stages - 1
             return DecodeConfig(block_m, block_n, warps, stages, several)
     return None
