@@ -131,7 +131,7 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
         shared = shared_bytes(problem, block_m, block_n, stages)
         if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
             if block_m > MMA_BLOCK_M and width > 64:
-                warps = 8  # with 4 the compiler spills
+                block_n, warps = 32, 8  # larger ones spill
             if problem.paged and stages > 1:  # a load that waits for another takes half of the stages
                 stages = 2 * stages - 1
             return DecodeConfig(block_m, block_n, warps, stages, several)
