@@ -61,7 +61,9 @@ def checked_options(
     if torch.is_grad_enabled():
         learned = [name for name in DIFFERENTIABLE if options.get(name) is not None and options[name].requires_grad]
         options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
-        options["bias_grad"] = "attn_bias" in learned
+        for name in learned:
+            if DIFFERENTIABLE[name]:
+                options[DIFFERENTIABLE[name]] = True
     options["backend"] = options.get("backend") or registry.forced_backend()
     options["batch_invariant"] = registry.is_batch_invariant()
     if options["batch_invariant"]:

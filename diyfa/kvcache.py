@@ -13,8 +13,9 @@ import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.fast_path import described, may_be_read
+from diyfa.features import ATTENTION_DTYPES
 from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, is_latent, run, run_plan
-from diyfa.options import ATTENTION_DTYPES, UNBOUNDED
+from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

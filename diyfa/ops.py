@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from diyfa import registry
 from diyfa.fast_path import Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
+from diyfa.features import GRADIENTS
 from diyfa.options import (
+    DIFFERENTIABLE,
     FACTS,
     SCHEMA,
     TENSORS,
@@ -51,15 +53,16 @@ from diyfa.problem import (
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
 
-# After q, k and v every attention operator takes what `diyfa.options.FEATURES` names. `variant` names a forward kernel;
+# After q, k and v every attention operator takes what `diyfa.features` has rows for. `variant` names a forward kernel;
 # the backward takes its own of that name, where there is one.
+_FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
 # Here q, k, v are views, and `packing` says which of their gradients share one tensor.
 _lib.define(
     f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    f"-> (Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor {name}' for name in _FEATURE_GRADIENTS)})"
 )
 _lib.define(
     f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
@@ -267,13 +270,14 @@ def _run_backward(
             return gradients
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     found = _gradients(dout, None, saved, lengths, options)
-    *owners, dbias, dsinks = found
+    owners, rest = found[:3], found[3:]
     of_backward = _plan("attention_bwd", q, k, v, lengths, options)
     make = of_backward.kernel.repeat
     if make is not None and dout.stride(-1) == 1:  # else it was copied first
         tensors = bind(q, k, v, lengths, options)
         if _binds_as_given(tensors, q, k, v, *optional):
-            gradients = AttentionGradients(*UNPACK[options.packing](*owners), dbias, dsinks)
+            of_features: dict[str, Any] = dict(zip(_FEATURE_GRADIENTS, rest, strict=True))
+            gradients = AttentionGradients(*UNPACK[options.packing](*owners), **of_features)
             repeat = make(of_backward.problem, tensors, out, lse, dout, gradients, _given(*owners))
             if repeat is not None:
                 if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
@@ -317,8 +321,8 @@ def _backward_into(
         for x in _given(*grads[:3], grads.delta):
             x.zero_()
     if nothing:
-        if grads.dbias is not None:
-            grads.dbias.zero_()
+        for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
+            x.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
             dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
@@ -332,11 +336,14 @@ def _backward_into(
     plan.kernel.launch(plan.problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
-def _empty_feature_gradients(options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Buffers for dbias and dsinks, None where there is no such gradient."""
-    bias, sinks = options.attn_bias, options.sinks
-    dbias = torch.empty_like(bias) if bias is not None and options.bias_grad else None
-    return dbias, None if sinks is None else torch.empty_like(sinks)
+def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
+    """Buffers for the gradients of optional tensors, None where there is no such gradient."""
+    found = {}
+    for feature in GRADIENTS:
+        x = getattr(options, feature.name)
+        wanted = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
+        found[feature.gradient] = torch.empty_like(x) if wanted else None
+    return found
 
 
 def _gradients(
@@ -346,12 +353,12 @@ def _gradients(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, dbias, dsinks]."""
+    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors]."""
     q, k, v, _, _ = saved
     owners, qkv = _empty_gradients(q, k, v, options.packing)
-    dbias, dsinks = _empty_feature_gradients(options)
-    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, dbias, dsinks), lengths, options)
-    return [*owners, *(None,) * (3 - len(owners)), dbias, dsinks]
+    of_features: dict[str, Any] = _empty_feature_gradients(options)
+    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, **of_features), lengths, options)
+    return [*owners, *(None,) * (3 - len(owners)), *of_features.values()]
 
 
 # ---- The operators: the one place where a call is flat ------------------------------------------------------------
@@ -383,7 +390,7 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
     packing, *features = rest
     _, options = unpack(features)
     owners, _ = _empty_gradients(q, k, v, packing)
-    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options))
+    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
@@ -421,7 +428,7 @@ def _forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse.
+    """Attention with gradients of q, k, v (or what packs them) and optional tensors from both outputs, out and lse.
 
     The optional tensors are arguments of their own, too: autograd looks at those only.
     """
@@ -440,9 +447,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *optional = ctx.saved_tensors
         lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
         dq, dk, dv, *rest = _differentiate(grads, (q, k, v), (out, lse), lengths, options)
-        of_features = iter(rest)  # dbias and dsinks, in the order of the table
+        of_features = iter(rest)  # in the order of the table
         gradients = [dq, None if k is None else dk, None if v is None else dv]
-        gradients += [next(of_features) if feature.differentiable else None for feature in TENSORS]
+        gradients += [next(of_features) if feature.gradient else None for feature in TENSORS]
         # An operator returns a tensor without elements where there is no gradient.
         _, _, *needed = ctx.needs_input_grad
         return (None, None, *(x if need else None for x, need in zip(gradients, needed, strict=True)))
@@ -474,7 +481,10 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
     be, or the other way round."""
     if _differentiates_forward() or _wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
-        options = options._replace(needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
+        learned: dict[str, Any] = {
+            gate: _wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
+        }
+        options = options._replace(needs_grad=True, **learned)
         return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)
@@ -537,10 +547,10 @@ class _PlannedAttention(torch.autograd.Function):
                 found = _run_backward(plan, (q, k, v, out, lse), optional, dout)
         if found is None:
             found = _backward_of_planned(plan, saved, dout, dlse)
-        dq, dk, dv, dbias, dsinks = found
+        dq, dk, dv, *of_features = found
         if not plan.names:
             return dq, dk, dv, None, None
-        gradients = {"attn_bias": dbias, "sinks": dsinks}
+        gradients = dict(zip(DIFFERENTIABLE, of_features, strict=True))
         return dq, dk, dv, None, None, *(gradients.get(name) for name in plan.names)
 
 

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from diyfa.features import FEATURES, GRADIENTS, OPTIONAL
+from diyfa.features import dtype_name as dtype_name
+
 # Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
 LAYOUTS: dict[str, tuple[int, int, int, int]] = {
     "bhsd": (0, 1, 2, 3),  # flash_attention, PyTorch SDPA
@@ -24,11 +27,6 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 # Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
 VARLEN = "thd"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float16` -> "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -104,21 +102,7 @@ class AttentionProblem:
     @property
     def features(self) -> frozenset[str]:
         """Names of the optional features this call uses; a backend refuses those it does not list."""
-        present = {
-            "causal": self.causal,
-            "window": self.window_left >= 0 or self.window_right > 0,
-            "softcap": self.softcap != 0.0,
-            "seq_lens": self.seq_lens,
-            "varlen": self.varlen,
-            "alibi": self.alibi,
-            "attn_bias": self.bias != "",
-            "sinks": self.sinks,
-            "dropout": self.dropout,
-            "gqa": self.heads_q != self.heads_kv,
-            "head_dim_v": self.head_dim != self.head_dim_v,
-            "batch_invariant": self.batch_invariant,
-        }
-        return frozenset(name for name, used in present.items() if used)
+        return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(self)])
 
 
 @dataclass(frozen=True)
@@ -322,10 +306,22 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
     )  # fmt: skip
 
 
+def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
+    """The optional tensors of a call of `problem`, uninitialised: what a call is made of that is only compiled."""
+    sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
+    found = {}
+    for feature in FEATURES:
+        if feature.shape is not None and feature.is_in(problem):
+            fact = getattr(problem, feature.problem, None)
+            dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
+            found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
+    return found
+
+
 class AttentionGradients(NamedTuple):
     """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
 
-    `dbias` is None unless the bias wants a gradient, `dsinks` where there are no sinks. `delta`, where it is given, is
+    Those of optional tensors are None where there is no such tensor, or it wants none. `delta`, where it is given, is
     to hold rowsum(dout * out), less dlse if there is one: contiguous, shaped and typed like the log-sum-exp, zero where
     no sequence is. Every algorithm forms it on the way.
     """
@@ -336,6 +332,13 @@ class AttentionGradients(NamedTuple):
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
     delta: torch.Tensor | None = None
+
+
+def example_gradients(tensors: AttentionTensors) -> AttentionGradients:
+    """Buffers for all gradients of such a call."""
+    found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
+    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
+    return AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]), **buffers)
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
@@ -412,7 +415,8 @@ class Kernel:
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
-      None for those of three that there are not, dbias, dsinks]`; it compares strides, not dtypes and shapes
+      None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
+      and shapes
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, *present) -> (out, lse)`, where
       `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one
     * kvcache_append: `repeat(problem, tensors, new)` returns `(length, *present, *new.present()) -> True`

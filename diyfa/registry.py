@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -309,15 +309,3 @@ def kernels_for(device: str | torch.device | None = None, op: str = "attention_f
         if name not in backend_names():
             name = str(name).partition(":")[0]  # "cuda:1"
     return [k.name for k in _of_op(load_backend(name), op)]
-
-
-def all_kernels(names: Sequence[str] | None = None) -> list[tuple[str, Kernel]]:
-    """(backend name, kernel) for every kernel of the named backends (default: all that load)."""
-    found = []
-    for name in names or backend_names():
-        try:
-            found += [(name, kernel) for kernel in load_backend(name).kernels]
-        except (ImportError, TypeError):
-            if names:
-                raise
-    return found

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diyfa.options import ATTENTION_DTYPES as ATTENTION_DTYPES
-from diyfa.options import CHECKED_TENSORS, Lengths, Sizes, checked_tensors_in
+from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
+from diyfa.features import Sizes
+from diyfa.options import CHECKED_TENSORS, Lengths, checked_tensors_in
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
 
@@ -269,7 +270,7 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
         if x.dtype not in feature.dtypes:
             raise TypeError(f"{name} must be {feature.dtypes_in_words}, got {x.dtype}")
         assert feature.shape is not None, "or it is not checked here"
-        if problem := feature.shape(x, sizes):
+        if problem := feature.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")
         if x.device != q.device:
             check_same_device(q, **{name: x})

@@ -49,17 +49,17 @@ def matrix(backend: str, *cases: str, variant: str = "auto") -> tuple[str, ...]:
 
 def hopper(*names: str) -> tuple[str, ...]:
     """Cases of the Hopper kernel's features, in its interpreter."""
-    return tuple(f"tests/hopper/test_sm90_features.py::test_results[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_hopper_features.py::test_results[{name}-]" for name in names)
 
 
 def far(*names: str) -> tuple[str, ...]:
     """Its cases whose sums overflow."""
-    return tuple(f"tests/hopper/test_sm90_fixed_max.py::test_within_budget[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_hopper_fixed_max.py::test_within_budget[{name}-]" for name in names)
 
 
 def hostile(test: str, *names: str) -> tuple[str, ...]:
-    """Cases of a test in test_sm90_hostile.py, or all of them."""
-    where = f"tests/hopper/test_sm90_hostile.py::test_{test}"
+    """Cases of a test in test_hopper_hostile.py, or all of them."""
+    where = f"tests/hopper/test_hopper_hostile.py::test_{test}"
     return tuple(f"{where}[{name}]" for name in names) or (where,)
 
 
@@ -389,9 +389,9 @@ MUTATIONS = [
              hostile("only_what_overflows_is_loaded_twice", "normal-False")),
     Mutation("sm90 sinks: no guard against inf - inf", SOFTMAX,
              '    larger = gl.where(larger == float("-inf"), 0.0, larger)\n', "",
-             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_hopper_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: 0 / 0", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / total",
-             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_hopper_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: out without them", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / keys",
              hopper("sinks_causal")),
     Mutation("sm90 sinks: another head's", SM90, "gl.load(outputs.sinks_ptr + tile.h)",

@@ -15,6 +15,7 @@ from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.features import ADJUSTING
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors, Launch, bhsd_strides
 
 _forced: dict[str, Any] = {}
@@ -35,7 +36,7 @@ UNALIGNED_POINTERS = (
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
     """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
-    return problem.softcap != 0.0 or problem.alibi or problem.bias != ""
+    return bool(problem.features & ADJUSTING)
 
 
 def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
@@ -181,7 +182,6 @@ def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | No
     return tuned_config(kind, problem, lambda config: None)
 
 
-@lru_cache(maxsize=4096)
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""
     return (

@@ -30,7 +30,7 @@ from diyfa.backends.cuda.matmul.configs import (
     shared_bytes,
 )
 from diyfa.backends.cuda.runtime import tune
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import Kernel, Launch, MatmulProblem
 
 try:
@@ -159,13 +159,6 @@ def _matmul_tma_kernel(
             c_desc.store([start_m, start_n], round_to(acc, OUT_DTYPE))
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(index: int) -> int:
-    if index < 0:  # the interpreter: few, so that each program walks over several tiles
-        return 2
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _is_transposed(x: torch.Tensor) -> bool:
     """Whether an aligned matrix is read along its first dimension, the one of stride 1."""
     rows, columns = x.stride()
@@ -203,7 +196,8 @@ def _launch_tma(
         "STORE_HALVES": config.store_halves,
         "OUT_DTYPE": TL_DTYPE[problem.out_dtype],
     }
-    programs = min(tiles, _multiprocessors(a.get_device())) if config.persistent else tiles
+    # In the interpreter few, so that each program has several tiles.
+    programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
     return Launch(_matmul_tma_kernel, programs, arguments, constants, _options(config))
 
 

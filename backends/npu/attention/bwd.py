@@ -45,7 +45,7 @@ def _dbias_launch(
     tasks = own_batch * own_heads
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
-        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims, "HAS_RIGHT": problem.window_right >= 0}
+        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims}
         return "dbias_rows", described(
             _bwd_dbias_rows_kernel, vector_programs(problem.arch, dbias.device, tasks), values
         )

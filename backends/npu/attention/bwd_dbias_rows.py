@@ -36,9 +36,8 @@ def _bwd_dbias_rows_kernel(
 ):  # fmt: skip
     """dbias = the sum of exp(sink - lse) · delta + dlse over what the bias is broadcast over besides the keys.
 
-    DBIAS is "q", a value for each row, or "1"; HAS_RIGHT: causal too; `own_batch` and `own_heads` say how many samples
-    and heads it has. Rows that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in
-    its row.
+    DBIAS is "q", a value for each row, or "1"; `own_batch` and `own_heads` say how many samples and heads it has. Rows
+    that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in its row.
     """
     row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     own_rows = row_blocks if DBIAS == "q" else 1

@@ -83,7 +83,7 @@ def _fwd_v1_kernel(
             hi = sq
             if CAUSAL:
                 lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
-            if HAS_RIGHT:
+            elif HAS_RIGHT:
                 lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
             if HAS_LEFT:
                 hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)

@@ -225,7 +225,7 @@ def key_range(
     hi = sk
     if CAUSAL:
         hi = tl.minimum(sk, row0 + BLOCK_M + offset)
-    if HAS_RIGHT:
+    elif HAS_RIGHT:
         hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
     if HAS_LEFT:
         lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
@@ -246,7 +246,7 @@ def row_range(
     hi = sq
     if CAUSAL:
         lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
-    if HAS_RIGHT:
+    elif HAS_RIGHT:
         lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
     if HAS_LEFT:
         hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
@@ -281,8 +281,8 @@ def tile_needs_mask(
         needed = n0 + BLOCK_N > row0 + offset
     else:
         needed = n0 + BLOCK_N > sk
-    if HAS_RIGHT:
-        needed = needed | (n0 + BLOCK_N > row0 + offset + window_right)
+        if HAS_RIGHT:
+            needed = needed | (n0 + BLOCK_N > row0 + offset + window_right)
     if HAS_LEFT:
         needed = needed | (n0 < row0 + BLOCK_M + offset - window_left)
     return needed
@@ -303,8 +303,8 @@ def mask_tile(
     else:
         # column < sk - n0; asked of columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core
         x = tl.where(rel > rows - (sk - n0).to(tl.float32), x, fill)
-    if HAS_RIGHT:
-        x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
+        if HAS_RIGHT:
+            x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
     if HAS_LEFT:
         x = tl.where(rel <= (distance + window_left).to(tl.float32), x, fill)
     return x

@@ -1,7 +1,7 @@
 """Which program of a persistent grid gets which blocks, and how evenly the work is spread over the cores.
 
 The loops here are those of the attention kernels, made of the same functions. What a block costs is counted in the
-tiles of scores that its loop walks over.
+tiles of scores that its loop runs over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diyfa.problem import AttentionProblem
 
 
 @kernel
-def deal_kernel(
+def schedule_kernel(
     seq_lens_ptr, cu_seqlens_ptr, taken_ptr, steps_ptr,
     batch, heads, seqlen_q, seqlen_k, total, together, most, window_left, window_right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
@@ -41,7 +41,7 @@ def deal_kernel(
     SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """taken[program, b, h, block] counts how often a program takes a block, steps[b, h, block] the tiles of scores that
-    its loop walks over. All turns of a sample at once, TURNS at most: the interpreter is slow one by one.
+    its loop runs over. All turns of a sample at once, TURNS at most: the interpreter is slow one by one.
 
     KEYS: a task is a block of keys, as for dk and dv, else one of query rows. Packed sequences have as many of both.
     """
@@ -121,7 +121,7 @@ SHAPES = {
 CASES = [("fwd", 20), ("dq", 24), ("dkdv", 20), ("dkdv", 32)]
 
 
-def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def schedule(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (taken, which blocks exist (batch, blocks), tiles of scores of each task (batch, heads, blocks))."""
     lengths = torch.tensor(shape.lengths, dtype=torch.int32)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
@@ -140,19 +140,19 @@ def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Te
     taken = torch.zeros(programs, shape.batch, heads, most, dtype=torch.int32)
     steps = torch.zeros(shape.batch, heads, most, dtype=torch.int32)
     turns = -(-shape.batch * heads * most // programs) + 1
-    deal_kernel[(programs,)](
+    schedule_kernel[(programs,)](
         lengths, cu_seqlens, taken, steps,
         shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
         shape.left, shape.right,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEYS=keys,
-        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right > 0,
+        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right >= 0,
         SEQ_LENS=problem.seq_lens, VARLEN=shape.packed, TURNS=1 << (turns - 1).bit_length(),
     )  # fmt: skip
     return taken, exists, steps
 
 
 def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
-    """The busiest program's work over the least that any dealing could give it: the mean, the largest task, or the
+    """The busiest program's work over the least that any schedule could give it: the mean, the largest task, or the
     cheapest tasks of as many as some program must take."""
     shares = (taken * steps).sum((1, 2, 3))
     costs = steps[taken.sum(0) > 0].sort().values
@@ -164,7 +164,7 @@ def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
 @pytest.mark.parametrize(("name", "programs"), CASES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
-    taken, exists, steps = deal(shape, name, programs)
+    taken, exists, steps = schedule(shape, name, programs)
     assert torch.equal(taken.sum(0), exists[:, None].expand_as(taken[0]).int())  # every block once
     counts = taken.sum((1, 2, 3))
     assert counts.max() - counts.min() <= 1
@@ -173,11 +173,11 @@ def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
 
 
 def main() -> None:
-    """What the dealing gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
+    """What the schedule gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
     for name, shape in SHAPES.items():
         row = []
         for kernel_name, programs in CASES:
-            taken, exists, steps = deal(shape, kernel_name, programs)
+            taken, exists, steps = schedule(shape, kernel_name, programs)
             in_order = torch.zeros_like(taken)
             tasks = exists[:, None].expand_as(taken[0]).nonzero()
             for i, (b, h, block) in enumerate(tasks.tolist()):
