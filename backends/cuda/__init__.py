@@ -160,12 +160,13 @@ class CudaBackend:
             return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
         if isinstance(problem, KVCacheProblem) and problem.cache_dtype == FLOAT8 and not spec.has_fp8:
             return f"a cache of float8 needs sm_89 or later, this is {problem.arch}"
-        if isinstance(problem, (AttentionProblem, KVCacheProblem)):
-            if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
-                return (
-                    f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
-                    f"{problem.head_dim} and {problem.head_dim_v}"
-                )
+        if isinstance(problem, MatmulProblem):
+            return None
+        if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
+            return (
+                f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
+                f"{problem.head_dim} and {problem.head_dim_v}"
+            )
         if isinstance(problem, AttentionProblem):
             return refuse_features(problem, ALL_FEATURES, "the cuda backend")
         return None

@@ -7,7 +7,7 @@ token * heads + head. Nothing is written but the new rows: what has no place in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.dots import round_to
 from diyfa.backends.cuda.attention.launch import choice, own_objects
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
@@ -25,23 +26,19 @@ TILE_ELEMENTS = 2048  # of a program: 16 for each thread
 
 
 @dataclass(frozen=True)
-class AppendConstants:
-    """What the kernel is compiled for. Triton reads constexprs from it."""
+class AppendConstants(Constants):
+    """Constants of the kernel."""
 
-    ROWS: int
-    BLOCK_D: int
-    BLOCK_DV: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    PAGE_SIZE: int  # 0: no pages
-    ROTARY: int  # features that are rotated, 0: none
-    INTERLEAVED: bool
-    EACH_QUERY: bool  # query i is rotated by the row of key i, not all by that of the first
-    FLOAT8: bool
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+    rows: int
+    block_d: int
+    block_dv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int  # 0: no pages
+    rotary: int  # features that are rotated, 0: none
+    interleaved: bool
+    each_query: bool  # query i is rotated by the row of key i, not all by that of the first
+    float8: bool
 
 
 @triton.jit
@@ -198,21 +195,20 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
     cos, sin, kd, vd, table = new.cos, new.sin, tensors.k_descale, tensors.v_descale, tensors.block_table
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     c = AppendConstants(
-        ROWS=TILE_ELEMENTS // max(block_d, block_dv),
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        PAGE_SIZE=problem.page_size,
-        ROTARY=0 if cos is None else 2 * cos.shape[1],
-        INTERLEAVED=new.interleaved,
-        EACH_QUERY=problem.window_left >= 0 or problem.window_right >= 0,
-        FLOAT8=problem.cache_dtype != problem.dtype,
+        rows=TILE_ELEMENTS // max(block_d, block_dv),
+        block_d=block_d,
+        block_dv=block_dv,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        page_size=problem.page_size,
+        rotary=0 if cos is None else 2 * cos.shape[1],
+        interleaved=new.interleaved,
+        each_query=problem.window_left >= 0 or problem.window_right >= 0,
+        float8=problem.cache_dtype != problem.dtype,
     )
-    rows_of_program = TILE_ELEMENTS // max(block_d, block_dv)
-    blocks_k = cdiv(new.k.shape[1] * problem.heads_kv, rows_of_program)
+    blocks_k = cdiv(new.k.shape[1] * problem.heads_kv, c.rows)
     blocks_v = 0 if new.v is None else blocks_k
-    blocks_q = 0 if new.rotated_q is None else cdiv(problem.seqlen_q * problem.heads_q, rows_of_program)
+    blocks_q = 0 if new.rotated_q is None else cdiv(problem.seqlen_q * problem.heads_q, c.rows)
     grid = problem.batch * (blocks_k + blocks_v + blocks_q)
     if not grid:
         return None

@@ -17,7 +17,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
 from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import (
@@ -58,29 +59,27 @@ SCAN = tl.constexpr(128)  # tiles whose work is added up at once
 
 
 @dataclass(frozen=True)
-class DecodeConstants:
-    """What the kernels are compiled for. Triton reads constexprs from it."""
+class DecodeConstants(Constants):
+    """Constants of both kernels."""
 
-    SPLIT: bool  # programs share the keys of a tile
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_D: int
-    BLOCK_REST: int  # features of keys beyond BLOCK_D, 0: none
-    BLOCK_DV: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    PAGE_SIZE: int  # 0: no pages
-    PACKED_KEYS: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    SOFTCAP: bool
-    VALUES_IN_KEYS: bool  # the first tile of the keys is that of the values
-    WIDEN: bool  # products are of float32, whatever the inputs are
-    PRECISION: str = "ieee"
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+    split: bool  # programs share the keys of a tile
+    has_left: bool
+    has_right: bool
+    softcap: bool
+    alibi: bool
+    bias: bool  # there is none
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    block_d: int
+    block_rest: int  # features of keys beyond block_d, 0: none
+    block_dv: int
+    page_size: int  # 0: no pages
+    packed_keys: bool
+    values_in_keys: bool  # the first tile of the keys is that of the values
+    widen: bool  # products are of float32, whatever the inputs are
+    precision: str
 
 
 @triton.jit
@@ -182,7 +181,7 @@ def _attend_keys(
     tokens,  # [BLOCK_M]
     slopes,  # [BLOCK_M, 1]
     n_keys, pad, offset, window_left, window_right, pages, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap,
-    ALIBI: tl.constexpr, c: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
@@ -191,9 +190,7 @@ def _attend_keys(
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
-        exists, k_rows, v_rows = _key_rows(
-            table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c
-        )
+        exists, k_rows, v_rows = _key_rows(table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_REST > 0:
@@ -201,7 +198,7 @@ def _attend_keys(
             s = dot_add(q_rest, tl.trans(rest), s, c.PRECISION)
         s, _ = scores_log2(
             s, 0, 0, tokens[:, None], offs_n[None, :], 0, n_keys, offset, scale, softcap, slopes, 0, 0, 0,
-            True, c.SOFTCAP, ALIBI, False, PRECISE,
+            True, c.SOFTCAP, c.ALIBI, c.BIAS, PRECISE,
         )  # fmt: skip
         visible = exists[None, :] & visible_pairs(
             tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c.HAS_LEFT, c.HAS_RIGHT
@@ -296,7 +293,7 @@ def _attend_rows(
         v_base += entry.to(tl.int64) * stride_vb
     acc, l_i, m_i = _attend_keys(
         q, q_rest, k_base, v_base, table, part_begin, part_end, tokens, slopes, n_keys, pad, offset, window_left,
-        window_right, entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, slopes_ptr is not None, c,
+        window_right, entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
     )  # fmt: skip
     return acc, l_i, m_i, rows
 
@@ -419,7 +416,7 @@ def _decode_kernel(
                         PACKED, c,
                     )  # fmt: skip
                 else:
-                    # A tile that goes on here is in the first of the program's two places, one that begins in the other.
+                    # What goes on here is in the first of the program's two places, what begins in the other.
                     slot = 2 * pid
                     if begin == 0:
                         slot += 1
@@ -490,21 +487,24 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstan
     """What the kernels are compiled for."""
     block_d, block_rest = feature_blocks(problem.head_dim)
     return DecodeConstants(
-        SPLIT=is_split(problem),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_REST=block_rest,
-        BLOCK_DV=padded_head_dim(problem.head_dim_v),
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        PAGE_SIZE=problem.page_size,
-        PACKED_KEYS=problem.packed_keys,
-        HAS_LEFT=problem.window_left >= 0,
-        HAS_RIGHT=problem.window_right >= 0,
-        SOFTCAP=problem.softcap != 0.0,
-        VALUES_IN_KEYS=reads_values_once(problem),
-        WIDEN=is_widened(problem),
+        split=is_split(problem),
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        softcap=problem.softcap != 0.0,
+        alibi=problem.alibi,
+        bias=False,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_d=block_d,
+        block_rest=block_rest,
+        block_dv=padded_head_dim(problem.head_dim_v),
+        page_size=problem.page_size,
+        packed_keys=problem.packed_keys,
+        values_in_keys=reads_values_once(problem),
+        widen=is_widened(problem),
+        precision="ieee",
     )
 
 
@@ -664,7 +664,9 @@ def attention_forward(
     kvcache_forward(kvcache_problem, kvcache_tensors, rows, lse)
 
 
-FEATURES = frozenset({"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"})
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"}
+)
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

@@ -9,6 +9,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.problem import KVCacheProblem
 
 FLOAT8 = "float8_e4m3fn"
@@ -144,13 +145,6 @@ INTERPRETED = 2  # and of the interpreter, where programs run one after another
 MAX_WAVES = 16
 
 
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return FULL_GPU if device.type == "meta" else INTERPRETED
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def is_split(problem: KVCacheProblem) -> bool:
     """Whether programs share the keys of a sequence. With one split, and in batch-invariant mode, none does."""
     return not problem.batch_invariant and problem.num_splits != 1
@@ -162,12 +156,13 @@ def row_blocks(problem: KVCacheProblem, config: DecodeConfig) -> int:
 
 
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
-    """Programs to launch; it depends on nothing that is on the device, so a graph may be replayed with other lengths."""
+    """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
     tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
     if not is_split(problem):
         return tiles
     blocks = max(1, cdiv(problem.capacity, config.block_n))
-    at_once = config.programs_per_sm * _multiprocessors(device)
+    absent = FULL_GPU if device.type == "meta" else INTERPRETED
+    at_once = config.programs_per_sm * (multiprocessors(device) or absent)
     if problem.num_splits > 1:
         return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
     return min(tiles * blocks, at_once)

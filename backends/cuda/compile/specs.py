@@ -243,7 +243,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
-    """Calls with a cache: head dims, pages, dtypes, many rows with every feature, MLA's latent cache, the invariant mode."""
+    """Calls with a cache: head dims, pages, dtypes, many rows with every feature, a latent cache, the mode."""
     spec = gpu_spec(arch)
     has_bf16, has_fp8 = (False, False) if spec is None else (spec.has_bf16, spec.has_fp8)
     half = "bfloat16" if has_bf16 else "float16"
@@ -295,11 +295,11 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
 
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
-    heads = f"{problem.head_dim}" if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
+    d, dv = problem.head_dim, problem.head_dim_v
     used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant")
     names = "".join(f" {name}" for name in used if getattr(problem, name))
     pages = f" page {problem.page_size}" if problem.paged else ""
-    return f"{problem.dtype}{cache} D={heads} Sq={problem.seqlen_q}{pages}{names}"
+    return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
 
 
 def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
@@ -315,8 +315,8 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         if problem.sinks:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
-            new = torch.empty(problem.batch, 4, problem.heads_kv, problem.head_dim, dtype=tensors.q.dtype, device="meta")
-            angles = torch.empty(problem.capacity, 32, dtype=tensors.q.dtype, device="meta")
+            new = tensors.q.new_empty(problem.batch, 4, problem.heads_kv, problem.head_dim)
+            angles = tensors.q.new_empty(problem.capacity, 32)
             launch = append.launch_of(problem, tensors, NewKeys(new, new, angles, angles, True, tensors.q))
             assert launch is not None, "there are new keys"
             yield spec_of(launch, "kvcache_append/append", f"{case} rotary")
