@@ -254,7 +254,7 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
 
     yield problem(64, "float16")
     yield problem(128, half, page_size=16)
-    features = {"window_left": 256, "softcap": 30.0, "alibi": True, "sinks": True, "leftpad": True}
+    features: dict[str, Any] = {"window_left": 256, "softcap": 30.0, "alibi": True, "sinks": True, "leftpad": True}
     yield problem(128, "float16", seqlen_q=64, layout=VARLEN, total_q=1024, page_size=64, **features)
     yield problem(256, "float16", cache_batch_idx=True)
     if has_bf16:
