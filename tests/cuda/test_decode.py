@@ -171,7 +171,8 @@ def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone():
     mode = problem(batch_invariant=True)
     same = [
         mode.replace(seqlen_q=2000), mode.replace(heads_q=8), mode.replace(batch=300, capacity=64),
-        mode.replace(page_size=1), mode.replace(aligned=False), mode.replace(num_splits=7), mode.replace(layout="thd", packed_keys=True),
+        mode.replace(page_size=1), mode.replace(aligned=False), mode.replace(num_splits=7),
+        mode.replace(layout="thd", packed_keys=True),
     ]  # fmt: skip
     for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
         tiles = {
