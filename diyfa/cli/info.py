@@ -90,9 +90,7 @@ REQUIREMENTS = (
 )
 
 
-def _typical(
-    backend: Backend, arch: str, op: str, **changes: Any
-) -> AttentionProblem | KVCacheProblem | MatmulProblem:
+def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | KVCacheProblem | MatmulProblem:
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024, aligned=True)
     if op.startswith("kvcache"):
