@@ -14,8 +14,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, ops
-from diyfa.backends.cuda.attention import bwd, configs, fwd
+from diyfa import fast_path, flash_attn_interface, kvcache, ops
+from diyfa.backends.cuda.attention import append, bwd, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -68,6 +68,10 @@ def recorder(monkeypatch):
     kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
+    for module, kernel in ((decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel")):
+        monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kvcache, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fast_path, "plans", {})
@@ -548,3 +552,35 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape):
             x.mul_(0.5)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_a_repeated_call_with_a_cache_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
+    launched = []  # by Triton's launcher
+    for module in (decode, append):
+        launch = module.launch_kernel
+        spy = lambda described, launch=launch: launched.append(described.grid) or launch(described)  # noqa: E731
+        monkeypatch.setattr(module, "launch_kernel", spy)
+    cos, sin = torch.zeros(2, 256, 16, dtype=torch.bfloat16)
+    passes = []
+    for length in (100, 100, 101, 102):
+        q, k_cache, v_cache = (
+            torch.zeros(2, rows, heads, 64, dtype=torch.bfloat16) for rows, heads in ((1, 8), (256, 2), (256, 2))
+        )
+        k, v = torch.zeros(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+        out = torch.zeros_like(q) if gives_out else None
+        with diyfa.use_backend("cuda"):
+            result, lse = diyfa.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, out=out
+            )
+        assert out is None or result is out
+        own = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "out": result, "lse": lse, "cos": cos}
+        own |= {"lengths": lengths} if by == "tensor" else {}
+        calls = [named(call, **own) for call in recorder.calls]
+        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
+        recorder.calls.clear()
+    assert [len(calls) for calls in passes] == [3, 3, 3, 3]
+    assert len(launched) == 6  # of two calls
+    assert are_same(*passes)
