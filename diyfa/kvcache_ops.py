@@ -255,7 +255,7 @@ def _append(
     if plan is not None:
         plan.append = step
     new = _rotates(new, tensors.q)
-    if tensors.q.shape[0]:
+    if tensors.q.shape[0] and (new.cos is not None or (new.k.numel() and tensors.k_cache.numel())):
         step.append(tensors, new)
     return new.rotated_q
 

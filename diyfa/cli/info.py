@@ -23,7 +23,7 @@ from diyfa.device import CANN_REMEDY, describe, detect, npu_status
 from diyfa.features import FEATURES as OF_OPTIONS
 from diyfa.features import OF_SHAPES
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
-from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
+from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
 
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 
@@ -106,9 +106,7 @@ REQUIREMENTS = (
 )
 
 
-def _typical(
-    backend: Backend, arch: str, op: str, **changes: Any
-) -> AttentionProblem | KVCacheProblem | MatmulProblem:
+def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | KVCacheProblem | MatmulProblem:
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024, aligned=True)
     if op.startswith("kvcache"):
@@ -122,15 +120,17 @@ def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
     found = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
+        mode = {"batch_invariant": True} if (kernel.op, kernel.name) == ("attention_fwd", IN_THE_MODE) else {}
         for feature, changes in features.items():
-            reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes))
+            reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes, **mode))
             found.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
     return found
 
 
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What no kernel of a backend runs, with every kernel's reason."""
+    """What no kernel of a backend runs outside of `batch_invariant`, with every kernel's reason."""
     refused = []
+    support = [s for s in support if s["kernel"] != IN_THE_MODE]
     for op, feature in [*product(ATTENTION, FEATURES), ("matmul", "float16")]:
         reasons = [s["reason"] for s in support if (s["op"], s["feature"]) == (op, feature)]
         if all(reasons):
