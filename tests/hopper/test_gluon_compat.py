@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import triton
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
