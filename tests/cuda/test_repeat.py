@@ -181,7 +181,7 @@ def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypat
     recorder.calls.clear()
     with attention_launch.use_config("sm90", table):
         attend(q, k, v, variant="sm90")
-    assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]
+    assert ways and recorder.calls[0][-1].schedule == "static"
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -402,11 +402,11 @@ def test_a_tile_that_is_forced_is_launched(recorder, ways):
         attend(q, k, v)
     assert ways
     forced, usual = recorder.calls[-1], recorder.calls[0]
-    assert 32 in forced[-12:] and forced[-12:] != usual[-12:]
+    assert (forced[-1].block_m, forced[-1].block_n) == (32, 32) and forced[-1] != usual[-1]
     for _ in range(3):
         ways.clear()
         attend(q, k, v)
-    assert not ways and recorder.calls[-1][-12:] == usual[-12:]
+    assert not ways and recorder.calls[-1][-1] == usual[-1]
 
 
 def test_forced_tiles_nest():

@@ -92,33 +92,33 @@ MUTATIONS = [
     ),
     Mutation(
         "key_blocks: end - 1", SCORES,
-        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))",
-        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right - 1, 0))", BLOCKS,
+        "end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right, 0))",
+        "end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right - 1, 0))", BLOCKS,
     ),
     Mutation(
         "key_blocks: begin + 1", SCORES,
-        "begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N",
-        "begin = tl.maximum(row0 + offset - window_left + 1, 0) // BLOCK_N * BLOCK_N", BLOCKS,
+        "begin = tl.maximum(row0 + offset - window_left, 0) // c.BLOCK_N * c.BLOCK_N",
+        "begin = tl.maximum(row0 + offset - window_left + 1, 0) // c.BLOCK_N * c.BLOCK_N", BLOCKS,
     ),
     Mutation(
         "key_blocks: full_begin - 1", SCORES,
-        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N)",
-        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 2 + offset - window_left, 0), BLOCK_N)", BLOCKS,
+        "tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 1 + offset - window_left, 0), c.BLOCK_N)",
+        "tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 2 + offset - window_left, 0), c.BLOCK_N)", BLOCKS,
     ),
     Mutation(
         "query_blocks: end - 1", SCORES,
-        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))",
-        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset - 1, 0))", BLOCKS,
+        "end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset, 0))",
+        "end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset - 1, 0))", BLOCKS,
     ),
     Mutation(
         "query_blocks: begin + 1", SCORES,
-        "begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M",
-        "begin = tl.maximum(col0 - offset - window_right + 1, 0) // BLOCK_M * BLOCK_M", BLOCKS,
+        "begin = tl.maximum(col0 - offset - window_right, 0) // c.BLOCK_M * c.BLOCK_M",
+        "begin = tl.maximum(col0 - offset - window_right + 1, 0) // c.BLOCK_M * c.BLOCK_M", BLOCKS,
     ),
     Mutation(
         "query_blocks: full_begin - 1", SCORES,
-        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M)",
-        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 2 - offset - window_right, 0), BLOCK_M)", BLOCKS,
+        "tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 1 - offset - window_right, 0), c.BLOCK_M)",
+        "tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 2 - offset - window_right, 0), c.BLOCK_M)", BLOCKS,
     ),
     Mutation(
         "query_blocks: full_end + 1", SCORES,
@@ -371,12 +371,12 @@ MUTATIONS = [
         hostile("what_is_not_finite_shows_where_it_is_seen", "minus infinity but for low scores-64"),
     ),
     Mutation(
-        "sm90: the fallback keeps a maximum, too", SM90, "RISE=0.0, FIXED_MAX=False",
-        "RISE=0.0, FIXED_MAX=self.FIXED_MAX", far("full"),
+        "sm90: the fallback keeps a maximum, too", SM90, '"fixed_max": False',
+        '"fixed_max": config.fixed_max', far("full"),
     ),
     Mutation(
-        "sm90: the fallback rescales late", SM90, "RISE=0.0, FIXED_MAX=False",
-        "RISE=self.RISE, FIXED_MAX=False", hostile("as_exact_as_a_running_maximum", "huge values-128"),
+        "sm90: the fallback rescales late", SM90, '"rise": 0.0',
+        '"rise": config.rise', hostile("as_exact_as_a_running_maximum", "huge values-128"),
     ),
     Mutation(
         "sm90: the fallback begins in old phases", SM90,
@@ -411,18 +411,18 @@ MUTATIONS = [
     # ---- Ascend
     Mutation(
         "NPU key_range: hi - 1", PRIMITIVES,
-        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)",
-        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right - 1)", NPU_BLOCKS, npu=True,
+        "hi = tl.minimum(sk, row0 + c.BLOCK_M + offset + window_right)",
+        "hi = tl.minimum(sk, row0 + c.BLOCK_M + offset + window_right - 1)", NPU_BLOCKS, npu=True,
     ),
     Mutation(
         "NPU row_range: hi - 1", PRIMITIVES,
-        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)",
-        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left - 1)", NPU_BLOCKS,
+        "hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left)",
+        "hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left - 1)", NPU_BLOCKS,
         npu=True,
     ),
     Mutation(
         "NPU tile_needs_mask: two columns too many unmasked", PRIMITIVES,
-        "(n0 + BLOCK_N > row0 + offset + window_right)", "(n0 + BLOCK_N > row0 + offset + window_right + 2)",
+        "(n0 + c.BLOCK_N > row0 + offset + window_right)", "(n0 + c.BLOCK_N > row0 + offset + window_right + 2)",
         NPU_BLOCKS, npu=True,
     ),
     Mutation(

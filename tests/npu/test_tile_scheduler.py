@@ -26,52 +26,55 @@ from diyfa.backends.npu.attention.primitives import (
     tasks_of,
     turns_before,
 )
-from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.compat import Constants, kernel
 from diyfa.backends.npu.runtime.launch import heads_together
 from diyfa.backends.npu.tables.configs import attention_tile
 from diyfa.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class ScheduleConstants(Constants):
+    block_m: int
+    block_n: int
+    keys: bool  # a task is a block of keys, as for dk and dv, else one of query rows
+    causal: bool
+    has_left: bool
+    has_right: bool
+    seq_lens: bool
+    varlen: bool
+    turns: int  # of a sample, at most
 
 
 @kernel
 def schedule_kernel(
     seq_lens_ptr, cu_seqlens_ptr, taken_ptr, steps_ptr,
     batch, heads, seqlen_q, seqlen_k, total, together, most, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, TURNS: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     """taken[program, b, h, block] counts how often a program takes a block, steps[b, h, block] the tiles of scores that
-    its loop runs over. All turns of a sample at once, TURNS at most: the interpreter is slow one by one.
-
-    KEYS: a task is a block of keys, as for dk and dv, else one of query rows. Packed sequences have as many of both.
+    its loop runs over. All turns of a sample at once: the interpreter is slow one by one. Packed sequences have as
+    many queries as keys.
     """
-    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
-    BLOCK: tl.constexpr = BLOCK_N if KEYS else BLOCK_M
-    BLOCK_STEP: tl.constexpr = BLOCK_M if KEYS else BLOCK_N
+    BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
+    BLOCK: tl.constexpr = c.BLOCK_N if c.KEYS else c.BLOCK_M
+    BLOCK_STEP: tl.constexpr = c.BLOCK_M if c.KEYS else c.BLOCK_N
     program = tl.program_id(0)
     dealt = 0
     for sample in range(batch if BY_SAMPLE else 1):
-        seqlen = seqlen_k if KEYS else seqlen_q
-        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, VARLEN, BY_SAMPLE)
-        turn = turns_before(dealt) + tl.arange(0, TURNS)
+        seqlen = seqlen_k if c.KEYS else seqlen_q
+        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, c.VARLEN, BY_SAMPLE)
+        turn = turns_before(dealt) + tl.arange(0, c.TURNS)
         mine = turn < turns_before(dealt + tasks)
         task = tl.where(mine, task_in(turn) - dealt, 0)
         if blocks > 0:
-            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not KEYS)
+            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not c.KEYS)
             _, _, sq, sk = sequence(
-                seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total,
-                SEQ_LENS, VARLEN,
-            )  # fmt: skip
-            if KEYS:
-                lo, hi = row_range(
-                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
-                )  # fmt: skip
+                seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total, c
+            )
+            if c.KEYS:
+                lo, hi = row_range(block * BLOCK, sq, sk, window_left, window_right, c)
             else:
-                lo, hi = key_range(
-                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
-                )  # fmt: skip
+                lo, hi = key_range(block * BLOCK, sq, sk, window_left, window_right, c)
             place = (b * heads + h) * most + block
             tl.atomic_add(taken_ptr + program * batch * heads * most + place, 1, mask=mine)
             tl.store(steps_ptr + place, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=mine)
@@ -144,9 +147,11 @@ def schedule(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torc
         lengths, cu_seqlens, taken, steps,
         shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
         shape.left, shape.right,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEYS=keys,
-        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right >= 0,
-        SEQ_LENS=problem.seq_lens, VARLEN=shape.packed, TURNS=1 << (turns - 1).bit_length(),
+        ScheduleConstants(
+            tile.block_m, tile.block_n, keys,
+            causal=shape.right == 0, has_left=shape.left >= 0, has_right=shape.right >= 0,
+            seq_lens=problem.seq_lens, varlen=shape.packed, turns=1 << (turns - 1).bit_length(),
+        ),
     )  # fmt: skip
     return taken, exists, steps
 

@@ -226,7 +226,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
-        f"{' fixed max' if launch.constants['FIXED_MAX'] else ''}"
+        f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)

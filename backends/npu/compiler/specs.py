@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -144,7 +144,7 @@ def attention_job(
         launch = fwd.launch_of(problem, *example_call(problem, bias), tile)
     else:
         launch = backward_of(problem, bias, tiles={kernel: tile})[kernel]
-    launch.constants["ALWAYS_MASK"] = always_mask
+    launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
     return job_of(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
 
@@ -322,7 +322,7 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
     """The first job of each kernel with each tile."""
     seen: set[tuple[str, int, int]] = set()
     for job in jobs:
-        shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+        shape = (job.kernel, job.constants["c"].block_m, job.constants["c"].block_n)
         if shape not in seen:
             seen.add(shape)
             yield job
