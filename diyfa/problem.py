@@ -12,6 +12,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -306,6 +307,11 @@ class Tuning(Protocol):
         """Why nothing is measured now, or None."""
         ...
 
+    def measuring(self) -> AbstractContextManager[None]:
+        """Inside this block a problem is measured when it first comes, also where calls do not do that by
+        themselves."""
+        ...
+
     def stored(self) -> list[TunedTile]:
         """What is kept for this device and these versions."""
         ...
@@ -320,7 +326,7 @@ class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
     A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
-    measures its tiles when they are first needed `tuning`, a `Tuning`.
+    measures its tiles `tuning`, a `Tuning`.
     """
 
     name: str

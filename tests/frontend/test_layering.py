@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 BACKEND_FOLDERS = sorted(p for p in (ROOT / "backends").iterdir() if p.is_dir() and (p / "__init__.py").exists())
 BACKEND_FILES = [f for folder in BACKEND_FOLDERS for f in sorted(folder.rglob("*.py"))]
 FRONT_END_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
-# The last is plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from the first.
-ALLOWED_IN_BACKENDS = {"diyfa.problem", "diyfa.arch", "diyfa.dropout"}
+# `dropout` is plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from it.
+# `tuning` is the bookkeeping of tuned tiles, which knows neither PyTorch nor Triton.
+ALLOWED_IN_BACKENDS = {"diyfa.problem", "diyfa.arch", "diyfa.dropout", "diyfa.tuning"}
 KERNEL_LANGUAGES = {"triton", "torch_npu"}
 
 
@@ -101,8 +102,13 @@ def test_the_protocol_imports_nothing_of_diyfa(module: str) -> None:
     assert not [name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")]
 
 
-def test_options_import_the_protocol_only() -> None:
-    assert [name for name in imports(ROOT / "diyfa" / "options.py") if name.startswith("diyfa")] == ["diyfa.problem"]
+@pytest.mark.parametrize("module", ["options.py", "tuning.py"])
+def test_what_stands_beside_the_protocol_imports_it_only(module: str) -> None:
+    assert [name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")] == ["diyfa.problem"]
+
+
+def test_tuning_needs_neither_pytorch_nor_triton() -> None:
+    assert not imports(ROOT / "diyfa" / "tuning.py") & {"torch", "triton"}
 
 
 def test_testing_needs_no_test_framework() -> None:

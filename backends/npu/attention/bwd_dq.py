@@ -109,7 +109,9 @@ def _bwd_dq_kernel(
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for n0 in range(lo, hi, BLOCK_N):
+            # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
+            for step in range(0, hi - lo, BLOCK_N):
+                n0 = lo + step
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if REST:
