@@ -64,8 +64,14 @@ class Tuner(shared.Tuner):
         rounds: int = ROUNDS,
     ) -> None:
         super().__init__(timer, rounds)
-        self._device = device or _current_device
-        self._may_measure = may_measure or _not_capturing
+        self._current_device = device or _current_device
+        self._measurable = may_measure or _not_capturing
+
+    def _device(self) -> tuple[int, str] | None:
+        return self._current_device()
+
+    def _may_measure(self) -> bool:
+        return self._measurable()
 
     def _identity(self, device_name: str) -> dict[str, str]:
         return identity(device_name)

@@ -35,6 +35,7 @@ from diyfa.backends.npu.compiler import gate, hivm, l0
 from diyfa.backends.npu.compiler.metrics import limits, metrics
 from diyfa.backends.npu.compiler.selection import selected_jobs
 from diyfa.backends.npu.compiler.specs import Job, shipped_jobs
+from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
 from diyfa.problem import CompileReport, ToolMissing
 
@@ -155,13 +156,8 @@ def to_linalg(job: Job, target: str) -> tuple[str, bool]:
 
 
 def _first_error(log: str, code: int) -> str:
-    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
-    if overflow:
-        memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
-        return f"{memory} overflow: needs {needed} KiB of {there}"
-    lines = [line for line in log.splitlines() if "error" in line.lower() and "Failed to run" not in line]
-    line = lines[0] if lines else (log.strip().splitlines() or ["no output"])[-1]
-    return f"exit {code}: {' '.join(line.split())[:300]}"
+    error = first_error(log)
+    return error if " overflow: needs " in error else f"exit {code}: {error}"
 
 
 def run_back_half(
