@@ -300,16 +300,32 @@ class TunedTile:
     measured: str  # date
 
 
+@dataclass(frozen=True)
+class TriedTile:
+    """A candidate before it is run (no time, no reason), and after."""
+
+    kernel: str
+    config: dict[str, Any]
+    default: bool  # what would be used untuned
+    milliseconds: float | None = None
+    reason: str = ""  # why it cannot run
+
+
 class Tuning(Protocol):
     """The autotuner of a backend, for the current device."""
+
+    enabled: bool  # whether calls use anything but the tables
 
     def unavailable(self) -> str | None:
         """Why nothing is measured now, or None."""
         ...
 
-    def measuring(self) -> AbstractContextManager[None]:
+    def measuring(
+        self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
+    ) -> AbstractContextManager[None]:
         """Inside this block a problem is measured when it first comes, also where calls do not do that by
-        themselves."""
+        themselves. `watch` is told before each run of a candidate and after it; candidates whose config is among
+        `without` are left out, for instance because they crashed another process."""
         ...
 
     def stored(self) -> list[TunedTile]:

@@ -21,11 +21,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diyfa.problem import TunedTile
+from diyfa.problem import TriedTile, TunedTile
 
 try:
     import fcntl
@@ -141,6 +141,8 @@ class Tuner:
         self._renew_lock()
         self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
         self._asked = self.measures_unasked
+        self._watch: Callable[[TriedTile], None] = lambda tried: None
+        self._without: Sequence[dict[str, Any]] = ()
         self.cleared = 0  # how often
         if hasattr(os, "register_at_fork"):  # a lock held by another thread at the fork would never be released
             os.register_at_fork(after_in_child=self._renew_lock)
@@ -228,13 +230,16 @@ class Tuner:
         return self.enabled, self.cleared
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Inside this block problems are measured when they first come."""
-        previous, self._asked = self._asked, True
+    def measuring(
+        self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[None]:
+        """See `diyfa.problem.Tuning.measuring`."""
+        previous = self._asked, self._watch, self._without
+        self._asked, self._watch, self._without = True, watch or self._watch, without
         try:
             yield
         finally:
-            self._asked = previous
+            self._asked, self._watch, self._without = previous
             self._unmeasured.clear()
 
     def unavailable(self) -> str | None:
@@ -285,10 +290,13 @@ class Tuner:
         run: Callable[[Config], None],
         default: Config,
     ) -> Config:
-        rounds: dict[int, list[float]] = {i: [] for i in range(len(candidates))}
+        plain: list[dict[str, Any]] = [asdict(config) for config in candidates]  # type: ignore[call-overload]
+        rounds: dict[int, list[float]] = {i: [] for i, config in enumerate(plain) if config not in self._without}
         for _ in range(self._rounds):
             for i in list(rounds):
                 config = candidates[i]
+                tried = TriedTile(kernel, plain[i], config == default)
+                self._watch(tried)
                 try:
                     rounds[i].append(self._timer(lambda config=config: run(config)))  # type: ignore[misc]
                 except Exception as error:
@@ -296,6 +304,9 @@ class Tuner:
                         raise
                     log.info("%s %r: %r cannot run: %s", kernel, bucket, config, error)
                     del rounds[i]
+                    self._watch(replace(tried, reason=str(error)))
+                else:
+                    self._watch(replace(tried, milliseconds=statistics.median(rounds[i])))
         times = [(statistics.median(ms), i) for i, ms in rounds.items()]
         if not times:
             log.warning("%s %r: none of %d candidates could run", kernel, bucket, len(candidates))
@@ -307,7 +318,7 @@ class Tuner:
         chosen = candidates[index]
         log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))
         row = {
-            "config": asdict(chosen),  # type: ignore[call-overload]
+            "config": plain[index],
             "ms": ms,
             "measured": datetime.date.today().isoformat(),
         }

@@ -114,16 +114,25 @@ def _candidates(problem: AttentionProblem, kernel: str) -> tuple[AttentionTile, 
     return tuple(candidates(problem, kernel))
 
 
+# Of longer sequences tiles are worked on one after another in the same way; of more tasks cores just get more.
+LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
+
+
 @lru_cache(maxsize=4096)
 def _bucket(problem: AttentionProblem, kernel: str) -> tuple[Any, ...]:
-    """Everything that the choice of a tile depends on, lengths and batch by size class."""
+    """Everything that the choice of a tile depends on, lengths and the number of tasks by size class."""
+
+    def length(n: int) -> int:
+        return bucket_size(min(max(n, SHORTEST), LONGEST))
+
+    tasks = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
     return (
         problem.dtype,
         problem.layout,
-        bucket_size(problem.batch * problem.heads_q),
+        bucket_size(min(tasks, MOST_TASKS)),
         bucket_size(problem.heads_q // problem.heads_kv),
-        bucket_size(problem.seqlen_q),
-        bucket_size(problem.seqlen_k),
+        length(problem.seqlen_q),
+        length(problem.seqlen_k),
         problem.head_dim,
         problem.head_dim_v,
         attention_key(problem, kernel).mode,
