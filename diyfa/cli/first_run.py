@@ -49,7 +49,7 @@ class Outcome:
 
     rows: list[Row] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)  # warnings of tiles that this machine's compiler refuses
-    trying: dict[str, Any] | None = None  # the answer with the tile at which the process ended
+    trying: dict[str, Any] | None = None  # the answer with the tile that was being timed at the end
     failed: str = ""  # why there is no more
     ended: bool = False  # the process did
 
@@ -181,9 +181,10 @@ class Run:
         worker, goes_on = self._worker, False
         try:
             for answer in worker.do(step, self.request.limit_s):
-                if "row" in answer and "trying" not in answer:
+                if "trying" in answer:
+                    outcome.trying = answer if answer["trying"] else None
+                elif "row" in answer:
                     outcome.rows.append(answer["row"])
-                outcome.trying = answer if "trying" in answer else outcome.trying
                 outcome.replaced += [answer["replaced"]] if "replaced" in answer else []
                 outcome.failed = answer.get("failed", outcome.failed)
                 goes_on = answer.get("goes_on", False)
@@ -234,7 +235,7 @@ def _info() -> Any:
     command = [sys.executable, "-m", "diyfa", "info", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=START_LIMIT_S)
-        return json.loads(done.stdout)
+        return json.loads(done.stdout[done.stdout.index("{") :])  # torch_npu's warnings may stand before it
     except (ValueError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
 

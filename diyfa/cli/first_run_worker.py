@@ -266,13 +266,13 @@ def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **s
         kernel = tried.kernel.removeprefix("attention_")
         config = {name: x for name, x in tried.config.items() if name != "measured"}
         row = {"table": "tiles", "kernel": kernel, **timed.row, "default": tried.default, **config}
+        begins = tried.milliseconds is None and not tried.reason
+        answer(trying=tried.config if begins else None, row=row)
         if tried.milliseconds is not None:
             ms = tried.milliseconds
             found[f"{kernel} {config}"] = {**row, "ms": ms, "tflops": tflops(timed.flops * WORK[kernel], ms)}
-        elif tried.reason:
+        elif not begins:
             found[f"{kernel} {config}"] = {**row, "unavailable": first_line(RuntimeError(tried.reason))}
-        else:
-            answer(trying=tried.config, row=row)
 
     with tuning.measuring(watch, without or ()):
         for call in timed.passes().values():

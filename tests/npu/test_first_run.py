@@ -92,11 +92,12 @@ def test_faults(npu, tmp_path: Path) -> None:
     tiles = rows(document, "tiles")
     died = [row for row in tiles if row.get("unavailable", "").startswith("the process ended with signal 11")]
     assert {(row["kernel"], row["block_m"], row["block_n"], row["causal"]) for row in died} == {
-        ("fwd", 64, 64, False), ("fwd", 64, 64, True)
+        ("fwd", 32, 256, False), ("fwd", 32, 256, True)
     }  # fmt: skip
     refused = [row for row in tiles if "ub overflow" in row.get("unavailable", "")]
     assert refused and {row["kernel"] for row in refused} == {"fwd"}
-    assert {row["kernel"] for row in tiles if "ms" in row} == {"dq", "dkdv"}  # no forward tile was left
+    assert {row["kernel"] for row in tiles if "ms" in row} == {"fwd", "dq", "dkdv"}
+    assert {(row["block_m"], row["block_n"]) for row in tiles if "ms" in row and row["kernel"] == "fwd"} == {(64, 64)}
 
 
 # A worker that computes nothing: what the command makes of its answers.
@@ -163,8 +164,6 @@ def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
 
 def test_a_tile_search_goes_on_without_the_tile_that_ended_it(fake) -> None:
     document = fake("tile", "a", "c", stages=("tiles",))
-    for stage in {step for step in document["done"] if "full" in step}:
-        assert stage in document["done"]
     died = [row for row in document["rows"] if "exit status 7" in row.get("unavailable", "")]
     assert len(died) == 4 and len([row for row in document["rows"] if row["table"] == "done"]) == 2
 
