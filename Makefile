@@ -54,7 +54,7 @@ NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/te
 # What depends on the version of Triton.
 TRITON_FORMS ?= sm90 bfloat16 D=64 full
 TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_gluon_interpreter.py \
-  test_sm90_interpreted.py test_sm90_ptx.py test_sm90_synchronisation.py test_tile_counter.py) \
+  test_hopper_interpreted.py test_hopper_ptx.py test_hopper_synchronisation.py test_tile_counter.py) \
   tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 

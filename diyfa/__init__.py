@@ -26,8 +26,11 @@ _PUBLIC: dict[str, str] = {
     "flash_attn_varlen_func": "diyfa.flash_attn_interface",
     "flash_attn_varlen_kvpacked_func": "diyfa.flash_attn_interface",
     "flash_attn_varlen_qkvpacked_func": "diyfa.flash_attn_interface",
+    "flash_attn_with_kvcache": "diyfa.kvcache",
     "triton_matmul": "diyfa.matmul",
     "reference_attention": "diyfa.reference",
+    "reference_kvcache": "diyfa.reference",
+    "batch_invariant": "diyfa.registry",
     "kernels_for": "diyfa.registry",
     "use_backend": "diyfa.registry",
     "GPUArch": "diyfa.arch",
@@ -68,7 +71,9 @@ if TYPE_CHECKING:
     from diyfa.flash_attn_interface import flash_attn_varlen_func as flash_attn_varlen_func
     from diyfa.flash_attn_interface import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
     from diyfa.flash_attn_interface import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from diyfa.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from diyfa.matmul import triton_matmul as triton_matmul
+    from diyfa.registry import batch_invariant as batch_invariant
     from diyfa.registry import kernels_for as kernels_for
     from diyfa.registry import use_backend as use_backend
 

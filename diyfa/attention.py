@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, ops, registry, validation
+from diyfa.kvcache import attend_packed
 from diyfa.ops import new_rng_state
 from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given
 from diyfa.problem import LAYOUTS, VARLEN
@@ -25,7 +26,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def packed_lengths(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int
 ) -> Lengths:
     """`Lengths` of packed sequences; their longest may be anything that is an integer."""
     longest_q = validation.check_length("max_seqlen_q", max_seqlen_q)
@@ -60,8 +61,13 @@ def checked_options(
     if torch.is_grad_enabled():
         learned = [name for name in DIFFERENTIABLE if options.get(name) is not None and options[name].requires_grad]
         options["needs_grad"] = q.requires_grad or k.requires_grad or v.requires_grad or bool(learned)
-        options["bias_grad"] = "attn_bias" in learned
+        for name in learned:
+            if DIFFERENTIABLE[name]:
+                options[DIFFERENTIABLE[name]] = True
     options["backend"] = options.get("backend") or registry.forced_backend()
+    options["batch_invariant"] = registry.is_batch_invariant()
+    if options["batch_invariant"]:
+        validation.check_batch_invariant(lengths, options)
     return AttentionOptions(**options)
 
 
@@ -94,6 +100,7 @@ def _attend(
         validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     given["window"] = validation.check_window(given["window"])  # a list or a tensor may change, and cannot be a key
     given["backend"] = given["backend"] or registry.forced_backend()
+    given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
     key = fast_path.key_of(qkv, lengths, given, optional)
     plan = None if key is None else fast_path.find(key)
@@ -211,7 +218,7 @@ def flash_attention_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool = False,
@@ -227,14 +234,25 @@ def flash_attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> Result:
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
+
+    With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (ValueError
+    where a gradient is wanted) and no dropout, and `variant` is a name of `diyfa.kernels_for(op="kvcache_fwd")`.
 
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv). Last stride 1, others free.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device: sequence b is the rows from [b] to [b + 1]. It may be
             empty. Values on an accelerator are not read by the host; kernels never leave the tensors.
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side.
+        block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D), and key j of sequence
+            b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then says lengths only,
+            and may be None where seqused_k says them.
+        seqused_k: (B,) int32: how many of a sequence's keys there are.
+        out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1.
         others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.
 
     Returns:
@@ -244,6 +262,17 @@ def flash_attention_varlen(
     Raises:
         ValueError, TypeError: as for `flash_attention`.
     """
+    if block_table is not None or seqused_k is not None or out is not None:
+        validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+        pair = attend_packed(q, k, v, {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+            "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
+            "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
+            "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
+            "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
+        })  # fmt: skip
+        return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend((q, k, v), lengths, return_lse, {
         "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
@@ -310,5 +339,6 @@ def explain(
     if not options.needs_grad:
         return forward
     variant = registry.variant_of("attention_bwd", chosen, variant)
+    problem = problem.replace(batch_invariant=False)  # as `ops` has it
     backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

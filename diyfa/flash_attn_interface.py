@@ -25,6 +25,7 @@ import torch
 from diyfa import fast_path, ops, registry, validation
 from diyfa.attention import autocast, checked_options, packed_lengths
 from diyfa.attn_probs import signed_probabilities
+from diyfa.kvcache import attend_packed, flash_attn_with_kvcache
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths, pack, tensors_given
 from diyfa.problem import VARLEN
 
@@ -35,13 +36,12 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 # out alone, or (out, softmax_lse, S_dmask)
 FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Window = tuple[int, int]
-
-_NO_PAGES = "a paged KV cache (block_table) is served by flash_attn_with_kvcache, which diyfa does not have yet"
 
 
 def _unpacked(name: str, packed: torch.Tensor, parts: int, varlen: bool) -> tuple[torch.Tensor, ...]:
@@ -77,6 +77,7 @@ def _attend(
         validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     given["window"] = validation.check_window(given["window"], "window_size")  # a list or a tensor cannot be a key
     given["backend"] = registry.forced_backend()
+    given["batch_invariant"] = registry.is_batch_invariant()
     given["packing"] = packing
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
@@ -99,6 +100,15 @@ def _attend(
     if not options.dropout_p:
         return out, lse, q.new_empty(0)
     return out, lse, signed_probabilities(q, k, lse, lengths, options)
+
+
+def _attend_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed queries over pages, or over the beginnings of packed sequences -> out and lse."""
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        given[name] = validation.check_length(name, given[name])
+    given["window"] = validation.check_window(given["window"], "window_size")
+    nothing = dict.fromkeys(("seqused_k", "sinks", "out", "backend"))
+    return attend_packed(q, k, v, {**nothing, "variant": "auto", "scale_name": "softmax_scale", **given})
 
 
 def flash_attn_func(
@@ -208,14 +218,21 @@ def flash_attn_varlen_func(
         q, k, v: (Tq, H, D), (Tk, Hk, D), (Tk, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device: sequence b is the rows from [b] to [b + 1].
         max_seqlen_q, max_seqlen_k: at least the longest sequence of each side; an int or a tensor of one element.
-        block_table: must be None: paged keys and values come with the KV-cache function.
+        block_table: (B, pages of a sequence) int32: k and v are pages (pages, page size, Hk, D) of any size, and
+            cu_seqlens_k says lengths only. There is no dropout and no backward pass then.
         others: as for `flash_attn_func`; positions count from the start of each sequence.
 
     Returns:
         out (Tq, H, Dv), or (out, softmax_lse (H, Tq), S_dmask (B, H, max_seqlen_q, max_seqlen_k) padded likewise).
     """
     if block_table is not None:
-        raise ValueError(_NO_PAGES)
+        validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
+        out, lse = _attend_pages(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal, window=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table,
+        )  # fmt: skip
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend({"q": q, "k": k, "v": v}, lengths, return_attn_probs, {
         "dropout_p": dropout_p, "sm_scale": softmax_scale, "causal": causal, "window": window_size,
@@ -381,11 +398,18 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_flash_attn_forward` of packed sequences. Rows of no sequence are zero with or without `zero_tensors`."""
-    if block_table is not None:
-        raise ValueError(_NO_PAGES)
-    for name, given in (("leftpad_k", leftpad_k), ("seqused_k", seqused_k)):
-        if given is not None:
-            raise ValueError(f"{name} is not implemented: cut the sequences with cu_seqlens_k")
+    if leftpad_k is not None:
+        raise ValueError("leftpad_k is not implemented: cut the sequences with cu_seqlens_k")
+    if block_table is not None or seqused_k is not None:
+        validation.check_booleans(causal=causal, return_softmax=return_softmax)
+        with torch.no_grad():
+            out, lse = _attend_pages(
+                q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal,
+                window=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
+                block_table=block_table, seqused_k=seqused_k,
+            )  # fmt: skip
+            return out, lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _forward(
         q, k, v, lengths, return_softmax, dropout_p=dropout_p, sm_scale=softmax_scale, causal=causal,

@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from diyfa import registry
 from diyfa.fast_path import Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
+from diyfa.features import GRADIENTS
 from diyfa.options import (
+    DIFFERENTIABLE,
     FACTS,
     SCHEMA,
     TENSORS,
@@ -51,15 +53,16 @@ from diyfa.problem import (
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
 
-# After q, k and v every attention operator takes what `diyfa.options.FEATURES` names. `variant` names a forward kernel;
+# After q, k and v every attention operator takes what `diyfa.features` has rows for. `variant` names a forward kernel;
 # the backward takes its own of that name, where there is one.
+_FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
 # Here q, k, v are views, and `packing` says which of their gradients share one tensor.
 _lib.define(
     f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    f"-> (Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor {name}' for name in _FEATURE_GRADIENTS)})"
 )
 _lib.define(
     f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
@@ -148,15 +151,19 @@ def _plan(
     if plan is None:
         chosen = registry.resolve_backend(q.device, backend)
         problem = describe_attention(chosen, q, k, v, lengths, options)
+        # The mode is about results: gradients are computed as ever.
+        backward = problem.replace(batch_invariant=False) if options.batch_invariant else problem
+        if op == "attention_bwd":
+            problem = backward
         kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            registry.choose("attention_bwd", problem, chosen, registry.variant_of("attention_bwd", chosen, variant))
+            registry.choose("attention_bwd", backward, chosen, registry.variant_of("attention_bwd", chosen, variant))
         plan = Plan(problem, kernel, lengths, options)
         remember(key, plan)
     return plan
 
 
-def _empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == VARLEN:
         shape: tuple[int, ...] = (q.shape[1], q.shape[0])
     else:
@@ -184,11 +191,15 @@ def _only_rows_of_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, 
     return torch.where((rows >= ends[0]) & (rows < ends[-1]), x, other)
 
 
-def _fill_from_sinks(
-    sinks: torch.Tensor, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
+def fill_without_keys(
+    sinks: torch.Tensor | None, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """out and lse of rows that see a sink and no key: 0 and the sink. A sink of -inf is none, so there lse is +inf; one
-    of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    """out and lse of rows that see no key: 0 and +inf, with sinks 0 and the sink. A sink of -inf is none, so there lse
+    is +inf; one of +inf (or NaN) makes both NaN, as a softmax over an infinite score is."""
+    if sinks is None:
+        out.zero_()
+        lse.fill_(_INF)
+        return
     alone = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
     lse.copy_(_only_rows_of_sequences(alone[:, None], q, lengths, _INF))
     nothing = torch.where(alone == alone, 0.0, alone)
@@ -202,9 +213,8 @@ def _launch_forward(
     plan = _plan("attention_fwd", q, k, v, lengths, options)
     if not _computes_nothing(q, k, lengths, options):
         return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
-    out, lse = empty_output(q, v.shape[-1]).zero_(), _empty_lse(q, options.layout).fill_(_INF)
-    if options.sinks is not None:
-        _fill_from_sinks(options.sinks, q, lengths, options.layout, out, lse)
+    out, lse = empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
+    fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
     return out, lse
 
 
@@ -227,7 +237,7 @@ def _run_forward(
             return pair
     problem, kernel = plan.problem, plan.kernel
     tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
-    out, lse = empty_output(q, problem.head_dim_v), _empty_lse(q, problem.layout)
+    out, lse = empty_output(q, problem.head_dim_v), empty_lse(q, problem.layout)
     if problem.varlen:  # rows that no sequence covers are written by no kernel
         out.zero_()
         lse.fill_(_INF)
@@ -260,13 +270,14 @@ def _run_backward(
             return gradients
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     found = _gradients(dout, None, saved, lengths, options)
-    *owners, dbias, dsinks = found
+    owners, rest = found[:3], found[3:]
     of_backward = _plan("attention_bwd", q, k, v, lengths, options)
     make = of_backward.kernel.repeat
     if make is not None and dout.stride(-1) == 1:  # else it was copied first
         tensors = bind(q, k, v, lengths, options)
         if _binds_as_given(tensors, q, k, v, *optional):
-            gradients = AttentionGradients(*UNPACK[options.packing](*owners), dbias, dsinks)
+            of_features: dict[str, Any] = dict(zip(_FEATURE_GRADIENTS, rest, strict=True))
+            gradients = AttentionGradients(*UNPACK[options.packing](*owners), **of_features)
             repeat = make(of_backward.problem, tensors, out, lse, dout, gradients, _given(*owners))
             if repeat is not None:
                 if len(plan.backward_repeats) >= _BACKWARD_REPEATS_LIMIT:
@@ -310,8 +321,8 @@ def _backward_into(
         for x in _given(*grads[:3], grads.delta):
             x.zero_()
     if nothing:
-        if grads.dbias is not None:
-            grads.dbias.zero_()
+        for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
+            x.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
             rest = (0, 2) if lse.dim() == 3 else (1,)
             dlse = torch.zeros_like(lse) if dlse is None else _only_rows_of_sequences(dlse, q, lengths, 0.0)
@@ -325,11 +336,14 @@ def _backward_into(
     plan.kernel.launch(plan.problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
-def _empty_feature_gradients(options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Buffers for dbias and dsinks, None where there is no such gradient."""
-    bias, sinks = options.attn_bias, options.sinks
-    dbias = torch.empty_like(bias) if bias is not None and options.bias_grad else None
-    return dbias, None if sinks is None else torch.empty_like(sinks)
+def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
+    """Buffers for the gradients of optional tensors, None where there is no such gradient."""
+    found = {}
+    for feature in GRADIENTS:
+        x = getattr(options, feature.name)
+        wanted = x is not None and (not feature.gradient_if or getattr(options, feature.gradient_if))
+        found[feature.gradient] = torch.empty_like(x) if wanted else None
+    return found
 
 
 def _gradients(
@@ -339,12 +353,12 @@ def _gradients(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, dbias, dsinks]."""
+    """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors]."""
     q, k, v, _, _ = saved
     owners, qkv = _empty_gradients(q, k, v, options.packing)
-    dbias, dsinks = _empty_feature_gradients(options)
-    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, dbias, dsinks), lengths, options)
-    return [*owners, *(None,) * (3 - len(owners)), dbias, dsinks]
+    of_features: dict[str, Any] = _empty_feature_gradients(options)
+    _backward_into(dout, dlse, saved, AttentionGradients(*qkv, **of_features), lengths, options)
+    return [*owners, *(None,) * (3 - len(owners)), *of_features.values()]
 
 
 # ---- The operators: the one place where a call is flat ------------------------------------------------------------
@@ -369,14 +383,14 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
     q, k, v = UNPACK[packing](q, k, v)
     _, options = unpack(features)
-    return empty_output(q, v.shape[-1]), _empty_lse(q, options.layout)
+    return empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
 
 
 def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     packing, *features = rest
     _, options = unpack(features)
     owners, _ = _empty_gradients(q, k, v, packing)
-    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options))
+    found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
@@ -414,7 +428,7 @@ def _forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients of q, k, v (or what packs them), attn_bias and sinks from both outputs, out and lse.
+    """Attention with gradients of q, k, v (or what packs them) and optional tensors from both outputs, out and lse.
 
     The optional tensors are arguments of their own, too: autograd looks at those only.
     """
@@ -433,9 +447,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *optional = ctx.saved_tensors
         lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
         dq, dk, dv, *rest = _differentiate(grads, (q, k, v), (out, lse), lengths, options)
-        of_features = iter(rest)  # dbias and dsinks, in the order of the table
+        of_features = iter(rest)  # in the order of the table
         gradients = [dq, None if k is None else dk, None if v is None else dv]
-        gradients += [next(of_features) if feature.differentiable else None for feature in TENSORS]
+        gradients += [next(of_features) if feature.gradient else None for feature in TENSORS]
         # An operator returns a tensor without elements where there is no gradient.
         _, _, *needed = ctx.needs_input_grad
         return (None, None, *(x if need else None for x, need in zip(gradients, needed, strict=True)))
@@ -467,7 +481,10 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
     be, or the other way round."""
     if _differentiates_forward() or _wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
-        options = options._replace(needs_grad=True, bias_grad=_wants_grad(options.attn_bias))
+        learned: dict[str, Any] = {
+            gate: _wants_grad(getattr(options, name)) for name, gate in DIFFERENTIABLE.items() if gate
+        }
+        options = options._replace(needs_grad=True, **learned)
         return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, packing, *features)
@@ -530,10 +547,10 @@ class _PlannedAttention(torch.autograd.Function):
                 found = _run_backward(plan, (q, k, v, out, lse), optional, dout)
         if found is None:
             found = _backward_of_planned(plan, saved, dout, dlse)
-        dq, dk, dv, dbias, dsinks = found
+        dq, dk, dv, *of_features = found
         if not plan.names:
             return dq, dk, dv, None, None
-        gradients = {"attn_bias": dbias, "sinks": dsinks}
+        gradients = dict(zip(DIFFERENTIABLE, of_features, strict=True))
         return dq, dk, dv, None, None, *(gradients.get(name) for name in plan.names)
 
 

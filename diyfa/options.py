@@ -1,22 +1,20 @@
-"""What a call has besides q, k and v, as two objects, `Lengths` and `AttentionOptions`, and the table of their fields.
+"""What a call has besides q, k and v, as two objects, `Lengths` and `AttentionOptions`.
 
 A public function checks its arguments once and makes these two; everything behind it takes them whole. They are named
-tuples, because every call makes some. `FEATURES` has one row for each of their fields. From the rows come the checks of
-optional tensors, the operators' schema, the flat arguments that the schema wants (`pack`, `unpack`), what decisions
-depend on, which gradients there are, and the rows of the feature tables. A new feature is a field and a row.
+tuples, because every call makes some. `diyfa.features.FEATURES` has one row for each of their fields, from which come
+the operators' schema, the flat arguments that the schema wants (`pack`, `unpack`) and what decisions depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.problem import AttentionTensors, dtype_name
+from diyfa.features import FEATURES, GRADIENTS, Feature
+from diyfa.problem import AttentionTensors
 
-ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNBOUNDED = (-1, -1)  # a window that hides nothing
 
 
@@ -54,127 +52,18 @@ class AttentionOptions(NamedTuple):
     bias_grad: bool = False  # attn_bias itself wants a gradient
     backend: str = ""  # "": the one made for the device
     variant: str = "auto"
+    batch_invariant: bool = False
     packing: str = ""
 
 
-# ---- The table --------------------------------------------------------------------------------------------------
-
-Sizes = dict[str, int]  # of one call: "b", "h", "q", "k"
-
-
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Small vectors are read by plain index; only odd callers pass strided ones."""
-    return x if x is None or x.is_contiguous() else x.contiguous()
-
-
-def _sequences(cu_seqlens: torch.Tensor | None) -> int:
-    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-def _is_given(value: torch.Tensor | None) -> bool:
-    return value is not None
-
-
-def _dtype_of(value: torch.Tensor | None) -> str:
-    return "" if value is None else dtype_name(value.dtype)
-
-
-def _is_positive(value: float) -> bool:
-    return value > 0
-
-
-def shaped(*allowed: str) -> Callable[[torch.Tensor, Sizes], str]:
-    """A rule: one of these shapes, in the letters of `Sizes`. It returns what is wrong, or nothing."""
-
-    def rule(x: torch.Tensor, sizes: Sizes) -> str:
-        shapes = [tuple(sizes[letter] for letter in letters) for letters in allowed]
-        return "" if x.shape in shapes else f"have shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}"
-
-    return rule
-
-
-def _broadcasts(x: torch.Tensor, sizes: Sizes) -> str:
-    full, shape = tuple(sizes[letter] for letter in "bhqk"), tuple(x.shape)
-    missing = len(full) - len(shape)
-    if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full[missing:], strict=True)):
-        return f"be broadcastable to {full}, got {shape}"
-    return ""
-
-
-def _is_pair(x: torch.Tensor, sizes: Sizes) -> str:
-    if x.shape != (2,) or x.stride(0) != 1:
-        return f"be a contiguous pair (seed, offset), got shape {tuple(x.shape)}"
-    return ""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One field of `Lengths` or `AttentionOptions`.
-
-    `problem` is the field of `AttentionProblem` that it decides, and `fact` says what that field becomes (None: the
-    value itself). Optional tensors with a `shape` rule are checked by it. `label` and `example` (changes of a typical
-    problem) make a row of the feature tables.
-    """
-
-    name: str
-    schema: str  # type in the operators' schema
-    problem: str = ""
-    fact: Callable[[Any], Hashable] | None = None
-    dtypes: tuple[torch.dtype, ...] = ()
-    dtypes_in_words: str = ""
-    shape: Callable[[torch.Tensor, Sizes], str] | None = None
-    differentiable: bool = False
-    prepared: Callable[[Any], Any] | None = None  # what backends get instead of it
-    label: str = ""
-    example: dict[str, Any] = field(default_factory=dict)
-
-
-_FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
-# In the order of the schema, where tensors come first.
-FEATURES = (
-    Feature(
-        "cu_seqlens_q", "Tensor?", "batch", _sequences,
-        label="packed sequences", example={"layout": "thd", "total_q": 4096, "total_k": 4096},
-    ),
-    Feature("cu_seqlens_k", "Tensor?"),
-    Feature(
-        "seq_lens", "Tensor?", "seq_lens", _is_given, _INT32, "int32", shaped("b"),
-        prepared=_contiguous, label="seq_lens", example={"seq_lens": True},
-    ),
-    Feature(
-        "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", shaped("h", "bh"),
-        prepared=_contiguous, label="ALiBi", example={"alibi": True},
-    ),
-    Feature(
-        "attn_bias", "Tensor?", "bias", _dtype_of, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
-        _broadcasts, differentiable=True, label="attn_bias", example={"bias": "float32"},
-    ),
-    Feature(
-        "sinks", "Tensor?", "sinks", _is_given, _FLOAT32, "float32", shaped("h"),
-        differentiable=True, prepared=_contiguous, label="sinks", example={"sinks": True},
-    ),
-    Feature("rng_state", "Tensor?", "", None, _INT64, "int64", _is_pair),
-    Feature("max_seqlen_q", "SymInt", "seqlen_q"),
-    Feature("max_seqlen_k", "SymInt", "seqlen_k"),
-    Feature("sm_scale", "float"),
-    Feature("window_left", "SymInt", "window_left", label="window", example={"window_left": 256, "window_right": 0}),
-    Feature("window_right", "SymInt", "window_right", label="causal", example={"window_right": 0}),
-    Feature("softcap", "float", "softcap", label="softcap", example={"softcap": 30.0}),
-    Feature("dropout_p", "float", "dropout", _is_positive, label="dropout", example={"dropout": True}),
-    Feature("layout", "str", "layout"),
-    Feature("deterministic", "bool", "deterministic", label="deterministic", example={"deterministic": True}),
-    Feature("needs_grad", "bool", "needs_grad"),
-    Feature("bias_grad", "bool", "bias_grad"),
-    Feature("backend", "str"),
-    Feature("variant", "str"),
-)  # fmt: skip
+# ---- Read from the table -------------------------------------------------------------------------------------------
 
 SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
 NAMES = tuple(feature.name for feature in FEATURES)
 LENGTHS = Lengths._fields
 TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
-OPTIONAL_TENSORS = tuple(feature.name for feature in TENSORS if feature.name not in LENGTHS)
-DIFFERENTIABLE = tuple(feature.name for feature in TENSORS if feature.differentiable)
+# Tensors that may want a gradient, each with the option that then says so.
+DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
 CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
 _TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
 FACTS = tuple(feature.problem for feature in FEATURES if feature.problem)  # fields of AttentionProblem

@@ -2,9 +2,9 @@
 
 This module is all that a backend may import of diyfa besides the plain data of `diyfa.arch`. It holds
 
-* `AttentionProblem` and `MatmulProblem`: hashable descriptions without tensors, so a decision is a pure function
-  and can be cached, explained and tested without a device;
-* `AttentionTensors`: the tensors of one call, in the layout that the problem names;
+* `AttentionProblem`, `KVCacheProblem` and `MatmulProblem`: hashable descriptions without tensors, so a decision is a
+  pure function and can be cached, explained and tested without a device;
+* `AttentionTensors` and `KVCacheTensors`: the tensors of one call, in the layout that the problem names;
 * `Launch`: one kernel with all that it is launched with;
 * `Kernel` and `Backend`: the protocol between the front end and an accelerator.
 """
@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from diyfa.features import FEATURES, GRADIENTS, OPTIONAL
+from diyfa.features import dtype_name as dtype_name
+
 # Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
 LAYOUTS: dict[str, tuple[int, int, int, int]] = {
     "bhsd": (0, 1, 2, 3),  # flash_attention, PyTorch SDPA
@@ -25,11 +28,6 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 # Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
 VARLEN = "thd"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float16` -> "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class AttentionProblem:
     total_q: int = 0
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
+    batch_invariant: bool = False  # see `diyfa.batch_invariant`
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,20 +103,69 @@ class AttentionProblem:
     @property
     def features(self) -> frozenset[str]:
         """Names of the optional features this call uses; a backend refuses those it does not list."""
-        present = {
-            "causal": self.causal,
-            "window": self.window_left >= 0 or self.window_right > 0,
-            "softcap": self.softcap != 0.0,
-            "seq_lens": self.seq_lens,
-            "varlen": self.varlen,
-            "alibi": self.alibi,
-            "attn_bias": self.bias != "",
-            "sinks": self.sinks,
-            "dropout": self.dropout,
-            "gqa": self.heads_q != self.heads_kv,
-            "head_dim_v": self.head_dim != self.head_dim_v,
-        }
-        return frozenset(name for name, used in present.items() if used)
+        return frozenset([feature.uses for feature in OPTIONAL if feature.is_in(self)])
+
+
+@dataclass(frozen=True)
+class KVCacheProblem:
+    """Attention of new queries over a cache of keys and values, without its tensors. It has no backward pass.
+
+    The queries are (B, Sq, H, D) ("bshd") or packed ("thd"). The keys of a sequence lie in one of three ways: in one
+    row of a contiguous cache (Bc, Sc, Hk, D); in pages (pages, page_size, Hk, D), which `block_table` names; or packed,
+    (Tk, Hk, D), from `cu_seqlens_k` on. `capacity` is the most keys that a sequence can have there.
+
+    A query at i sees keys of its sequence as in `AttentionProblem`, aligned to the bottom right.
+    """
+
+    device_type: str
+    arch: str
+    dtype: str  # of q and out
+    cache_dtype: str  # of keys and values: as q's, or "float8_e4m3fn"
+    layout: str
+    batch: int  # sequences
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int  # queries of each sequence; packed: at least the longest
+    capacity: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int = 0  # 0: no pages
+    packed_keys: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+    lengths: bool = False  # how many keys there are is on the device (cache_seqlens, or cu_seqlens_k)
+    leftpad: bool = False
+    cache_batch_idx: bool = False
+    descales: bool = False  # of keys or values, for a cache of float8
+    latent: bool = False  # the values are the first features of the keys, in the same memory
+    total_q: int = 0
+    num_splits: int = 0  # 0: the kernel chooses
+    batch_invariant: bool = False  # see `diyfa.batch_invariant`
+    aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
+
+    def replace(self, **changes: Any) -> KVCacheProblem:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def causal(self) -> bool:
+        return self.window_right == 0
+
+    @property
+    def varlen(self) -> bool:
+        return self.layout == VARLEN
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: (B, H, Sq), or (H, Tq) for packed queries."""
+        return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.seqlen_q)
 
 
 class MatmulProblem(NamedTuple):
@@ -165,10 +213,114 @@ class AttentionTensors(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
+class KVCacheTensors(NamedTuple):
+    """The tensors and numbers of one call with a cache.
+
+    Sequence b has `n` keys: `seqlens[b] + added`, or without `seqlens` `cu_seqlens_k[b + 1] - cu_seqlens_k[b]`, or
+    without either `length + added`; no more than `problem.capacity`. The first `leftpad[b]` of them are skipped: they
+    are never read and count for no position, so that the last query still stands at the last key. What lies beyond `n`,
+    in pages that no sequence uses or in entries of `block_table` beyond its last page is never read into a result.
+
+    Key j of sequence b is row j of batch entry `cache_batch_idx[b]` (b without it) of a contiguous cache, row
+    `j % page_size` of page `block_table[b, j // page_size]`, or row `cu_seqlens_k[b] + j` of packed keys.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    sm_scale: float
+    length: int = 0
+    added: int = 0  # keys that this call has appended to each sequence
+    seqlens: torch.Tensor | None = None  # (B,) int32
+    cu_seqlens_q: torch.Tensor | None = None  # (B + 1,) int32, packed queries
+    cu_seqlens_k: torch.Tensor | None = None  # (B + 1,) int32: packed keys; with pages it says lengths only
+    block_table: torch.Tensor | None = None  # (B, pages of a sequence) int32, last stride 1
+    cache_batch_idx: torch.Tensor | None = None  # (B,) int32
+    leftpad: torch.Tensor | None = None  # (B,) int32
+    alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
+    sinks: torch.Tensor | None = None  # (H,) fp32
+    k_descale: torch.Tensor | None = None  # (B, Hk) fp32, any strides: factor of the keys of a float8 cache
+    v_descale: torch.Tensor | None = None
+
+    def present(self) -> list[torch.Tensor]:
+        """q, both caches and the optional tensors that there are, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
+
+
+class NewKeys(NamedTuple):
+    """What a call appends to a cache, and rotary embedding on the way.
+
+    Row i of k and v becomes key `seqlens[b] + i` (`length + i`) of sequence b; what would land at `problem.capacity` or
+    beyond, in a page below 0 or beyond the cache, is dropped; nothing else in the cache changes. cos and sin rotate the
+    first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`: query i by row
+    `seqlens[b] + i` where the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by nothing.
+    Products are formed in fp32 and rounded once. What goes to a float8 cache is divided by its descale (1 without one)
+    and saturates.
+    """
+
+    k: torch.Tensor  # (B, Snew, Hk, D), q's dtype
+    v: torch.Tensor | None  # (B, Snew, Hk, Dv); None for a latent cache
+    cos: torch.Tensor | None = None  # (rows, rotated features / 2), q's dtype or fp32
+    sin: torch.Tensor | None = None
+    interleaved: bool = True  # features (0, 1), (2, 3), … make pairs; else feature i and i + half
+    rotated_q: torch.Tensor | None = None  # shaped like q; None without cos
+
+    def present(self) -> list[torch.Tensor]:
+        """The tensors that there are, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
+
+
+def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
+    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have.
+
+    q, k, v become views in "bshd", as out must; packed sequences stay packed.
+    """
+    q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
+    return KVCacheProblem(
+        problem.device_type,
+        problem.arch,
+        problem.dtype,
+        problem.dtype,
+        VARLEN if problem.varlen else "bshd",
+        problem.batch,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        packed_keys=problem.varlen,
+        window_left=problem.window_left,
+        window_right=problem.window_right,
+        softcap=problem.softcap,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        lengths=problem.varlen,
+        total_q=problem.total_q,
+        batch_invariant=problem.batch_invariant,
+        aligned=problem.aligned,
+    ), KVCacheTensors(
+        q, k, v, tensors.sm_scale, problem.seqlen_k, cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_k=tensors.cu_seqlens_k, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
+    )  # fmt: skip
+
+
+def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
+    """The optional tensors of a call of `problem`, uninitialised: what a call is made of that is only compiled."""
+    sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.seqlen_q, "k": problem.seqlen_k}
+    found = {}
+    for feature in FEATURES:
+        if feature.shape is not None and feature.is_in(problem):
+            fact = getattr(problem, feature.problem, None)
+            dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
+            found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
+    return found
+
+
 class AttentionGradients(NamedTuple):
     """Buffers that a backward kernel fills; last stride 1, any other strides (packed gradients are slices).
 
-    `dbias` is None unless the bias wants a gradient, `dsinks` where there are no sinks. `delta`, where it is given, is
+    Those of optional tensors are None where there is no such tensor, or it wants none. `delta`, where it is given, is
     to hold rowsum(dout * out), less dlse if there is one: contiguous, shaped and typed like the log-sum-exp, zero where
     no sequence is. Every algorithm forms it on the way.
     """
@@ -179,6 +331,13 @@ class AttentionGradients(NamedTuple):
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
     delta: torch.Tensor | None = None
+
+
+def example_gradients(tensors: AttentionTensors) -> AttentionGradients:
+    """Buffers for all gradients of such a call."""
+    found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
+    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
+    return AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]), **buffers)
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
@@ -229,7 +388,7 @@ class Launch(NamedTuple):
     kernel: Any  # a jit function
     grid: int | tuple[int, int]  # programs
     arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
-    constants: dict[str, Any]  # the constexprs, by name
+    constants: dict[str, Any]  # by name: mostly one, a frozen dataclass of all that the kernel is compiled for
     options: dict[str, Any]  # the compiler's: num_warps …
 
 
@@ -237,12 +396,14 @@ class Launch(NamedTuple):
 class Kernel:
     """One way of computing an operation on a backend.
 
-    `op` is "attention_fwd", "attention_bwd" or "matmul". `unsupported(problem)` returns a reason or None;
+    `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns a reason or None;
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none).
     `launch` has, by `op`, the signature
 
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout) and lse (`problem.lse_shape`)
     * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
+    * kvcache_fwd: `(problem, tensors, out, lse) -> None`, with `KVCacheProblem` and `KVCacheTensors`
+    * kvcache_append: `(problem, tensors, new) -> None`, writing `NewKeys` to the caches, and the rotated q
     * matmul: `(problem, a, b) -> c`
 
     An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
@@ -253,7 +414,11 @@ class Kernel:
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
-      None for those of three that there are not, dbias, dsinks]`; it compares strides, not dtypes and shapes
+      None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
+      and shapes
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, *present) -> (out, lse)`, where
+      `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(length, *present, *new.present()) -> True`
     """
 
     name: str

@@ -266,3 +266,183 @@ def attention_by(
     if len(leading) != 2:
         out, lse = out.reshape(*leading, *out.shape[-2:]), lse.reshape(*leading, lse.shape[-1])
     return out, lse
+
+
+# ---- Attention over a cache -------------------------------------------------------------------------------------
+
+
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """x (S, heads, D) with pairs of its first features turned by the angles in row `position` (S,) of cos and sin;
+    products in float32 or wider, not rounded. Positions without a row turn by nothing."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    inside = ((position >= 0) & (position < len(cos)))[:, None]
+    row = position.clamp(0, len(cos) - 1)
+    c = torch.where(inside, cos[row].to(wide), 1.0)[:, None]
+    s = torch.where(inside, sin[row].to(wide), 0.0)[:, None]
+    turned, half = x.to(wide, copy=True), cos.shape[1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b = turned[..., first].clone(), turned[..., second].clone()
+    turned[..., first], turned[..., second] = a * c - b * s, b * c + a * s
+    return turned
+
+
+def _place(cache: torch.Tensor, b: int, j: int, entries: list[int], table: torch.Tensor | None) -> tuple[int, int]:
+    """Where key j of sequence b lies: batch entry or page, and row."""
+    if table is None:
+        return entries[b], j
+    return int(table[b, j // cache.shape[1]]), j % cache.shape[1]
+
+
+def reference_append(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor = 0,
+    cache_batch_idx: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    rotates_each_query: bool = False,
+    *,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The caches after new keys and values are appended, and the rotated queries, in new memory.
+
+    Arguments are those of `diyfa.flash_attn_with_kvcache`; `rotates_each_query` says that query i is rotated by row
+    cache_seqlens + i, as with a causal mask or a window, not all by row cache_seqlens. Without v only k is written, and
+    v_cache is returned as the first features of the new k_cache. Keys beyond the cache or the table are dropped.
+
+    Returns:
+        q, k_cache, v_cache in their dtypes, products rounded once.
+    """
+    batch = q.shape[0]
+    latent = v is None
+    q, k_cache, v_cache = q.clone(), k_cache.clone(), v_cache.clone()
+    firsts = [cache_seqlens] * batch if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
+    entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    for b, first in enumerate(firsts):
+        new_k = k[b]
+        if rotary_cos is not None and rotary_sin is not None:
+            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
+            q[b] = _rotated(q[b], rotary_cos, rotary_sin, of_query, rotary_interleaved).to(q.dtype)
+            position = first + torch.arange(k.shape[1], device=q.device)
+            new_k = _rotated(new_k, rotary_cos, rotary_sin, position, rotary_interleaved)
+        for i in range(k.shape[1]):
+            if not 0 <= first + i < capacity:
+                continue
+            entry, row = _place(k_cache, b, first + i, entries, block_table)
+            if 0 <= entry < k_cache.shape[0]:
+                k_cache[entry, row] = _quantised(new_k[i], k_descale, b, k_cache.dtype)
+                if v is not None:
+                    v_cache[entry, row] = _quantised(v[b, i], v_descale, b, v_cache.dtype)
+    return q, k_cache, k_cache[..., : v_cache.shape[-1]] if latent else v_cache
+
+
+def _descale_of(descale: torch.Tensor | float, b: int) -> torch.Tensor | float:
+    """The factors of sequence b: (Hk, 1), or one for all."""
+    if isinstance(descale, torch.Tensor):
+        return descale.reshape(1, 1) if descale.numel() == 1 else descale[b][:, None]
+    return descale
+
+
+def _quantised(x: torch.Tensor, descale: torch.Tensor | float | None, b: int, dtype: torch.dtype) -> torch.Tensor:
+    """x (Hk, …) as a cache of `dtype` holds it."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    x = x.float()
+    if descale is not None:
+        x = x / _descale_of(descale, b)
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def reference_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    attend: Callable[..., Any] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`diyfa.flash_attn_with_kvcache` by gathering the keys of each sequence for `reference_attention`.
+
+    The caches stay as they are: new keys are appended to copies. Arguments are those of the function, and
+
+        cu_seqlens_q: (B + 1,) int32: q is packed, (Tq, H, D); nothing is appended then.
+        dtype: compute and return in this dtype (torch.float64 for an oracle); default: q's.
+        attend: what computes one sequence instead of `reference_attention`, with its arguments.
+
+    Returns:
+        out (B, Sq, H, Dv) or (Tq, H, Dv); with `return_softmax_lse` also lse (B, H, Sq) or (H, Tq).
+    """
+    compute: Callable[..., Any] = attend or reference_attention
+    dtype = dtype or q.dtype
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None:
+        cache_seqlens = capacity
+    added = 0
+    if k is not None:
+        is_local = causal or any(0 <= bound < capacity for bound in window_size)
+        q, k_cache, v_cache = reference_append(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table,
+            rotary_interleaved, is_local, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        added = k.shape[1]
+    lengths = [cache_seqlens] * batch if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
+    entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
+    pads = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
+    ends = [b * q.shape[1] for b in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    rows = q.flatten(0, 1) if cu_seqlens_q is None else q
+    out = torch.zeros((len(rows), q.shape[-2], v_cache.shape[-1]), dtype=dtype, device=q.device)
+    lse = torch.full((q.shape[-2], len(rows)), _INF, dtype=torch.promote_types(dtype, torch.float32), device=q.device)
+    for b, (q0, q1) in enumerate(pairwise(ends)):
+        if q0 == q1:
+            continue
+        places = [
+            _place(k_cache, b, j, entries, block_table) for j in range(pads[b], min(lengths[b] + added, capacity))
+        ]
+        keys_and_values = []
+        for cache, descale in ((k_cache, k_descale), (v_cache, v_descale)):
+            x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])
+            x = x.to(dtype)
+            if descale is not None:
+                x = x * _descale_of(descale, b)
+            keys_and_values.append(x[None])
+        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        part, part_lse = compute(
+            rows[q0:q1][None].to(dtype), *keys_and_values, causal=causal, window=window_size, sm_scale=softmax_scale,
+            softcap=softcap, alibi_slopes=slopes, sinks=sinks, layout="bshd", return_lse=True,
+        )  # fmt: skip
+        out[q0:q1], lse[:, q0:q1] = part[0], part_lse[0]
+    if cu_seqlens_q is None:
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return (out, lse) if return_softmax_lse else out

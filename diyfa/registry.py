@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +27,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "npu": "diyfa.backends.npu",
     "cpu": "diyfa.backends.cpu",
 }
-OPS = ("attention_fwd", "attention_bwd", "matmul")
+OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
 # Backends that run only when asked for by name: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
@@ -39,10 +39,11 @@ _default_backend: str = os.environ.get("DIYFA_BACKEND", "")
 
 class _Forced(threading.local):
     """The blocks of `use_backend` that this thread is in, the innermost last: each a list of one name, so that equal
-    ones differ. No ContextVar: torch.compile cannot trace those."""
+    ones differ; and in how many of `batch_invariant`. No ContextVar: torch.compile cannot trace those."""
 
     def __init__(self) -> None:
         self.blocks: tuple[list[str], ...] = ()
+        self.invariant = 0
 
 
 _forced = _Forced()
@@ -109,6 +110,27 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.blocks = tuple(other for other in _forced.blocks if other is not block)
+
+
+def is_batch_invariant() -> bool:
+    """Whether this thread is inside a block of `batch_invariant`."""
+    return _forced.invariant > 0
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Inside the block the result of a query row is bitwise the same whatever shares its batch.
+
+    It does not depend on the batch, on the number of queries of its sequence that come in the same call, on how the
+    cache lies in pages, nor on `num_splits`; and it is the same from a cache as from a training forward in the same
+    mode. Gradients are computed as outside. Everything is computed by the kernels called "split_kv", which take no
+    attn_bias, dropout_p or seq_lens (ValueError). Each thread has its own setting.
+    """
+    _forced.invariant += 1
+    try:
+        yield
+    finally:
+        _forced.invariant -= 1
 
 
 def resolve_backend(device: torch.device, name: str = "") -> Backend:
@@ -274,7 +296,7 @@ def explain_choice(
 def kernels_for(device: str | torch.device | None = None, op: str = "attention_fwd") -> list[str]:
     """Names that `variant=` takes on `device` (a device, a device type or a backend name; default: what is there).
 
-    `op` is "attention_fwd", "attention_bwd" or "matmul". Raises ValueError for a device or an op that there is not.
+    `op` is one of `OPS`. Raises ValueError for a device or an op that there is not.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
@@ -287,15 +309,3 @@ def kernels_for(device: str | torch.device | None = None, op: str = "attention_f
         if name not in backend_names():
             name = str(name).partition(":")[0]  # "cuda:1"
     return [k.name for k in _of_op(load_backend(name), op)]
-
-
-def all_kernels(names: Sequence[str] | None = None) -> list[tuple[str, Kernel]]:
-    """(backend name, kernel) for every kernel of the named backends (default: all that load)."""
-    found = []
-    for name in names or backend_names():
-        try:
-            found += [(name, kernel) for kernel in load_backend(name).kernels]
-        except (ImportError, TypeError):
-            if names:
-                raise
-    return found

@@ -18,6 +18,7 @@ import torch
 
 from diyfa.attention import checked_options, flash_attention, flash_attention_v2, flash_attention_varlen
 from diyfa.device import present_device
+from diyfa.features import GRADIENTS
 from diyfa.ops import attend
 from diyfa.options import LENGTHS, Lengths
 from diyfa.problem import VARLEN
@@ -298,18 +299,17 @@ def attention_function(case: AttentionCase, **how: Any) -> Callable[..., Any]:
 def run_case(attend: Callable[..., Any], inputs: Inputs) -> Results:
     """`attend(*leaves, return_lse=True, **options)` and its gradients from out and lse together, copied to the CPU."""
     out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    optional = [
-        name for name in ("attn_bias", "sinks") if name in inputs.options and inputs.options[name].requires_grad
-    ]
+    learned = [x for x in GRADIENTS if x.name in inputs.options and inputs.options[x.name].requires_grad]
     gradients = torch.autograd.grad(
         (out, lse),
-        (*inputs.leaves, *(inputs.options[name] for name in optional)),
+        (*inputs.leaves, *(inputs.options[feature.name] for feature in learned)),
         (inputs.dout.to(out.dtype), inputs.dlse.to(lse.dtype)),
     )
     gradients = tuple(x.cpu() for x in gradients)
-    leaves, rest = gradients[: len(inputs.leaves)], dict(zip(optional, gradients[len(inputs.leaves) :], strict=True))
+    leaves, rest = gradients[: len(inputs.leaves)], gradients[len(inputs.leaves) :]
     dq, dk, dv = _unpacked(leaves) if inputs.packed else leaves
-    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, rest.get("attn_bias"), rest.get("sinks"))
+    of_features = {feature.gradient: x for feature, x in zip(learned, rest, strict=True)}
+    return Results(out.detach().cpu(), lse.detach().cpu(), dq, dk, dv, **of_features)
 
 
 def _upcast(x: Any, dtype: torch.dtype = torch.float64) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diyfa.options import ATTENTION_DTYPES as ATTENTION_DTYPES
-from diyfa.options import CHECKED_TENSORS, Lengths, Sizes, checked_tensors_in
+from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
+from diyfa.features import Sizes
+from diyfa.options import CHECKED_TENSORS, Lengths, checked_tensors_in
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
 
@@ -199,7 +200,8 @@ def _bounds_of(lengths: torch.Tensor) -> tuple[int, int]:
     return read[1], read[2]
 
 
-def _check_offsets(side: str, cu_seqlens: torch.Tensor, longest: int, total: int) -> None:
+def check_offsets(side: str, cu_seqlens: torch.Tensor, longest: int, total: int) -> None:
+    """cu_seqlens_q or cu_seqlens_k on the CPU ascends within `total` rows, by no more than `longest`."""
     name, offsets = f"cu_seqlens_{side}", cu_seqlens.tolist()
     rows = [end - start for start, end in pairwise(offsets)]
     if offsets[0] < 0 or offsets[-1] > total or min(rows, default=0) < 0:
@@ -218,9 +220,9 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
     if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu" and not is_capturing(cu_seqlens_q):
-        _check_offsets("q", cu_seqlens_q, lengths.max_seqlen_q, q.shape[0])
+        check_offsets("q", cu_seqlens_q, lengths.max_seqlen_q, q.shape[0])
         if cu_seqlens_k is not None:
-            _check_offsets("k", cu_seqlens_k, lengths.max_seqlen_k, k.shape[0])
+            check_offsets("k", cu_seqlens_k, lengths.max_seqlen_k, k.shape[0])
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
@@ -268,10 +270,18 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, given: dict[str, Any])
         if x.dtype not in feature.dtypes:
             raise TypeError(f"{name} must be {feature.dtypes_in_words}, got {x.dtype}")
         assert feature.shape is not None, "or it is not checked here"
-        if problem := feature.shape(x, sizes):
+        if problem := feature.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")
         if x.device != q.device:
             check_same_device(q, **{name: x})
+
+
+def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
+    """What is computed in the mode `diyfa.batch_invariant`."""
+    given = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
+    given["seq_lens"] = lengths.seq_lens is not None
+    if refused := [name for name, there in given.items() if there]:
+        raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 
 
 def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -11,18 +11,31 @@ from typing import Any
 
 import torch
 
-from diyfa.backends.cpu import bwd, fwd, matmul
+from diyfa.backends.cpu import bwd, fwd, kvcache, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
-from diyfa.problem import AttentionProblem, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, Kernel, KVCacheProblem, MatmulProblem
 
-FEATURES = frozenset(
-    ["causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"]
-)
+NOT_INVARIANT = ("attn_bias", "dropout", "seq_lens")  # what a cache does not have either
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def _attention_unsupported(problem: AttentionProblem) -> str | None:
-    return refuse_features(problem, FEATURES, "the cpu backend")
+def _runs_everything(problem: AttentionProblem) -> None:
+    """The CPU backend has every feature: the tests of `diyfa.features` hold it to that."""
+
+
+def _forward_unsupported(problem: AttentionProblem) -> str | None:
+    return "inside diyfa.batch_invariant() split_kv runs a forward pass" if problem.batch_invariant else None
+
+
+def _split_kv_unsupported(problem: AttentionProblem) -> str | None:
+    if not problem.batch_invariant:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    missing = problem.features & set(NOT_INVARIANT)
+    return f"split_kv does not implement {', '.join(sorted(missing))}" if missing else None
+
+
+def _kvcache_unsupported(problem: KVCacheProblem) -> str | None:
+    return None
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -42,7 +55,7 @@ class CpuBackend:
             "attention_fwd",
             "FlashAttention-2 schedule: query blocks outermost, normalised once at the end",
             fwd.forward_v2,
-            _attention_unsupported,
+            _forward_unsupported,
             attention_config,
         ),
         Kernel(
@@ -50,16 +63,37 @@ class CpuBackend:
             "attention_fwd",
             "FlashAttention schedule: key/value blocks outermost, the output renormalised at each step",
             fwd.forward_v1,
-            _attention_unsupported,
+            _forward_unsupported,
             attention_config,
+        ),
+        Kernel(
+            "split_kv",
+            "attention_fwd",
+            "row by row over fixed chunks of keys, which makes it bitwise equal to the cache's",
+            kvcache.attention_fwd,
+            _split_kv_unsupported,
         ),
         Kernel(
             "v2",
             "attention_bwd",
             "recomputation from the log-sum-exp, key/value blocks outermost",
             bwd.backward,
-            _attention_unsupported,
+            _runs_everything,
             attention_config,
+        ),
+        Kernel(
+            "split_kv",
+            "kvcache_fwd",
+            "the keys in splits, each in chunks with an online softmax; the splits merged",
+            kvcache.kvcache_fwd,
+            _kvcache_unsupported,
+        ),
+        Kernel(
+            "append",
+            "kvcache_append",
+            "one sequence at a time, rotated on the way",
+            kvcache.kvcache_append,
+            _kvcache_unsupported,
         ),
         Kernel(
             "tiled",

@@ -31,6 +31,10 @@ def _transposed(seen: torch.Tensor | None) -> torch.Tensor | None:
     return None if seen is None else seen.mT
 
 
+# Gradients of vectors with an entry for each head, which packed sequences add up.
+PER_HEAD = ("dsinks",)
+
+
 def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):
     """Add a tile of score gradients, summed over the dimensions along which the bias was broadcast."""
     target = call.bias_tile(dbias, m0, m1, n0, n1)
@@ -46,8 +50,8 @@ def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-) -> torch.Tensor | None:
-    """Fill the gradients of one call, and return that of the sinks, which packed sequences add up, unrounded."""
+) -> dict[str, torch.Tensor]:
+    """Fill the gradients of one call, but return those `PER_HEAD`, unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
     dq_acc = torch.zeros(call.q.shape, dtype=call.dtype)  # [B, Hk, G, Sq, D]
@@ -72,7 +76,7 @@ def _backward(
                 continue
             seen = call.visibility.mask(m0, m1, n0, n1)
             kept = call.kept(m0, m1, n0, n1)
-            q_tile = call.query_rows(call.q, m0, m1) * tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
+            q_tile = call.scaled_queries(m0, m1)  # [B, Hk, G * BLOCK_M, D]
             dout_tile = call.query_rows(dout_rows, m0, m1)  # [B, Hk, G * BLOCK_M, Dv]
             s, tanh = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)  # [B, Hk, G * BLOCK_M, BLOCK_N]
             p = torch.exp_(s.sub_(lse_rows[:, :, :, m0:m1].flatten(2, 3).unsqueeze(-1)))
@@ -102,12 +106,13 @@ def _backward(
     call.grouped(dq_rows).copy_(dq_acc.mul_(tensors.sm_scale))
     if dbias is not None and gradients.dbias is not None:
         gradients.dbias.copy_(dbias.reshape(gradients.dbias.shape))
-    if gradients.dsinks is None:
-        return None
-    assert tensors.sinks is not None
-    sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
-    sink_weight.masked_fill_(lse == INF, 0.0)  # where an infinite sink would leave inf - inf
-    return -(sink_weight * delta).sum((0, 2))
+    per_head = {}
+    if gradients.dsinks is not None:
+        assert tensors.sinks is not None
+        sink_weight = torch.exp(tensors.sinks.to(call.dtype)[None, :, None] - lse)
+        sink_weight.masked_fill_(lse == INF, 0.0)  # where an infinite sink would leave inf - inf
+        per_head["dsinks"] = -(sink_weight * delta).sum((0, 2))
+    return per_head
 
 
 @without_autocast
@@ -120,11 +125,11 @@ def backward(
     dlse: torch.Tensor | None,
     gradients: AttentionGradients,
 ) -> None:
-    """Fill the gradients of q, k, v, and of the bias and the sinks where they are wanted."""
+    """Fill the gradients of q, k, v, and of optional tensors where they are wanted."""
+    per_head: dict[str, torch.Tensor] = {}
     if not problem.varlen:
-        dsinks = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
+        per_head = _backward(Call(problem, tensors), out, lse, dout, dlse, gradients)
     else:
-        dsinks = None if gradients.dsinks is None else torch.zeros(problem.heads_q, dtype=lse.dtype)
         for part in sequences(problem, tensors):
             own = gradients._replace(
                 dq=part.queries(gradients.dq),
@@ -136,7 +141,8 @@ def backward(
             added = _backward(
                 part.call, part.queries(out), part.statistics(lse), part.queries(dout), own_dlse, own
             )  # fmt: skip
-            if dsinks is not None and added is not None:
-                dsinks += added
-    if dsinks is not None and gradients.dsinks is not None:
-        gradients.dsinks.copy_(dsinks)
+            per_head = {name: per_head.get(name, 0) + x for name, x in added.items()}
+    for name in PER_HEAD:
+        buffer = getattr(gradients, name)
+        if buffer is not None:  # no sequence may have had queries
+            buffer.copy_(per_head[name] if name in per_head else torch.zeros_like(buffer))

@@ -87,7 +87,7 @@ def _forward_v2(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     out_rows, lse_rows = _rows(call, out, lse)
     for m0 in range(0, problem.seqlen_q, config.block_m):
         m1 = min(m0 + config.block_m, problem.seqlen_q)
-        q_tile = call.query_rows(call.q, m0, m1) * call.tensors.sm_scale  # [B, Hk, G * BLOCK_M, D]
+        q_tile = call.scaled_queries(m0, m1)  # [B, Hk, G * BLOCK_M, D]
         m, l = _initial_statistics(call, m1 - m0)  # noqa: E741
         acc = q_tile.new_zeros((*q_tile.shape[:-1], problem.head_dim_v))  # [B, Hk, G * BLOCK_M, Dv]
         start, stop = call.visibility.key_range(m0, m1)
@@ -123,7 +123,7 @@ def _forward_v1(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             if n0 >= stop or n1 <= start:
                 continue
             o, m, l = state[index]  # noqa: E741
-            q_tile = call.query_rows(call.q, m0, m1) * call.tensors.sm_scale
+            q_tile = call.scaled_queries(m0, m1)
             seen = call.visibility.mask(m0, m1, n0, n1)
             s, _ = call.scores(q_tile, k_tile, m0, m1, n0, n1, seen)
             p, m, alpha = _online_softmax_update(s, m)

@@ -154,6 +154,10 @@ class Call:
             tile = torch.where(inside.unsqueeze(1), tile, 0)
         return tile.flatten(2, 3)
 
+    def scaled_queries(self, m0: int, m1: int) -> torch.Tensor:
+        """Rows [m0, m1) of q, times the scale of the scores, as `query_rows`."""
+        return self.query_rows(self.q, m0, m1) * self.tensors.sm_scale
+
     def key_rows(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
         """Rows [n0, n1) of [B, Hk, Sk, D]; 0 beyond a sequence's end."""
         tile = x[:, :, n0:n1].to(self.dtype)

@@ -8,12 +8,14 @@ stored row by row or column by column: a block pointer always follows memory, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.npu.attention.primitives import dot_add, narrow
-from diyfa.backends.npu.runtime.compat import INTERPRETED, kernel
+from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel
 from diyfa.backends.npu.runtime.launch import cube_programs, device_guard, run
 from diyfa.backends.npu.tables.configs import MatmulTile, matmul_tile
 from diyfa.problem import Launch, MatmulProblem
@@ -33,31 +35,48 @@ def load_operand(
     return tile
 
 
+@dataclass(frozen=True)
+class MatmulConstants(Constants):
+    """Constants of the kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    a_transposed: bool
+    b_transposed: bool
+    compute: tl.dtype
+    interpret: bool
+
+
 @kernel
 def _matmul_kernel(
     a_ptr, b_ptr,
     c_ptr,
     stride_a, stride_b, stride_cm,
     m, n, k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(m, BLOCK_M)
-    blocks_n = tl.cdiv(n, BLOCK_N)
-    tiles_per_group = GROUP_M * blocks_n
+    blocks_m = tl.cdiv(m, c.BLOCK_M)
+    blocks_n = tl.cdiv(n, c.BLOCK_N)
+    tiles_per_group = c.GROUP_M * blocks_n
     for tile in range(tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0)):
-        first_m = tile // tiles_per_group * GROUP_M
-        group_rows = tl.minimum(blocks_m - first_m, GROUP_M)
+        first_m = tile // tiles_per_group * c.GROUP_M
+        group_rows = tl.minimum(blocks_m - first_m, c.GROUP_M)
         within = tile % tiles_per_group
-        row0 = (first_m + within % group_rows) * BLOCK_M
-        col0 = within // group_rows * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k0 in range(0, k, BLOCK_K):
-            a = load_operand(a_ptr, m, k, stride_a, row0, k0, BLOCK_M, BLOCK_K, A_TRANSPOSED)  # [BLOCK_M, BLOCK_K]
-            b = load_operand(b_ptr, k, n, stride_b, k0, col0, BLOCK_K, BLOCK_N, B_TRANSPOSED)  # [BLOCK_K, BLOCK_N]
-            acc = dot_add(a.to(COMPUTE), b.to(COMPUTE), acc, INTERPRET)
-        c_block = tl.make_block_ptr(c_ptr, (m, n), (stride_cm, 1), (row0, col0), (BLOCK_M, BLOCK_N), (1, 0))
-        tl.store(c_block, narrow(acc, c_ptr.dtype.element_ty, INTERPRET), boundary_check=(0, 1))
+        row0 = (first_m + within % group_rows) * c.BLOCK_M
+        col0 = within // group_rows * c.BLOCK_N
+        acc = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
+        for k0 in range(0, k, c.BLOCK_K):
+            a = load_operand(
+                a_ptr, m, k, stride_a, row0, k0, c.BLOCK_M, c.BLOCK_K, c.A_TRANSPOSED
+            )  # [BLOCK_M, BLOCK_K]
+            b = load_operand(
+                b_ptr, k, n, stride_b, k0, col0, c.BLOCK_K, c.BLOCK_N, c.B_TRANSPOSED
+            )  # [BLOCK_K, BLOCK_N]
+            acc = dot_add(a.to(c.COMPUTE), b.to(c.COMPUTE), acc, c.INTERPRET)
+        c_block = tl.make_block_ptr(c_ptr, (m, n), (stride_cm, 1), (row0, col0), (c.BLOCK_M, c.BLOCK_N), (1, 0))
+        tl.store(c_block, narrow(acc, c_ptr.dtype.element_ty, c.INTERPRET), boundary_check=(0, 1))
 
 
 _TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -79,14 +98,13 @@ def launch_of(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch
     b, stride_b, b_transposed = _major(b)
     tasks = triton.cdiv(problem.m, tile.block_m) * triton.cdiv(problem.n, tile.block_n)
     strides = {"stride_a": stride_a, "stride_b": stride_b, "stride_cm": c.stride(0)}
-    constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m,
-        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "COMPUTE": _TL_DTYPES[problem.compute_dtype],
-        "INTERPRET": INTERPRETED,
-    }  # fmt: skip
+    compute = _TL_DTYPES[problem.compute_dtype]
+    constants = MatmulConstants(
+        tile.block_m, tile.block_n, tile.block_k, tile.group_m, a_transposed, b_transposed, compute, INTERPRETED
+    )
     arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, **strides, "m": problem.m, "n": problem.n, "k": problem.k}
     grid = cube_programs(problem.arch, a.device, tasks)
-    return Launch(_matmul_kernel, grid, arguments, constants, tile.compile_options(problem.arch))
+    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, tile.compile_options(problem.arch))
 
 
 def matmul(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

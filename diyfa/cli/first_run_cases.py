@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from diyfa.features import COMPOSABLE
 from diyfa.testing import AttentionCase
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -36,14 +37,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "layout (B, S, H, D)": {"layout": "bshd", "batch": 2},
     "packed QKV, packed gradient": {"layout": "bshd", "packing": "qkv", "seqlen_k": -1, "causal": True},
     "seq_lens": {"batch": 2, "seq_lens": (13, 3), "causal": True},
-    "window": {"window": (9, 4)},
-    "softcap": {"softcap": 5.0, "causal": True},
-    "ALiBi": {"alibi": "h", "causal": True},
-    "bias with gradient": {"bias": "1hqk"},
+    **{feature.label: feature.case for feature in COMPOSABLE},
     "bias of each key": {"bias": "b11k", "bias_grad": False, "causal": True},
-    "sinks": {"sinks": True, "causal": True},
     "sinks on rows without keys": {"sinks": True, "causal": True, "seqlen_k": 5},
-    "dropout": {"dropout_p": 0.2, "causal": True},
     "packed sequences": {"layout": "thd", "causal": True},
     "packed sequences, dropout, window, sinks": {
         "layout": "thd", "dropout_p": 0.1, "window": (7, 0), "sinks": True

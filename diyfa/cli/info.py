@@ -15,12 +15,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from diyfa import options
 from diyfa.bench.record import cpu_name, versions
 from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
 from diyfa.device import CANN_REMEDY, describe, detect, npu_status
+from diyfa.features import FEATURES as OF_OPTIONS
+from diyfa.features import OF_SHAPES
 from diyfa.problem import AttentionProblem, Backend, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
 
@@ -36,11 +37,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float16": {},
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
-    "grouped-query": {"heads_kv": 2},
     "D = 256": {"head_dim": 256, "head_dim_v": 256},
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
-    "V of another D": {"head_dim": 192, "head_dim_v": 128},
-    **{feature.label: feature.example for feature in options.FEATURES if feature.label},
+    **{feature.label: feature.example for feature in (*OF_SHAPES, *OF_OPTIONS) if feature.label},
 }
 
 

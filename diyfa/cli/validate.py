@@ -15,6 +15,7 @@ from diyfa.bench.record import environment
 from diyfa.bench.table import table
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
+from diyfa.features import COMPOSABLE
 from diyfa.testing import (
     BUDGET_FACTOR,
     AttentionCase,
@@ -41,13 +42,8 @@ CASES = (
     AttentionCase("more keys than queries, causal", heads=2, seqlen_q=64, seqlen_k=200, head_dim=64, causal=True),
     AttentionCase("grouped-query, 6 heads on 2", heads=6, heads_kv=2, seqlen_q=128, head_dim=64, causal=True),
     AttentionCase("seq_lens", batch=3, heads=2, seqlen_q=128, head_dim=64, seq_lens=(128, 65, 1), causal=True),
-    AttentionCase("window (32, 0)", heads=2, seqlen_q=192, head_dim=64, window=(32, 0)),
-    AttentionCase("softcap", heads=2, seqlen_q=128, head_dim=64, softcap=20.0, causal=True),
-    AttentionCase("ALiBi", heads=4, seqlen_q=128, head_dim=64, alibi="h", causal=True),
-    AttentionCase("attn_bias with gradient", heads=2, seqlen_q=128, head_dim=64, bias="1hqk"),
-    AttentionCase("sinks with gradient", heads=4, seqlen_q=128, head_dim=64, sinks=True, causal=True),
+    *(AttentionCase(x.label, heads=4, seqlen_q=128, head_dim=64, causal=True, **x.case) for x in COMPOSABLE),
     AttentionCase("packed sequences", layout="thd", heads=2, lens_q=(128, 0, 65, 1), head_dim=64, causal=True),
-    AttentionCase("dropout", heads=2, seqlen_q=128, head_dim=64, dropout_p=0.1, causal=True),
     AttentionCase("V of another D (192/128)", heads=2, seqlen_q=128, head_dim=192, head_dim_v=128, causal=True),
 )
 # (M, N, K), dtype

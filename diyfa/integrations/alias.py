@@ -35,8 +35,6 @@ MODULES: dict[str, str | None] = {
 }
 # What flash_attn's modules pass on from packages it depends on, because programs take it from there.
 PASSED_ON: dict[str, dict[str, str]] = {f"{ROOT}.bert_padding": {"rearrange": "einops", "repeat": "einops"}}
-# Names that programs import beside others but diyfa does not have yet: None, which callers such as transformers test.
-ABSENT = frozenset({"flash_attn_with_kvcache"})
 
 
 class _AliasLoader(Loader):
@@ -61,8 +59,6 @@ class _AliasLoader(Loader):
                 # What diyfa's module has imported for itself stays there: its `ops` is not flash_attn.ops.
                 if attribute in names or getattr(value, "__module__", None) == target.__name__:
                     return value
-                if attribute in ABSENT:
-                    return None
             package = PASSED_ON.get(name, {}).get(attribute)
             if package is not None and importlib.util.find_spec(package) is not None:
                 return getattr(importlib.import_module(package), attribute)

@@ -279,8 +279,9 @@ import aot_kernels
 from diyfa.backends.cuda.compile import aot
 from diyfa.backends.cuda.compile.specs import _hopper_specs
 spec = next(s for s in _hopper_specs("sm_90") if "D=128 causal 2x64x128" in s.case)
-print(json.dumps([aot.compile_spec("sm_90", s).notes for s in (spec, replace(spec, constexprs={**spec.constexprs,
-    "CONSUMER_REGISTERS": 160, "BLOCK_N": 128}))]))
+tight = replace(spec.constexprs["config"], consumer_registers=160, block_n=128)
+constexprs = {**spec.constexprs, "config": tight}
+print(json.dumps([aot.compile_spec("sm_90", s).notes for s in (spec, replace(spec, constexprs=constexprs))]))
 """
 
 

@@ -15,7 +15,7 @@ from diyfa.problem import Launch
 
 if not replay.IS_KNOWN:
     pytest.skip("launches go through this Triton's own launcher", allow_module_level=True)
-import triton.backends.nvidia.driver as nvidia
+from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 
 SHAPE, STRIDES, BLOCK = [2, 3, 40, 64], [7680, 2560, 64, 1], [1, 1, 16, 64]
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": BLOCK, "fp4_padded": False}
@@ -50,21 +50,16 @@ def addresses(*tensors):
 def encoded(monkeypatch):
     """Descriptors that the driver was asked to encode."""
     asked = []
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *args: asked.append(args) or ("map", *args[:1]))
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
+    fake = utils(lambda *args: asked.append(args) or ("map", *args[:1]))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=fake))
     return asked
 
 
 @pytest.fixture
 def launcher(encoded):
-    calls = []
-    launcher = object.__new__(nvidia.CudaLauncher)
-    launcher.num_ctas = 1
-    launcher.global_scratch_size = launcher.profile_scratch_size = 0
-    launcher.global_scratch_align = launcher.profile_scratch_align = 1
-    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
-    launcher.launch = nvidia.wrap_handle_tensordesc(lambda *args: calls.append(args), SIGNATURE, [META, META])
-    launcher.calls = calls
+    recorder = Recorder()
+    launcher = launcher_around(recorder, SIGNATURE, [META, META], launch_pdl=True)
+    launcher.calls = recorder.calls
     return launcher
 
 
@@ -96,7 +91,7 @@ def test_an_address_is_encoded_once(launcher, encoded, monkeypatch):
         run(77, addresses(*each))
     for each in kept:
         run(77, addresses(*each))
-        assert launcher.calls[-1][13][1] == each[0].data_ptr()
+        assert launcher.calls[-1][OF_LAUNCH][1] == each[0].data_ptr()
 
 
 def test_tensors_are_found_where_the_call_has_them(launcher, encoded):
@@ -113,9 +108,10 @@ def test_other_launchers_are_used_as_they_are(launcher, monkeypatch):
     assert relaunch_of(compiled, by_maps, SLOTS) is not None
     assert relaunch_of(compiled, by_address, SLOTS) is None  # a function in Python: not the one in C
     assert relaunch_of(compiled, by_maps, {"q": 0, "n": 1}) is None  # tensors do not come first
-    launcher.global_scratch_size = 16
-    assert relaunch_of(compiled, by_maps, SLOTS) is None
-    launcher.global_scratch_size = 0
+    for memory in ("global_scratch_size", "profile_scratch_size", "gsan_enabled"):
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, memory, 16)
+            assert relaunch_of(compiled, by_maps, SLOTS) is None
     with monkeypatch.context() as patch:
         patch.setattr(replay, "IS_KNOWN", False)
         assert relaunch_of(compiled, by_maps, SLOTS) is None

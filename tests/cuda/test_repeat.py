@@ -23,22 +23,12 @@ from diyfa.backends.cuda.runtime import replay, tune
 
 if not replay.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
-import triton.backends.nvidia.driver as nvidia
+from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
-
-
-class Recorder:
-    """Stands for the function in C: what it was called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, *args):
-        self.calls.append(args)
 
 
 def fake_kernel(kernel, recorder):
@@ -48,11 +38,7 @@ def fake_kernel(kernel, recorder):
         described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in arguments]
         signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-        launcher = object.__new__(nvidia.CudaLauncher)
-        launcher.num_ctas = launcher.global_scratch_align = launcher.profile_scratch_align = 1
-        launcher.global_scratch_size = launcher.profile_scratch_size = 0
-        launcher.launch_cooperative_grid = launcher.launch_pdl = False
-        launcher.launch = nvidia.wrap_handle_tensordesc(recorder, signature, [meta] * sum(described) or None)
+        launcher = launcher_around(recorder, signature, [meta] * sum(described) or None)
         return SimpleNamespace(run=launcher, function=kernel.__name__, packed_metadata=(4, 1, 0))
 
     def warmup(grid, **named):
@@ -71,8 +57,8 @@ def fake_kernel(kernel, recorder):
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    utils = SimpleNamespace(fill_tma_descriptor=lambda address, *args: ("map", address))
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 77))
+    fake = utils(lambda address, *args: ("map", address))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=fake, get_current_stream=lambda index: 77))
     monkeypatch.setattr(replay, "BuiltinFunctionType", Recorder)
     monkeypatch.setattr(tune._tuner, "enabled", False)
     monkeypatch.setattr(fwd, "_fwd_kernel", fake_kernel(fwd._fwd_kernel, recorder))
@@ -81,7 +67,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(type(diyfa.registry.load_backend("cuda")), "accepts", lambda self, device: None)
     return recorder
@@ -195,7 +181,7 @@ def test_each_launch_of_a_dynamic_deal_has_its_counter(recorder, ways, monkeypat
     recorder.calls.clear()
     with attention_launch.use_config("sm90", table):
         attend(q, k, v, variant="sm90")
-    assert ways and "static" in recorder.calls[0] and "dynamic" not in recorder.calls[0]
+    assert ways and recorder.calls[0][-1].schedule == "static"
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -416,11 +402,11 @@ def test_a_tile_that_is_forced_is_launched(recorder, ways):
         attend(q, k, v)
     assert ways
     forced, usual = recorder.calls[-1], recorder.calls[0]
-    assert 32 in forced[-12:] and forced[-12:] != usual[-12:]
+    assert (forced[-1].block_m, forced[-1].block_n) == (32, 32) and forced[-1] != usual[-1]
     for _ in range(3):
         ways.clear()
         attend(q, k, v)
-    assert not ways and recorder.calls[-1][-12:] == usual[-12:]
+    assert not ways and recorder.calls[-1][-1] == usual[-1]
 
 
 def test_forced_tiles_nest():
@@ -450,7 +436,7 @@ def test_gradients_that_lie_otherwise(recorder, ways):
     by_straight = recorder.calls[0]
     assert [step(turned) for _ in range(2)] == [True, False]
     assert recorder.calls[0] != by_straight and 96 * 4 * 64 in recorder.calls[0]
-    assert not step(straight) and recorder.calls[0][9 + 4 + 7 :] == by_straight[9 + 4 + 7 :]
+    assert not step(straight) and recorder.calls[0][OF_LAUNCH + 7 :] == by_straight[OF_LAUNCH + 7 :]
     assert step(off) and step(off)
     assert step(torch.zeros((), dtype=q.dtype).expand(q.shape)) and step(torch.zeros((), dtype=q.dtype).expand(q.shape))
     assert not step(straight)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diyfa import options
-from diyfa.options import FEATURES, AttentionOptions, Lengths
+from diyfa.features import FEATURES
+from diyfa.options import AttentionOptions, Lengths
 from diyfa.problem import AttentionProblem, AttentionTensors
 
 # Fields of a problem that the device and q, k and v decide.
@@ -24,11 +25,11 @@ def a_call() -> tuple[Lengths, AttentionOptions]:
     """Every field has a value of its own."""
     vector = torch.arange(12, dtype=torch.int32)
     lengths = Lengths(vector[:3], vector[3:6], vector[:2], 7, 5)
+    strided = {x.name: torch.rand(8)[::2] for x in options.TENSORS if x.name not in options.LENGTHS}
     checked = AttentionOptions(
-        layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5,
-        alibi_slopes=torch.rand(4), attn_bias=torch.rand(5, 7), sinks=torch.rand(8)[::2],
-        rng_state=torch.tensor([1, 2]),
+        layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5, **strided,
         deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",
+        batch_invariant=True,
     )  # fmt: skip
     defaults = AttentionOptions._field_defaults.items()
     for name, default in defaults:
@@ -54,11 +55,14 @@ def test_every_optional_tensor_reaches_the_backends() -> None:
     q, k, v = torch.rand(3, 2)
     tensors = options.bind(q, k, v, lengths, checked)
     assert (tensors.q, tensors.k, tensors.v, tensors.sm_scale, tensors.dropout_p) == (q, k, v, 0.25, 0.5)
-    for name in named:
-        given = getattr(lengths if name in options.LENGTHS else checked, name)
-        assert torch.equal(getattr(tensors, name), given)
-        assert (getattr(tensors, name) is given) == (name != "sinks")  # the strided ones are copied
-    assert tensors.sinks is not None and tensors.sinks.is_contiguous()
+    for feature in options.TENSORS:
+        given = getattr(lengths if feature.name in options.LENGTHS else checked, feature.name)
+        bound = getattr(tensors, feature.name)
+        assert torch.equal(bound, given)
+        if feature.prepared is None:
+            assert bound is given
+        else:  # strided ones are copied
+            assert bound.is_contiguous() and (bound is given) == given.is_contiguous()
 
 
 def test_unpacking_is_the_opposite_of_packing() -> None:

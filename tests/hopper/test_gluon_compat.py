@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-import triton
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
+from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.language.core import constexpr, tensor  # noqa: E402
 
 from diyfa.backends.cuda.gluon import compat  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config, schedule_of  # noqa: E402
+from diyfa.backends.cuda.runtime.versions import TRITON  # noqa: E402
 
 
 def pair(**fields: type) -> type:
     return compat.aggregate(type("Pair", (), {"__annotations__": fields}))
 
 
-@pytest.mark.parametrize(("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.0", True), ("3.10.0", False)])
-def test_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", version)
+@pytest.mark.parametrize(("version", "known"), [((3, 5), False), ((3, 6), True), ((3, 9), True), ((3, 10), False)])
+def test_versions(version: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TRITON", version)
     assert compat.has_gluon() == known
 
 
@@ -48,3 +52,46 @@ def test_kernels_are_kept_under_the_fields_that_they_use() -> None:
     keys = {pair(**fields).hash_attrs[0].cache_key for fields in orders}
     assert len(keys) == len(orders)
     assert pair(**orders[0]).hash_attrs[0].cache_key in keys
+
+
+# ---- which ptxas
+
+
+def has_versions(monkeypatch: pytest.MonkeyPatch, newer: str, older: str) -> None:
+    tools = SimpleNamespace(ptxas_blackwell=SimpleNamespace(version=newer), ptxas=SimpleNamespace(version=older))
+    monkeypatch.setattr(compat, "triton", SimpleNamespace(__version__="3.9.0", knobs=SimpleNamespace(nvidia=tools)))
+
+
+@pytest.mark.parametrize(("newer", "older"), [("13.5", "12.9"), ("13.4", "13.0"), ("12.9", "12.9"), ("13.1", "12.8")])
+def test_other_versions_of_ptxas_are_left_alone(newer: str, older: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_versions(monkeypatch, newer, older)
+    assert compat.ptxas_options() == {}
+
+
+class Backend:
+    """What Triton's has to do with ptxas."""
+
+    def __init__(self) -> None:
+        self.target = GPUTarget("cuda", 90, 32)
+
+    def make_cubin(self, *arguments: object) -> tuple:
+        return (self.target.arch, *arguments)
+
+
+def test_the_older_ptxas_compiles_what_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the newer from sm_90 on, by the backend's target, and compiles for what it is told."""
+    has_versions(monkeypatch, "13.4", "12.9")
+    backend, asked = Backend(), SimpleNamespace(**compat.ptxas_options())
+    stages: dict = {"cubin": None}
+    compat.compile_with_older_ptxas(backend, stages, asked)
+    assert stages["cubin"]("ptx", {}) == (80, "ptx", {}, asked, 90) and backend.target.arch == 90
+    for options in (SimpleNamespace(ptx_version=None), SimpleNamespace(ptx_version=90)):
+        stages = {"cubin": None}
+        compat.compile_with_older_ptxas(backend, stages, options)
+        assert stages == {"cubin": None}
+
+
+def test_a_newer_ptxas_is_replaced_only_where_it_was_compared() -> None:
+    options = compat.ptxas_options()
+    assert options == ({"ptx_version": 88} if TRITON == (3, 9) else {})
+    assert options.items() <= schedule_of(Sm90Config(2, 64, 2, True, 240, 24)).items()

@@ -49,17 +49,17 @@ def matrix(backend: str, *cases: str, variant: str = "auto") -> tuple[str, ...]:
 
 def hopper(*names: str) -> tuple[str, ...]:
     """Cases of the Hopper kernel's features, in its interpreter."""
-    return tuple(f"tests/hopper/test_sm90_features.py::test_results[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_hopper_features.py::test_results[{name}-]" for name in names)
 
 
 def far(*names: str) -> tuple[str, ...]:
     """Its cases whose sums overflow."""
-    return tuple(f"tests/hopper/test_sm90_fixed_max.py::test_within_budget[{name}-]" for name in names)
+    return tuple(f"tests/hopper/test_hopper_fixed_max.py::test_within_budget[{name}-]" for name in names)
 
 
 def hostile(test: str, *names: str) -> tuple[str, ...]:
-    """Cases of a test in test_sm90_hostile.py, or all of them."""
-    where = f"tests/hopper/test_sm90_hostile.py::test_{test}"
+    """Cases of a test in test_hopper_hostile.py, or all of them."""
+    where = f"tests/hopper/test_hopper_hostile.py::test_{test}"
     return tuple(f"{where}[{name}]" for name in names) or (where,)
 
 
@@ -92,33 +92,33 @@ MUTATIONS = [
     ),
     Mutation(
         "key_blocks: end - 1", SCORES,
-        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))",
-        "end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right - 1, 0))", BLOCKS,
+        "end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right, 0))",
+        "end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right - 1, 0))", BLOCKS,
     ),
     Mutation(
         "key_blocks: begin + 1", SCORES,
-        "begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N",
-        "begin = tl.maximum(row0 + offset - window_left + 1, 0) // BLOCK_N * BLOCK_N", BLOCKS,
+        "begin = tl.maximum(row0 + offset - window_left, 0) // c.BLOCK_N * c.BLOCK_N",
+        "begin = tl.maximum(row0 + offset - window_left + 1, 0) // c.BLOCK_N * c.BLOCK_N", BLOCKS,
     ),
     Mutation(
         "key_blocks: full_begin - 1", SCORES,
-        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N)",
-        "tl.cdiv(tl.maximum(row0 + BLOCK_M - 2 + offset - window_left, 0), BLOCK_N)", BLOCKS,
+        "tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 1 + offset - window_left, 0), c.BLOCK_N)",
+        "tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 2 + offset - window_left, 0), c.BLOCK_N)", BLOCKS,
     ),
     Mutation(
         "query_blocks: end - 1", SCORES,
-        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))",
-        "end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset - 1, 0))", BLOCKS,
+        "end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset, 0))",
+        "end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset - 1, 0))", BLOCKS,
     ),
     Mutation(
         "query_blocks: begin + 1", SCORES,
-        "begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M",
-        "begin = tl.maximum(col0 - offset - window_right + 1, 0) // BLOCK_M * BLOCK_M", BLOCKS,
+        "begin = tl.maximum(col0 - offset - window_right, 0) // c.BLOCK_M * c.BLOCK_M",
+        "begin = tl.maximum(col0 - offset - window_right + 1, 0) // c.BLOCK_M * c.BLOCK_M", BLOCKS,
     ),
     Mutation(
         "query_blocks: full_begin - 1", SCORES,
-        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M)",
-        "tl.cdiv(tl.maximum(col0 + BLOCK_N - 2 - offset - window_right, 0), BLOCK_M)", BLOCKS,
+        "tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 1 - offset - window_right, 0), c.BLOCK_M)",
+        "tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 2 - offset - window_right, 0), c.BLOCK_M)", BLOCKS,
     ),
     Mutation(
         "query_blocks: full_end + 1", SCORES,
@@ -371,12 +371,12 @@ MUTATIONS = [
         hostile("what_is_not_finite_shows_where_it_is_seen", "minus infinity but for low scores-64"),
     ),
     Mutation(
-        "sm90: the fallback keeps a maximum, too", SM90, "RISE=0.0, FIXED_MAX=False",
-        "RISE=0.0, FIXED_MAX=self.FIXED_MAX", far("full"),
+        "sm90: the fallback keeps a maximum, too", SM90, '"fixed_max": False',
+        '"fixed_max": config.fixed_max', far("full"),
     ),
     Mutation(
-        "sm90: the fallback rescales late", SM90, "RISE=0.0, FIXED_MAX=False",
-        "RISE=self.RISE, FIXED_MAX=False", hostile("as_exact_as_a_running_maximum", "huge values-128"),
+        "sm90: the fallback rescales late", SM90, '"rise": 0.0',
+        '"rise": config.rise', hostile("as_exact_as_a_running_maximum", "huge values-128"),
     ),
     Mutation(
         "sm90: the fallback begins in old phases", SM90,
@@ -389,9 +389,9 @@ MUTATIONS = [
              hostile("only_what_overflows_is_loaded_twice", "normal-False")),
     Mutation("sm90 sinks: no guard against inf - inf", SOFTMAX,
              '    larger = gl.where(larger == float("-inf"), 0.0, larger)\n', "",
-             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_hopper_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: 0 / 0", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / total",
-             ("tests/hopper/test_sm90_features.py::test_a_row_with_neither_key_nor_sink",)),
+             ("tests/hopper/test_hopper_features.py::test_a_row_with_neither_key_nor_sink",)),
     Mutation("sm90 sinks: out without them", SOFTMAX, "gl.where(total == 0.0, 0.0, keys / total)", "keys / keys",
              hopper("sinks_causal")),
     Mutation("sm90 sinks: another head's", SM90, "gl.load(outputs.sinks_ptr + tile.h)",
@@ -411,18 +411,18 @@ MUTATIONS = [
     # ---- Ascend
     Mutation(
         "NPU key_range: hi - 1", PRIMITIVES,
-        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)",
-        "hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right - 1)", NPU_BLOCKS, npu=True,
+        "hi = tl.minimum(sk, row0 + c.BLOCK_M + offset + window_right)",
+        "hi = tl.minimum(sk, row0 + c.BLOCK_M + offset + window_right - 1)", NPU_BLOCKS, npu=True,
     ),
     Mutation(
         "NPU row_range: hi - 1", PRIMITIVES,
-        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)",
-        "hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left - 1)", NPU_BLOCKS,
+        "hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left)",
+        "hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left - 1)", NPU_BLOCKS,
         npu=True,
     ),
     Mutation(
         "NPU tile_needs_mask: two columns too many unmasked", PRIMITIVES,
-        "(n0 + BLOCK_N > row0 + offset + window_right)", "(n0 + BLOCK_N > row0 + offset + window_right + 2)",
+        "(n0 + c.BLOCK_N > row0 + offset + window_right)", "(n0 + c.BLOCK_N > row0 + offset + window_right + 2)",
         NPU_BLOCKS, npu=True,
     ),
     Mutation(

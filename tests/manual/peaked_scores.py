@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from test_sm90_hostile import Hostile, added_to_key, attend, running_maximum
+from test_hopper_hostile import Hostile, added_to_key, attend, running_maximum
 
 import diyfa
 

@@ -36,6 +36,6 @@ def test_a_mask_everywhere(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -
 def test_tiles_with_a_mask_everywhere(arch: str) -> None:
     """Where a tile has no room for it, another; the gate compiles it (`specs.always_masked_jobs`)."""
     jobs = list(specs.always_masked_jobs(arch))
-    assert {job.step for job in jobs} == {"fwd", "dkdv"} and all(job.constants["ALWAYS_MASK"] for job in jobs)
+    assert {job.step for job in jobs} == {"fwd", "dkdv"} and all(job.constants["c"].always_mask for job in jobs)
     for job in jobs:
         assert job.tile != configs.attention_tile(job.problem, job.step)

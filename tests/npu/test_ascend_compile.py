@@ -245,7 +245,7 @@ def test_memory_peaks_are_inside_the_chip(target: str) -> None:
 @needs_compilers
 @pytest.mark.timeout(TIMEOUT_S)
 def test_every_product_goes_through_l0a_and_l0b() -> None:
-    """A product that does not fit in pieces fails the gate by itself; here: that they were looked at."""
+    """A product that does not fit in slices fails the gate by itself; here: that they were looked at."""
     for report in reports(A2):
         assert ("l0c" in report["memory"]) == ("l0a" in report["memory"]) == ("l0b" in report["memory"]), report
 
@@ -282,10 +282,10 @@ def test_the_gate_catches_an_unbound_kernel() -> None:
         "from diyfa.backends.npu.compiler import aot, specs\nfrom diyfa.backends.npu.tables import configs\n"
         f"problem = specs.example({A2!r})\n"
         "tile = replace(configs.attention_tile(problem, 'dq'), vector_loop=None)\n"
-        f"report = aot.compile_job(specs.attention_job(problem, 'dq', tile), {A2!r})\n"
+        f"report = next(aot.compile_jobs([specs.attention_job(problem, 'dq', tile)], {A2!r}))\n"
         "print(report.ok, report.notes[0])\n"
         "tile = replace(tile, block_m=512, block_n=512)\n"
-        f"report = aot.compile_job(specs.attention_job(problem, 'fwd', tile), {A2!r})\n"
+        f"report = next(aot.compile_jobs([specs.attention_job(problem, 'fwd', tile)], {A2!r}))\n"
         "print(report.ok, 'overflow' in report.notes[0])\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -57,30 +57,30 @@ def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
 @pytest.mark.parametrize(
     ("m", "k", "n", "bits", "expected"),
     [
-        (128, 128, 256, 16, l0.Pieces(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
-        (64, 64, 128, 16, l0.Pieces(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
-        (32, 576, 128, 16, l0.Pieces(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
-        (16, 16, 576, 16, l0.Pieces(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
-        (16, 20, 512, 32, l0.Pieces(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
-        (130, 128, 40, 32, l0.Pieces(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
+        (128, 128, 256, 16, l0.Slices(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
+        (64, 64, 128, 16, l0.Slices(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
+        (32, 576, 128, 16, l0.Slices(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
+        (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
+        (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
+        (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
     ],
 )
-def test_pieces_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Pieces) -> None:
-    assert l0.pieces(hivm.Product(m, n, k, bits)) == expected
+def test_slices_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Slices) -> None:
+    assert l0.slices(hivm.Product(m, n, k, bits)) == expected
     assert max(expected.l0a, expected.l0b) <= l0.HALF
 
 
 def test_use_of_l0a_and_l0b(fwd: hivm.Module) -> None:
-    # [64, 64] @ [64, 32] and [64, 32] @ [32, 64], each in one piece, in the second half
+    # [64, 64] @ [64, 32] and [64, 32] @ [32, 64], each in one slice, in the second half
     assert l0.use(fwd, A2) == {"l0a": 32 * 1024 + 64 * 64 * 2, "l0b": 32 * 1024 + 64 * 32 * 2}
     assert l0.use(fwd, A5) == {}, "its library was not read"
 
 
-def test_what_goes_through_in_no_piece() -> None:
+def test_what_fits_no_slice() -> None:
     """The library would divide by zero: float32 gradients of more than 512 columns, which are cut, and very long tiles
     of a matrix product, which are refused."""
     with pytest.raises(ValueError, match=r"\[16, 16\] @ \[16, 528\] does not fit"):
-        l0.pieces(hivm.Product(16, 528, 16, 32))
+        l0.slices(hivm.Product(16, 528, 16, 32))
     for head_dim, dtype, first, rest in (
         (512, "float32", 512, 0),
         (513, "float32", 512, 16),
@@ -201,10 +201,10 @@ def test_causal_tasks_cover_the_lower_triangle() -> None:
     assert [(t.tiles, t.masked) for t in full] == [(4, 0)] * 8
 
 
-def test_dealing_back_and_forth_balances_falling_work() -> None:
+def test_turns_back_and_forth_balance_falling_work() -> None:
     falling = [float(n) for n in range(16, 0, -1)]
-    assert cost.deal(falling, 4) == [34.0] * 4
-    assert max(cost.deal(falling, 4, zigzag=False)) == 40.0
+    assert cost.scheduled(falling, 4) == [34.0] * 4
+    assert max(cost.scheduled(falling, 4, zigzag=False)) == 40.0
 
 
 def test_prediction_reacts_as_it_should(fwd: hivm.Module) -> None:

@@ -24,7 +24,7 @@ def test_npu_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
     cases = configurations(block_m, block_n, has_left, has_right, of_keys)
     if causal:
         cases[:, 4] = 0
-    found = npu_block_range_kernel.run(cases, of_keys, block_m, block_n, causal, has_left, has_right).long()
+    found = npu_block_range_kernel.run(cases, of_keys, block_m, block_n, causal, has_left, has_right or causal).long()
     _, sq, sk, left, right = (x.long() for x in cases.unbind(1))
     rows = positions_of(cases, block_n if of_keys else block_m, sk if of_keys else sq)
     offset, left, right = (x[:, None] for x in (sk - sq, left, right))

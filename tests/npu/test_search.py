@@ -126,7 +126,8 @@ class Compiler(search.Cache):
 
     def compile(self, job: specs.Job, target: str, compiler: aot.BackHalf) -> tuple[hivm.Module | None, str]:
         self.asked.append(job)
-        m, n, d = (job.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+        c = job.constants["c"]
+        m, n, d = c.block_m, c.block_n, c.block_d
         if m * n > self.limit or self.refuse(job):
             return None, f"ub overflow: needs {192 * m * n // max(1, self.limit) + 1} KiB of 192"
         tile = hivm.Work(
@@ -176,7 +177,7 @@ def test_larger_tiles_win_where_they_move_less(named: None) -> None:
 
 
 def test_an_unbound_tile_loses_to_a_bound_one(named: None) -> None:
-    compiler = Compiler(256 * 256, bound=lambda job: job.constants["BLOCK_M"] <= 64)
+    compiler = Compiler(256 * 256, bound=lambda job: job.constants["c"].block_m <= 64)
     found = search.Search(A2, compiler, 1).row(place())
     assert found is not None
     assert found.bound
@@ -187,7 +188,7 @@ def test_the_winner_holds_for_every_call_that_uses_the_row(named: None) -> None:
     """Packed sequences take the "tail" row too: a tile that they do not compile with is passed over."""
 
     def refuse(job: specs.Job) -> bool:
-        return job.constants["VARLEN"] and job.constants["BLOCK_M"] > 128
+        return job.constants["c"].varlen and job.constants["c"].block_m > 128
 
     found = search.Search(A2, Compiler(128 * 128, refuse), 1).row(place(mode="tail"))
     assert found is not None
@@ -202,7 +203,7 @@ def test_the_tables_own_tile_is_tried_where_the_gate_is_lean(named: None, target
     looking = search.Search(target, compiler, 1)
     table = configs.attention_tile(at.problem(), "fwd")
     assert looking.passes_gate(at, looking.one(at, table))
-    packed = [job for job in compiler.asked if job.constants["VARLEN"]]
+    packed = [job for job in compiler.asked if job.constants["c"].varlen]
     assert bool(packed) == asked
 
 
@@ -213,7 +214,7 @@ def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.M
     monkeypatch.setitem(configs.ATTENTION_TILES, key, configs.AttentionTile(16, 128))  # what the table has is not tried
 
     def refuse(job: specs.Job) -> bool:
-        return job.constants["BIAS"] == "k" and job.constants["BLOCK_M"] > 32
+        return job.constants["c"].bias == "k" and job.constants["c"].block_m > 32
 
     assert search.Search(A2, Compiler(128 * 128), 1).row(at).block_m > 32
     assert search.Search(A2, Compiler(128 * 128, refuse), 1).row(at).block_m <= 32
@@ -232,7 +233,7 @@ def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch
 def test_what_overflows_is_tried_with_other_options() -> None:
     compiler = Compiler(64 * 64)
     search.Search(A2, compiler, 1).search(place())
-    larger = [job for job in compiler.asked if job.constants["BLOCK_M"] * job.constants["BLOCK_N"] > 64 * 64]
+    larger = [job for job in compiler.asked if job.constants["c"].block_m * job.constants["c"].block_n > 64 * 64]
     options = {tuple(sorted(job.options.items())) for job in larger}
     assert len(options) > 3
     # One is enough to see that an option makes no room.
@@ -272,8 +273,9 @@ def test_what_could_not_win_is_not_compiled() -> None:
         other = replace(tile, block_m=block_m, block_n=block_n)
         assert at.best_share(other, least) <= best * (1 + search.MARGIN)
     everything = [specs.attention_job(at.problem(), "fwd", replace(tile, block_m=m, block_n=n)) for m, n in out]
-    found = [searched.candidate(job, replace(tile, block_m=job.constants["BLOCK_M"], block_n=job.constants["BLOCK_N"]))
-             for job in everything]  # fmt: skip
+    blocks = [(job.constants["c"].block_m, job.constants["c"].block_n) for job in everything]
+    found = [searched.candidate(job, replace(tile, block_m=m, block_n=n))
+             for job, (m, n) in zip(everything, blocks, strict=True)]  # fmt: skip
     assert max(at.share(c, A2) for c in found if c.module) <= best
 
 
@@ -387,7 +389,7 @@ def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
     [asked] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",), "tile": ((64, 32),)})
     assert shipped.gated
     assert not asked.gated
-    assert (asked.constants["BLOCK_M"], asked.constants["BLOCK_N"]) == (64, 32)
+    assert (asked.constants["c"].block_m, asked.constants["c"].block_n) == (64, 32)
     unbound = aot.Compiled(mixed=True, bound=False, pipelined=0)
     compiler = aot.BackHalf("1.2.0", Path())
     assert not aot._report(shipped, A2, compiler, unbound, 0.0).ok
@@ -411,5 +413,5 @@ def test_a_selection_is_every_combination() -> None:
     with pytest.raises(ValueError, match="dbias has no mode even or causal: expected one of biased, featured, crowded"):
         list(selected_jobs(A2, {"kernel": ("dbias",)}))
     [dbias] = selected_jobs(A2, {"kernel": ("dbias",), "mode": ("featured",)})
-    assert dbias.constants["BIAS"] == "qk"  # nobody asks for it without a bias
-    assert dbias.constants["DROPOUT"]
+    assert dbias.constants["c"].bias == "qk"  # nobody asks for it without a bias
+    assert dbias.constants["c"].dropout

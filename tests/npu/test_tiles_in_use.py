@@ -31,6 +31,12 @@ def tiles(monkeypatch: pytest.MonkeyPatch, npu: torch.device):
     return module
 
 
+def shape_of(launch: Launch) -> tuple[int, int]:
+    """Query rows and keys of its tile."""
+    constants = launch.constants["c"]
+    return constants.block_m, constants.block_n
+
+
 class Compiler:
     """Runs launches of tiles that it takes, and raises what triton-ascend raises for others."""
 
@@ -42,7 +48,7 @@ class Compiler:
         from triton.compiler.errors import MLIRCompilationError
 
         kernel = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel").removeprefix("bwd_")
-        tile = "{BLOCK_M}x{BLOCK_N}".format(**launch.constants)
+        tile = "{}x{}".format(*shape_of(launch))
         self.tried.append((kernel, tile))
         if not self.takes(kernel, tile):
             raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
@@ -240,7 +246,8 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path, tiles):
     def timer(call: Callable[[], None]) -> float:
         call()
         launch = launched[-1]
-        return launch.constants["BLOCK_M"] * launch.constants["BLOCK_N"] + launch.options["set_workspace_multibuffer"]
+        rows, keys = shape_of(launch)
+        return rows * keys + launch.options["set_workspace_multibuffer"]
 
     def noted(launch: Launch) -> None:
         launched.append(launch)
@@ -264,8 +271,7 @@ def test_a_call_uses_what_was_tuned_and_measures_nothing_itself(npu: torch.devic
     tuner.launched.clear()
     run(case, npu)
     for launch, kernel in zip(tuner.launched, ("fwd", "dkdv", "dq"), strict=True):
-        assert launch.constants["BLOCK_M"] == best[kernel]["block_m"], kernel
-        assert launch.constants["BLOCK_N"] == best[kernel]["block_n"], kernel
+        assert shape_of(launch) == (best[kernel]["block_m"], best[kernel]["block_n"]), kernel
     assert tuner.clear() == 3
 
 
@@ -274,7 +280,7 @@ def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch
     noted, conservative = tiles.run, (64, 64)
 
     def refusing(launch: Launch) -> None:
-        if (launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]) != conservative:
+        if shape_of(launch) != conservative:
             from triton.compiler.errors import MLIRCompilationError
 
             raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
@@ -304,4 +310,4 @@ def test_an_asked_tile_comes_before_a_tuned_one(npu: torch.device, tuner, monkey
         diyfa.flash_attention(q, q, q)
     monkeypatch.setenv(asked.VARIABLE, "fwd=16x80")
     diyfa.flash_attention(q, q, q)
-    assert tuner.launched[-1].constants["BLOCK_N"] == 80
+    assert shape_of(tuner.launched[-1]) == (16, 80)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.scores import key_blocks, query_blocks
 from diyfa.backends.cuda.attention.tile_io import EQUAL
+from diyfa.backends.cuda.runtime.constants import Constants
+
+
+@dataclass(frozen=True)
+class RangeConstants(Constants):
+    """What the functions read."""
+
+    block_m: int
+    block_n: int
+    has_left: bool
+    has_right: bool
+    lengths: int = EQUAL.value
 
 
 @triton.jit
 def _ranges_kernel(
     cases_ptr, out_ptr, count,
-    OF_KEYS: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr, MANY: tl.constexpr,
+    OF_KEYS: tl.constexpr, EDGES: tl.constexpr, MANY: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * MANY + tl.arange(0, MANY)
     exists = at < count
@@ -25,13 +38,9 @@ def _ranges_kernel(
     right = tl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
     offset = n_keys - n_queries
     if OF_KEYS:
-        begin, full_begin, full_end, end = query_blocks(
-            start, n_queries, n_keys, offset, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS, EDGES
-        )
+        begin, full_begin, full_end, end = query_blocks(start, n_queries, n_keys, offset, left, right, EDGES, c)
     else:
-        begin, full_begin, full_end, end = key_blocks(
-            start, n_queries, n_keys, offset, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
-        )
+        begin, full_begin, full_end, end = key_blocks(start, n_queries, n_keys, offset, left, right, c)
     tl.store(out_ptr + at * 4, begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 1, full_begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 2, full_end + at * 0, mask=exists)
@@ -46,7 +55,6 @@ def run(
     cases = cases.to(device)
     out = torch.full((len(cases), 4), -1, dtype=torch.int32, device=device)
     many = 1024
-    _ranges_kernel[(triton.cdiv(len(cases), many),)](
-        cases, out, len(cases), of_keys, edges, block_m, block_n, has_left, has_right, EQUAL.value, many
-    )
+    constants = RangeConstants(block_m, block_n, has_left, has_right)
+    _ranges_kernel[(triton.cdiv(len(cases), many),)](cases, out, len(cases), of_keys, edges, many, constants)
     return out.cpu()

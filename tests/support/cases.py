@@ -6,6 +6,7 @@ lengths around powers of two, and lengths that leave a partial tile.
 
 from __future__ import annotations
 
+from diyfa.features import COMPOSABLE
 from diyfa.testing import AttentionCase as Case
 
 BASIC = [
@@ -36,7 +37,7 @@ HEAD_DIMS = [
     Case("d512", heads=1, seqlen_q=24, head_dim=512),
     Case("dv_576_512", heads=2, heads_kv=1, seqlen_q=24, head_dim=576, head_dim_v=512, causal=True, dtype="bfloat16"),
     Case("dv_192_128", heads=1, seqlen_q=40, head_dim=192, head_dim_v=128, causal=True),
-    Case("dv_32_80", heads=1, seqlen_q=40, head_dim=32, head_dim_v=80, layout="bshd"),
+    Case("dv_32_80", heads=1, seqlen_q=40, head_dim=32, head_dim_v=80, layout="bshd", all_variants=True),
     # A V narrower than K, with rows that are not 16-byte aligned and with rows that are: wgmma once read it wrongly.
     Case("dv_64_16_sliced", seqlen_q=70, seqlen_k=90, head_dim=64, head_dim_v=16, layout="bshd", view="sliced"),
     Case("dv_40_8", seqlen_q=70, seqlen_k=90, head_dim=40, head_dim_v=8, layout="bshd", view="transposed"),
@@ -275,10 +276,16 @@ PEAKED = [
          large=True, all_variants=True),
 ]  # fmt: skip
 
+# Each feature alone where kernels have code of their own: a scale below 0, heads too wide for one product on Ascend.
+EACH_FEATURE = [
+    Case(f"{x.uses}_wide", heads_kv=1, seqlen_q=20, head_dim=576, head_dim_v=16, sm_scale=-0.1, **x.case)
+    for x in COMPOSABLE
+]
+
 CASES: dict[str, Case] = {}
 for _case in [
     *BASIC, *DTYPES, *HEAD_DIMS, *LENGTHS, *HEADS, *SEQ_LENS, *LAYOUTS, *FEATURES, *VARLEN, *PACKING, *DROPOUT,
-    *COMBINED, *PEAKED,
+    *COMBINED, *PEAKED, *EACH_FEATURE,
 ]:  # fmt: skip
     if _case.name in CASES:
         raise ValueError(f"two cases are called {_case.name}")

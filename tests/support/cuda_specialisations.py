@@ -114,7 +114,7 @@ def hopper(rng: random.Random) -> None:
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
-    hopper_configs._multiprocessors = lambda device: 132
+    hopper_configs.multiprocessors = lambda device: 132
     shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
     options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)

@@ -32,7 +32,7 @@ run = tiles.run
 
 
 def planted_run(launch: Launch) -> None:
-    shape = (launch.constants["BLOCK_M"], launch.constants["BLOCK_N"])
+    shape = (launch.constants["c"].block_m, launch.constants["c"].block_n)
     forward = "fwd" in launch.kernel.__name__
     if "tile" in FAULTS and forward and shape not in ((64, 64), (32, 32), (32, 256)):
         from triton.compiler.errors import MLIRCompilationError

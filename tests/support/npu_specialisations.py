@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from diyfa.backends.npu.attention import bwd, fwd
 from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.runtime import launch
-from diyfa.problem import LAYOUTS, AttentionGradients, AttentionTensors
+from diyfa.problem import LAYOUTS, AttentionTensors, example_gradients, example_tensors
 
 TARGET = "Ascend910B3"
 keys: dict[str, set[str]] = defaultdict(set)
@@ -42,7 +42,7 @@ def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **fe
     head_dim = 40
     problem = specs.example(
         TARGET, layout=layout, batch=batch, heads_q=heads, heads_kv=heads_kv, seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k, head_dim=head_dim, bias=bias is not None, bias_grad=bias is not None, **features,
+        seqlen_k=seqlen_k, head_dim=head_dim, bias="float32" if bias else "", bias_grad=bias is not None, **features,
     )  # fmt: skip
 
     def tensor(heads: int, seqlen: int) -> torch.Tensor:
@@ -53,29 +53,15 @@ def call(sizes: tuple[int, ...], layout: str, bias: tuple[int, ...] | None, **fe
 
     if layout == "thd":
         problem = problem.replace(total_q=batch * seqlen_q, total_k=batch * seqlen_k)
-    offsets = torch.zeros(batch + 1, dtype=torch.int32) if layout == "thd" else None
     q, k, v = tensor(heads, seqlen_q), tensor(heads_kv, seqlen_k), tensor(heads_kv, seqlen_k)
     full = (batch, heads, seqlen_q, seqlen_k)
-    attn_bias = None if bias is None else torch.empty([n or m for n, m in zip(bias, full, strict=True)])
-    tensors = AttentionTensors(
-        q, k, v, 0.1,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        seq_lens=torch.ones(batch, dtype=torch.int32) if problem.seq_lens else None,
-        alibi_slopes=torch.ones(heads) if problem.alibi else None,
-        attn_bias=attn_bias,
-        sinks=torch.ones(heads) if problem.sinks else None,
-        rng_state=torch.zeros(2, dtype=torch.int64) if problem.dropout else None,
-        dropout_p=0.1 * problem.dropout,
-    )  # fmt: skip
+    optional = example_tensors(problem, "cpu")
+    if bias is not None:
+        optional["attn_bias"] = torch.empty([n or m for n, m in zip(bias, full, strict=True)])
+    tensors = AttentionTensors(q, k, v, 0.1, dropout_p=0.1 * problem.dropout, **optional)
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
     fwd.attention_fwd(problem, tensors, out, lse)
-    gradients = AttentionGradients(
-        torch.empty_like(q), torch.empty_like(k), torch.empty_like(v),
-        None if attn_bias is None else torch.empty_like(attn_bias),
-        torch.empty(heads) if problem.sinks else None,
-    )  # fmt: skip
-    bwd.attention_bwd(problem, tensors, out, lse, torch.empty_like(q), None, gradients)
+    bwd.attention_bwd(problem, tensors, out, lse, torch.empty_like(q), None, example_gradients(tensors))
 
 
 FEATURES: dict[str, dict[str, Any]] = {

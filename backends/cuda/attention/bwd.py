@@ -16,6 +16,7 @@ dP is 0, so its gradient is the sum of -exp(sink - LSE) * delta over all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,22 +25,18 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.cuda.attention.configs import (
-    AttentionConfig,
-    edge_form_of,
-    form_of,
-    schedule,
-)
+from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
+    TileConstants,
     choice,
     feature_arguments,
-    feature_constants,
     own_objects,
     read_by,
     settled_config,
     strides,
+    tile_constants,
     tuned_config,
 )
 from diyfa.backends.cuda.attention.scores import first_row, sequence_of
@@ -52,12 +49,25 @@ from diyfa.backends.cuda.attention.tile_io import (
     load_tile,
     padded_head_dim,
 )
+from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
 
 PREPROCESS_BLOCK_M = 32
 PREPROCESS_WARPS = 4
+
+
+@dataclass(frozen=True)
+class PreprocessConstants(Constants):
+    """Constants of `_bwd_preprocess_kernel`."""
+
+    lengths: int
+    has_dlse: bool
+    head_dim_v: int
+    block_m: int
+    block_dv: int
+    form: int
 
 
 @triton.jit(
@@ -70,56 +80,34 @@ def _bwd_preprocess_kernel(
     delta_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, seqlen_q, seqlen_k, total_q, total_k,
-    LENGTHS: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORM: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
+    blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
-    row0 = (pid % blocks_m) * BLOCK_M
+    row0 = (pid % blocks_m) * c.BLOCK_M
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     first_q, _, n_queries, _ = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
     )
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, FORM)
-    do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
-    o = load_tile(o_base, b, h, first_q, row0, n_queries, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM)
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, c.FORM, c)
+    do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.FORM, c)
+    o = load_tile(
+        o_base, b, h, first_q, row0, n_queries, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
+    )
     do = load_tile(
-        do_base, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+        do_base, b, h, first_q, row0, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
     )
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
-    offs_m = row0 + tl.arange(0, BLOCK_M)
-    if HAS_DLSE:
+    offs_m = row0 + tl.arange(0, c.BLOCK_M)
+    if c.HAS_DLSE:
         dlse_row = dlse_ptr + b.to(tl.int64) * stride_dlb + h.to(tl.int64) * stride_dlh
-        if LENGTHS == PACKED:
+        if c.LENGTHS == PACKED:
             dlse_row = dlse_row + first_q.to(tl.int64) * stride_dlm
         delta -= tl.load(dlse_row + offs_m.to(tl.int64) * stride_dlm, mask=offs_m < n_queries, other=0.0)
-    n_rows = n_queries if LENGTHS == PACKED else seqlen_q
-    delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+    n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
+    delta_row = delta_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(delta_row + offs_m, delta, mask=offs_m < n_rows)
-
-
-def preprocess_constants(problem: AttentionProblem, has_dlse: bool) -> dict[str, object]:
-    """Constexprs of `_bwd_preprocess_kernel`."""
-    return {
-        "LENGTHS": lengths_of(problem),
-        "HAS_DLSE": has_dlse,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_M": PREPROCESS_BLOCK_M,
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "FORM": PORTABLE_FORM,
-    }
-
-
-def constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, object]:
-    """Constexprs of `_bwd_dkdv_kernel` and `_bwd_dq_kernel`."""
-    return {
-        **feature_constants(problem),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "FORM": form_of(config),
-        "EDGE_FORM": edge_form_of(problem, config),
-    }
 
 
 _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel}
@@ -166,8 +154,15 @@ class Backward:
             **{name: features[name] for name in _bwd_preprocess_kernel.arg_names if name in features},
         }
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
-        values = preprocess_constants(problem, dlse is not None)
-        return Launch(_bwd_preprocess_kernel, grid, arguments, values, {"num_warps": PREPROCESS_WARPS})
+        values = PreprocessConstants(
+            lengths=lengths_of(problem),
+            has_dlse=dlse is not None,
+            head_dim_v=problem.head_dim_v,
+            block_m=PREPROCESS_BLOCK_M,
+            block_dv=padded_head_dim(problem.head_dim_v),
+            form=PORTABLE_FORM,
+        )
+        return Launch(_bwd_preprocess_kernel, grid, arguments, {"c": values}, {"num_warps": PREPROCESS_WARPS})
 
     def gradient(self, kind: str, config: AttentionConfig, **results: torch.Tensor) -> Launch:
         """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`."""
@@ -191,7 +186,8 @@ class Backward:
             else (cdiv(problem.seqlen_q, m), problem.heads_q)
         )
         grid = problem.batch * blocks * heads
-        return Launch(kernel, grid, arguments, constants(problem, config), schedule(config))
+        values = TileConstants(**tile_constants(problem, config))
+        return Launch(kernel, grid, arguments, {"c": values}, schedule(config))
 
 
 def _fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ more, which only calls whose bias wants a gradient pay for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,9 @@ from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
+    AttentionConstants,
+    attention_constants,
     feature_arguments,
-    feature_constants,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import (
@@ -59,22 +62,18 @@ def _bwd_dbias_kernel(
     stride_outb, stride_outh, stride_outm, stride_outn,
     heads_out,  # heads that the result has: 1 where the bias is broadcast over them
     steps,  # tiles that a program adds up
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
-    blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
+    blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
+    blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
     block_m = 0
     block_n = 0
-    if REDUCE == NOTHING:
+    if c.REDUCE == NOTHING:
         block_m = pid % blocks_m
         block_n = (pid // blocks_m) % blocks_n
         pid = pid // (blocks_m * blocks_n)
-    elif REDUCE == QUERIES:
+    elif c.REDUCE == QUERIES:
         block_n = pid % blocks_n
         pid = pid // blocks_n
     else:
@@ -85,101 +84,94 @@ def _bwd_dbias_kernel(
     # Tiles that no query of any head sees are left out of the loop.
     first_step = pid * 0
     last_step = first_step + steps
-    if REDUCE == NOTHING:
-        if LENGTHS == EQUAL:
+    if c.REDUCE == NOTHING:
+        if c.LENGTHS == EQUAL:
             begin, _, _, end = key_blocks(
-                block_m * BLOCK_M, seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right,
-                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
-            )  # fmt: skip
-            seen = (block_n * BLOCK_N < end) & (block_n * BLOCK_N + BLOCK_N > begin)
+                block_m * c.BLOCK_M, seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right, c
+            )
+            seen = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
             last_step = tl.where(seen, steps, 0)
     else:
         _, _, n_queries, n_keys = sequence_of(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, c
         )
-        if REDUCE == QUERIES:
+        if c.REDUCE == QUERIES:
             begin, _, _, end = query_blocks(
-                block_n * BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
-                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS, False,
-            )  # fmt: skip
-            first_step = begin // BLOCK_M
-            last_step = tl.cdiv(end, BLOCK_M)
+                block_n * c.BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right, False, c
+            )
+            first_step = begin // c.BLOCK_M
+            last_step = tl.cdiv(end, c.BLOCK_M)
         else:
             begin, _, _, end = key_blocks(
-                block_m * BLOCK_M, n_queries, n_keys, n_keys - n_queries, window_left, window_right,
-                BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
-            )  # fmt: skip
-            first_step = begin // BLOCK_N
-            last_step = tl.cdiv(end, BLOCK_N)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                block_m * c.BLOCK_M, n_queries, n_keys, n_keys - n_queries, window_left, window_right, c
+            )
+            first_step = begin // c.BLOCK_N
+            last_step = tl.cdiv(end, c.BLOCK_N)
+    total = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
     for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out
         h = h_out
         tile_m = block_m
         tile_n = block_n
-        if REDUCE == NOTHING:  # the loop runs over the heads that share the entry, and the samples
+        if c.REDUCE == NOTHING:  # the loop runs over the heads that share the entry, and the samples
             shared_heads = heads_q // heads_out
             h = h_out + step % shared_heads
             b = b_out + step // shared_heads
-        elif REDUCE == QUERIES:
+        elif c.REDUCE == QUERIES:
             tile_m = step
         else:
             tile_n = step
         hk = h // group
-        row0 = tile_m * BLOCK_M
-        col0 = tile_n * BLOCK_N
+        row0 = tile_m * c.BLOCK_M
+        col0 = tile_n * c.BLOCK_N
         first_q, first_k, n_queries, n_keys = sequence_of(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-            LENGTHS,
-        )  # fmt: skip
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
+        )
         offset = n_keys - n_queries
-        offs_m = row0 + tl.arange(0, BLOCK_M)
-        offs_n = col0 + tl.arange(0, BLOCK_N)
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, POINTER)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, POINTER)
-        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, POINTER)
-        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, POINTER)
+        offs_m = row0 + tl.arange(0, c.BLOCK_M)
+        offs_n = col0 + tl.arange(0, c.BLOCK_N)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, POINTER, c)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, POINTER, c)
+        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, POINTER, c)
+        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, POINTER, c)
         q = load_tile(
-            q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, POINTER
+            q_ref, b, h, first_q, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, POINTER, c
         )
         do = load_tile(
-            do_ref, b, h, first_q, row0, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, POINTER
+            do_ref, b, h, first_q, row0, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, POINTER, c
         )
         k = load_tile(
-            k_ref, b, hk, first_k, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, POINTER
+            k_ref, b, hk, first_k, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, POINTER, c
         )
         v = load_tile(
-            v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, POINTER
+            v_ref, b, hk, first_k, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, POINTER, c
         )
-        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
         lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
         slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
         )
         corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
-        visible = visible_pairs(
-            offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
-        )
+        visible = visible_pairs(offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c)
         visible = visible & (offs_m < n_queries)[:, None]
         keep = True
-        if DROPOUT:
+        if c.DROPOUT:
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
         ds, _tanh = score_gradient(
             q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, SOFTCAP,
-            ALIBI, BIAS, DROPOUT, PRECISION,
+            n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, c,
         )  # fmt: skip
         total += ds
 
-    out_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    out_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_m = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    out_n = block_n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
     base = dbias_ptr + b_out.to(tl.int64) * stride_outb + h_out.to(tl.int64) * stride_outh
-    if REDUCE == NOTHING:
+    if c.REDUCE == NOTHING:
         addresses = base + out_m.to(tl.int64)[:, None] * stride_outm + out_n.to(tl.int64)[None, :] * stride_outn
         tl.store(addresses, total, mask=(out_m < seqlen_q)[:, None] & (out_n < seqlen_k)[None, :])
-    elif REDUCE == QUERIES:
+    elif c.REDUCE == QUERIES:
         tl.store(base + out_n, tl.sum(total, 0), mask=out_n < seqlen_k)
     else:
         tl.store(base + out_m, tl.sum(total, 1), mask=out_m < seqlen_q)
@@ -190,14 +182,11 @@ def config(problem: AttentionProblem) -> AttentionConfig | None:
     return portable_config("dbias", problem)
 
 
-def constants(problem: AttentionProblem, tile: AttentionConfig, reduce: int) -> dict[str, object]:
-    """Constexprs of the kernel."""
-    return {
-        **feature_constants(problem),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "REDUCE": reduce,
-    }
+@dataclass(frozen=True)
+class BiasGradientConstants(AttentionConstants):
+    """Constants of the kernel."""
+
+    reduce: int
 
 
 def launch_of(
@@ -240,7 +229,8 @@ def launch_of(
         "heads_out": heads_out,
         "steps": steps,
     }
-    return Launch(_bwd_dbias_kernel, grid, arguments, constants(problem, tile, reduce.value), schedule(tile)), out
+    values = BiasGradientConstants(**attention_constants(problem, tile), reduce=reduce.value)
+    return Launch(_bwd_dbias_kernel, grid, arguments, {"c": values}, schedule(tile)), out
 
 
 def fill_bias_gradient(

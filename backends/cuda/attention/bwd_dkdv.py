@@ -56,12 +56,7 @@ def _dkdv_blocks(
     b, h, first_q, start, end, gap_at, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right,
     stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
     row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    MASKED: tl.constexpr, EDGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, AHEAD: tl.constexpr,
+    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Query blocks [start, end) of one head, leaving out `gap` at `gap_at` (MASKED with HAS_LEFT: both edges in one).
 
@@ -71,60 +66,62 @@ def _dkdv_blocks(
     the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
     """
     PRECISE: tl.constexpr = k.dtype == tl.float32
+    AHEAD: tl.constexpr = c.FORM == DESCRIPTOR
+    EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
     CHECK_ROWS: tl.constexpr = MASKED or not EDGES
-    HAS_GAP: tl.constexpr = MASKED and (HAS_LEFT or EDGES)
+    HAS_GAP: tl.constexpr = MASKED and (c.HAS_LEFT or EDGES)
     if AHEAD:
         first_m = start
         if HAS_GAP:
             first_m += tl.where(start >= gap_at, gap, 0)
-        next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, BLOCK_M), n_queries)
-    for start_m in tl.range(start, end, BLOCK_M, disable_licm=True):
-        next_m = start_m + BLOCK_M
+        next_lse, next_delta = _statistics(lse_row, delta_row, first_m + tl.arange(0, c.BLOCK_M), n_queries)
+    for start_m in tl.range(start, end, c.BLOCK_M, disable_licm=True):
+        next_m = start_m + c.BLOCK_M
         if HAS_GAP:
             start_m += tl.where(start_m >= gap_at, gap, 0)
             next_m += tl.where(next_m >= gap_at, gap, 0)
-        start_m = tl.multiple_of(start_m, BLOCK_M)
-        offs_m = start_m + tl.arange(0, BLOCK_M)
+        start_m = tl.multiple_of(start_m, c.BLOCK_M)
+        offs_m = start_m + tl.arange(0, c.BLOCK_M)
         if AHEAD:  # the compiler would start these copies where it waits for them
             lse, delta = next_lse, next_delta
-            next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, BLOCK_M), n_queries)
+            next_lse, next_delta = _statistics(lse_row, delta_row, next_m + tl.arange(0, c.BLOCK_M), n_queries)
         else:
             lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
             delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
         q = load_tile(
-            q_ref, b, h, first_q, start_m, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, CHECK_ROWS, LENGTHS, FORM
+            q_ref, b, h, first_q, start_m, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, CHECK_ROWS, FORM, c
         )
         do = load_tile(
-            do_ref, b, h, first_q, start_m, n_queries, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, CHECK_ROWS, LENGTHS,
-            FORM,
+            do_ref, b, h, first_q, start_m, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, CHECK_ROWS,
+            FORM, c,
         )  # fmt: skip
-        s_t = dot(k, tl.trans(q), PRECISION)  # [BLOCK_N, BLOCK_M]
+        s_t = dot(k, tl.trans(q), c.PRECISION)  # [BLOCK_N, BLOCK_M]
         corner = bias_base
-        if BIAS:
+        if c.BIAS:
             corner = bias_corner(bias_base, start_m, col0, stride_biasm, stride_biasn)
         s_t, tanh_t = scores_log2(
             s_t, start_m, col0, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope,
-            corner, stride_biasm, stride_biasn, True, SOFTCAP, ALIBI, BIAS, PRECISE,
+            corner, stride_biasm, stride_biasn, True, PRECISE, c,
         )  # fmt: skip
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
             visible = visible_pairs(
-                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, False, HAS_LEFT, HAS_RIGHT
+                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, False, c
             )
             p_t = tl.where(visible, p_t, 0.0)
         kept_t = p_t
-        if DROPOUT:
+        if c.DROPOUT:
             row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
             keep_t = keep_tile(column_word0, column_word1, row_word0, row_word1, threshold)  # [BLOCK_N, BLOCK_M]
             kept_t = tl.where(keep_t, p_t, 0.0)
-        dv = dot_add(round_to(kept_t, do.dtype), do, dv, PRECISION)
-        dp_t = dot(v, tl.trans(do), PRECISION)  # [BLOCK_N, BLOCK_M]
-        if DROPOUT:
+        dv = dot_add(round_to(kept_t, do.dtype), do, dv, c.PRECISION)
+        dp_t = dot(v, tl.trans(do), c.PRECISION)  # [BLOCK_N, BLOCK_M]
+        if c.DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
-        if SOFTCAP:
+        if c.SOFTCAP:
             ds_t = ds_t * (1.0 - tanh_t * tanh_t)
-        dk = dot_add(round_to(ds_t, q.dtype), q, dk, PRECISION)
+        dk = dot_add(round_to(ds_t, q.dtype), q, dk, c.PRECISION)
     return dk, dv
 
 
@@ -140,93 +137,84 @@ def _bwd_dkdv_kernel(
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
+    blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
-    col0 = (pid % blocks_n) * BLOCK_N  # under a causal mask the first key blocks have the most queries: longest first
+    col0 = (pid % blocks_n) * c.BLOCK_N  # under a causal mask the first key blocks have the most queries: longest first
     heads_kv = heads_q // group
     b = (pid // blocks_n) // heads_kv
     hk = (pid // blocks_n) % heads_kv
     first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
     )
-    if LENGTHS == PACKED and col0 >= n_keys:
+    if c.LENGTHS == PACKED and col0 >= n_keys:
         return
     offset = n_keys - n_queries
     # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
-    EDGES: tl.constexpr = FORM != EDGE_FORM
-    HAS_MASK: tl.constexpr = HAS_RIGHT or HAS_LEFT or EDGES
-    ONE_LOOP: tl.constexpr = HAS_MASK and BLOCK_D > 128
-    AHEAD: tl.constexpr = FORM == DESCRIPTOR
+    EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
+    HAS_MASK: tl.constexpr = c.HAS_RIGHT or c.HAS_LEFT or EDGES
+    ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
 
-    offs_n = col0 + tl.arange(0, BLOCK_N)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
-    k = load_tile(k_ref, b, hk, first_k, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
-    v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
+    offs_n = col0 + tl.arange(0, c.BLOCK_N)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.FORM, c)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.FORM, c)
+    k = load_tile(k_ref, b, hk, first_k, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, c.FORM, c)
+    v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, c.FORM, c)
 
     begin, full_begin, full_end, end = query_blocks(
-        col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
-        EDGES,
-    )  # fmt: skip
+        col0, n_queries, n_keys, offset, window_left, window_right, EDGES, c
+    )
     gap = full_end - full_begin
     masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
-    if HAS_LEFT or EDGES:
+    if c.HAS_LEFT or EDGES:
         masked_end = end - gap
     if ONE_LOOP:
         gap = 0
         masked_end = end
 
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
+    dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
     for g in tl.range(0, group, disable_licm=True):
         h = hk * group + g
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, FORM)
-        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.FORM, c)
+        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.FORM, c)
+        row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
         lse_row = lse_ptr + row
         delta_row = delta_ptr + row
         slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
         )
         column_word0, column_word1 = 0, 0
-        if DROPOUT:
+        if c.DROPOUT:
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
         if HAS_MASK:
             q_edge, do_edge = q_ref, do_ref
             if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
-                q_edge = head_base(q_rows_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, EDGE_FORM)
-                do_edge = head_base(do_rows_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, LENGTHS, EDGE_FORM)
+                q_edge = head_base(q_rows_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.EDGE_FORM, c)
+                do_edge = head_base(do_rows_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.EDGE_FORM, c)
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_edge, do_edge, lse_row, delta_row, bias_base, b, h, first_q, begin, masked_end,
-                full_begin, gap,
-                col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, True, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, AHEAD,
+                full_begin, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm,
+                stride_dom, stride_biasm, stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0,
+                column_word1, threshold, keep_scale, True, c.EDGE_FORM, c,
             )  # fmt: skip
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
                 dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, first_q, full_begin, full_end, 0, 0,
                 col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
                 stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, HAS_LEFT, HAS_RIGHT, LENGTHS, False, EDGES, SOFTCAP, ALIBI, BIAS, DROPOUT,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, FORM, AHEAD,
+                keep_scale, False, c.FORM, c,
             )  # fmt: skip
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
-    if DROPOUT:
+    if c.DROPOUT:
         dv *= keep_scale
     dk = tl.where(live[:, None], dk * sm_scale, 0.0)
     dv = tl.where(live[:, None], dv, 0.0)
-    n_rows = n_keys if LENGTHS == PACKED else seqlen_k
-    dk_base = head_base(dk_ptr, b, hk, first_k, stride_dkb, stride_dkh, stride_dkn, LENGTHS, POINTER)
-    dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, LENGTHS, POINTER)
-    store_tile(dk_base, dk, col0, n_rows, stride_dkn, HEAD_DIM, BLOCK_N, BLOCK_D, FORM)
-    store_tile(dv_base, dv, col0, n_rows, stride_dvn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, FORM)
+    n_rows = n_keys if c.LENGTHS == PACKED else seqlen_k
+    dk_base = head_base(dk_ptr, b, hk, first_k, stride_dkb, stride_dkh, stride_dkn, POINTER, c)
+    dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, POINTER, c)
+    store_tile(dk_base, dk, col0, n_rows, stride_dkn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, c.FORM)
+    store_tile(dv_base, dv, col0, n_rows, stride_dvn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, c.FORM)

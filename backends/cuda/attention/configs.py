@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
+from diyfa.features import ADJUSTING
 from diyfa.problem import AttentionProblem
 
 
@@ -350,7 +351,7 @@ def fits(kind: str, config: AttentionConfig, problem: AttentionProblem) -> bool:
 
 # These keep more of every score in registers, so lighter tiles come first (H200, 2026-11-21, D=64 and 128, S=4096: the
 # plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
-PER_SCORE_FEATURES = frozenset({"softcap", "alibi", "attn_bias", "dropout"})
+PER_SCORE_FEATURES = ADJUSTING | {"dropout"}
 LIGHT_SCORES_PER_WARP = 1024
 
 

@@ -11,6 +11,7 @@ Optional features are compile-time flags: a call without them runs none of their
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,8 +19,6 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
-    edge_form_of,
-    form_of,
     schedule,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
@@ -27,13 +26,14 @@ from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
+    TileConstants,
     feature_arguments,
-    feature_constants,
     forward_replay,
     read_by,
     settled_config,
     softmax_scale,
     strides,
+    tile_constants,
     tuned_config,
 )
 from diyfa.backends.cuda.attention.scores import (
@@ -93,60 +93,57 @@ def _attend_blocks(
     b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
     stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
     row_word0, row_word1, column_key0, column_key1, threshold,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    MASKED: tl.constexpr, ADJUSTED: tl.constexpr,
-    NEGATE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, NO_LICM: tl.constexpr,
+    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
 
-    MASKED compares positions, otherwise every query sees every key of the blocks. NO_LICM: nothing is moved out of the
-    loop, because the accumulator needs the registers.
+    MASKED compares positions, otherwise every query sees every key of the blocks.
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
+    ADJUSTED: tl.constexpr = c.SOFTCAP or c.ALIBI or c.BIAS
+    # Nothing is moved out of the loop, because the accumulator needs the registers.
+    NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
     corner = bias_base
-    if BIAS:
+    if c.BIAS:
         corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
-    for start_n in tl.range(start, end, BLOCK_N, disable_licm=NO_LICM):
+    for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
-        if MASKED and HAS_LEFT:
+        if MASKED and c.HAS_LEFT:
             skipped = tl.where(start_n >= gap_at, gap, 0)
             start_n += skipped
-            if BIAS:
+            if c.BIAS:
                 block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
-        start_n = tl.multiple_of(start_n, BLOCK_N)
-        offs_n = start_n + tl.arange(0, BLOCK_N)
+        start_n = tl.multiple_of(start_n, c.BLOCK_N)
+        offs_n = start_n + tl.arange(0, c.BLOCK_N)
         k = load_tile(
-            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, LENGTHS, FORM
+            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, MASKED, FORM, c
         )
-        s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
-        if NEGATE:
+        s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if c.NEGATE:
             s = -s
         if ADJUSTED:
             s, _ = scores_log2(
                 s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
-                block_corner, stride_biasm, stride_biasn, MASKED, SOFTCAP, ALIBI, BIAS, PRECISE,
+                block_corner, stride_biasm, stride_biasn, MASKED, PRECISE, c,
             )  # fmt: skip
         if MASKED:
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c
             )
             s = tl.where(visible, s, float("-inf"))
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or BIAS)
-        if DROPOUT:  # after the sum: the weights are normalised by all of them
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS)
+        if c.DROPOUT:  # after the sum: the weights are normalised by all of them
             column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
             keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
             p = tl.where(keep, p, 0.0)
         v = load_tile(
-            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, LENGTHS, FORM
+            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, MASKED, FORM, c
         )
-        acc = dot_add(round_to(p, v.dtype), v, acc, PRECISION)
-        if BIAS:
-            corner = bias_corner(corner, 0, BLOCK_N, stride_biasm, stride_biasn)
+        acc = dot_add(round_to(p, v.dtype), v, acc, c.PRECISION)
+        if c.BIAS:
+            corner = bias_corner(corner, 0, c.BLOCK_N, stride_biasm, stride_biasn)
     return acc, l_i, m_i
 
 
@@ -164,97 +161,84 @@ def _fwd_kernel(
     seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr, NEGATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, FORM: tl.constexpr, EDGE_FORM: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
-    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
+    blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     block_m = pid % blocks_m
-    if HAS_RIGHT:  # longest first: the last programs to start are short ones
+    if c.HAS_RIGHT:  # longest first: the last programs to start are short ones
         block_m = blocks_m - 1 - block_m
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     hk = h // group
     first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, LENGTHS
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
     )
-    row0 = block_m * BLOCK_M
+    row0 = block_m * c.BLOCK_M
     # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
-    if LENGTHS == PACKED and row0 >= n_queries:
+    if c.LENGTHS == PACKED and row0 >= n_queries:
         return
     offset = n_keys - n_queries  # query i is aligned with key i + offset
-    offs_m = row0 + tl.arange(0, BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, LENGTHS, FORM)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, FORM)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, FORM)
-    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
-    begin, full_begin, full_end, end = key_blocks(
-        row0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS
-    )
+    offs_m = row0 + tl.arange(0, c.BLOCK_M)
+    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.FORM, c)
+    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.FORM, c)
+    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.FORM, c)
+    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, c.FORM, c)
+    begin, full_begin, full_end, end = key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c)
 
-    ADJUSTED: tl.constexpr = SOFTCAP or ALIBI or BIAS
-    NO_LICM: tl.constexpr = FORM == DESCRIPTOR
     slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, ALIBI, BIAS, DROPOUT
+        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
     )
     row_word0, row_word1 = 0, 0
-    if DROPOUT:
+    if c.DROPOUT:
         row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([c.BLOCK_M], tl.float32)
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
-        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
-        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
-        HAS_LEFT, HAS_RIGHT, LENGTHS, False, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, FORM, NO_LICM,
+        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap,
+        slope, row_word0, row_word1, column_key0, column_key1, threshold, False, c.FORM, c,
     )  # fmt: skip
-    if FORM != EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
-        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, LENGTHS, EDGE_FORM)
-        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, LENGTHS, EDGE_FORM)
-    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, HAS_LEFT)
+    if c.FORM != c.EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
+        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.EDGE_FORM, c)
+        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.EDGE_FORM, c)
+    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, c)
     acc, l_i, m_i = _attend_blocks(
         acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
-        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold,
-        HAS_LEFT, HAS_RIGHT, LENGTHS, True, ADJUSTED, NEGATE, SOFTCAP, ALIBI, BIAS, DROPOUT,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, EDGE_FORM, NO_LICM,
+        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, True, c.EDGE_FORM, c,
     )  # fmt: skip
-    if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
-        sink = tl.zeros([BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
+    if c.SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
+        sink = tl.zeros([c.BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
         _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E, True)
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
-    if DROPOUT:
+    if c.DROPOUT:
         out *= keep_scale
     lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
-    n_rows = n_queries if LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
-    lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, LENGTHS)
+    n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
+    lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
     # Results go through addresses in every form.
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, LENGTHS, POINTER)
-    store_tile(o_base, out, row0, n_rows, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, POINTER, c)
+    store_tile(o_base, out, row0, n_rows, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
 
 
-def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
-    """The kernel's constexprs."""
-    return {
-        **feature_constants(problem),
-        "SINKS": problem.sinks,
-        "NEGATE": negate,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "FORM": form_of(config),
-        "EDGE_FORM": edge_form_of(problem, config),
-    }
+@dataclass(frozen=True)
+class ForwardConstants(TileConstants):
+    """Constants of the forward kernels."""
+
+    sinks: bool
+    negate: bool  # products come with the opposite sign: see `softmax_scale`
+
+
+def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> ForwardConstants:
+    """The kernel's constants."""
+    return ForwardConstants(**tile_constants(problem, config), sinks=problem.sinks, negate=negate)
 
 
 def launch_of(
@@ -263,7 +247,7 @@ def launch_of(
     """The launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
-    values = constants(problem, config, negate)
+    values = {"c": constants(problem, config, negate)}
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     m, n = config.block_m, config.block_n
     arguments = {

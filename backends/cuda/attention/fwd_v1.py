@@ -15,17 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, form_of, portable_config
+from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config
 from diyfa.backends.cuda.attention.dots import dot, round_to
+from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import (
     LN2,
     LOG2E,
     head_base,
-    lengths_of,
     load_tile,
-    padded_head_dim,
     store_tile,
 )
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
@@ -63,58 +62,46 @@ def _fwd_v1_kernel(
     window_left,
     window_right,
     scale,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    NEGATE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
+    c: tl.constexpr,
 ):
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
     hk = h // group
-    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, LENGTHS)
+    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, c)
     offset = n_keys - n_queries
-    q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, False, FORM)
-    k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, False, FORM)
-    v_base = head_base(v_ptr, b, hk, 0, stride_vb, stride_vh, stride_vn, False, FORM)
-    o_base = head_base(o_ptr, b, h, 0, stride_ob, stride_oh, stride_om, False, FORM)
+    q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, c.FORM, c)
+    k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, c.FORM, c)
+    v_base = head_base(v_ptr, b, hk, 0, stride_vb, stride_vh, stride_vn, c.FORM, c)
+    o_base = head_base(o_ptr, b, h, 0, stride_ob, stride_oh, stride_om, c.FORM, c)
     row = (b.to(tl.int64) * heads_q + h) * seqlen_q
-    running = running_ptr + row * HEAD_DIM_V
+    running = running_ptr + row * c.HEAD_DIM_V
     m_row = m_ptr + row
     l_row = lse_ptr + row
     scale_log2 = scale * LOG2E
 
-    for row0 in tl.range(0, seqlen_q, BLOCK_M):
-        offs_m = row0 + tl.arange(0, BLOCK_M)
-        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        store_tile(running, zeros, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
-        tl.store(m_row + offs_m, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
-        tl.store(l_row + offs_m, tl.zeros([BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
+    for row0 in tl.range(0, seqlen_q, c.BLOCK_M):
+        offs_m = row0 + tl.arange(0, c.BLOCK_M)
+        zeros = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+        store_tile(running, zeros, row0, seqlen_q, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+        tl.store(m_row + offs_m, tl.full([c.BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
+        tl.store(l_row + offs_m, tl.zeros([c.BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
     tl.debug_barrier()  # what one thread wrote here, another may read in the next loop
 
-    for col0 in tl.range(0, n_keys, BLOCK_N):
-        offs_n = col0 + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, True, LENGTHS, FORM)
-        v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, LENGTHS, FORM)
-        first, _, _, last = query_blocks(
-            col0, n_queries, n_keys, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, LENGTHS,
-            False,
-        )  # fmt: skip
-        for row0 in tl.range(first, last, BLOCK_M, num_stages=1):
-            offs_m = row0 + tl.arange(0, BLOCK_M)
-            q = load_tile(q_base, b, h, 0, row0, n_queries, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True, LENGTHS, FORM)
-            s = dot(q, tl.trans(k), PRECISION)  # [BLOCK_M, BLOCK_N]
-            if NEGATE:
+    for col0 in tl.range(0, n_keys, c.BLOCK_N):
+        offs_n = col0 + tl.arange(0, c.BLOCK_N)
+        k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, c.FORM, c)
+        v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, c.FORM, c)
+        first, _, _, last = query_blocks(col0, n_queries, n_keys, offset, window_left, window_right, False, c)
+        for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
+            offs_m = row0 + tl.arange(0, c.BLOCK_M)
+            q = load_tile(
+                q_base, b, h, 0, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, c.FORM, c
+            )
+            s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
+            if c.NEGATE:
                 s = -s
             visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, HAS_LEFT, HAS_RIGHT
+                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c
             )
             s = tl.where(visible, s * scale_log2, float("-inf"))
 
@@ -126,19 +113,21 @@ def _fwd_v1_kernel(
             kept = l_old * tl.math.exp2(m_old - m_ref)
             l_new = kept + tl.sum(p, 1)
             o = load_tile(
-                running, b, h, 0, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM
+                running, b, h, 0, row0, n_queries, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
             )
             norm = tl.where(l_new != 0.0, l_new, 1.0)
-            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, PRECISION)) / norm[:, None]
-            store_tile(running, o, row0, n_queries, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+            o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, c.PRECISION)) / norm[:, None]
+            store_tile(running, o, row0, n_queries, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
             tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
             tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)
         tl.debug_barrier()
 
-    for row0 in tl.range(0, seqlen_q, BLOCK_M):
-        offs_m = row0 + tl.arange(0, BLOCK_M)
-        o = load_tile(running, b, h, 0, row0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, LENGTHS, FORM)
-        store_tile(o_base, o, row0, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, FORM)
+    for row0 in tl.range(0, seqlen_q, c.BLOCK_M):
+        offs_m = row0 + tl.arange(0, c.BLOCK_M)
+        o = load_tile(
+            running, b, h, 0, row0, seqlen_q, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
+        )
+        store_tile(o_base, o, row0, seqlen_q, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
         m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         live = total != 0.0  # False for rows that saw no key and rows beyond the sequence
@@ -172,7 +161,7 @@ def launch_of(problem: AttentionProblem, tensors: AttentionTensors, out: torch.T
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     grid = problem.batch * problem.heads_q
-    return Launch(_fwd_v1_kernel, grid, arguments, constants(problem, tile, negate), options)
+    return Launch(_fwd_v1_kernel, grid, arguments, {"c": constants(problem, tile, negate)}, options)
 
 
 def attention_forward(
@@ -188,21 +177,3 @@ def config(problem: AttentionProblem) -> AttentionConfig:
     tile = portable_config("fwd", problem)
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     return replace(tile, spill_budget=V1_SPILL_BUDGET)
-
-
-def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) -> dict[str, object]:
-    """The kernel's constexprs."""
-    return {
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right >= 0,
-        "NEGATE": negate,
-        "LENGTHS": lengths_of(problem),
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "PRECISION": "ieee",
-        "FORM": form_of(config),
-    }

@@ -1,20 +1,23 @@
-"""What the attention launchers share: the arguments that describe a call, and which tile it runs with."""
+"""What the attention launchers share: the arguments and constants that describe a call, and which tile it runs with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, reads_rows
+from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
+from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.features import ADJUSTING
 from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors, Launch, bhsd_strides
 from diyfa.tuning import bucket_size
 
@@ -36,7 +39,7 @@ UNALIGNED_POINTERS = (
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
     """Whether scores are more than scaled products, so that the kernel brings them to units of log2 itself."""
-    return problem.softcap != 0.0 or problem.alibi or problem.bias != ""
+    return bool(problem.features & ADJUSTING)
 
 
 def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bool]:
@@ -129,22 +132,58 @@ def read_by(
     return found
 
 
-def feature_constants(problem: AttentionProblem) -> dict[str, object]:
-    """The constexprs that every attention kernel takes."""
+@dataclass(frozen=True)
+class AttentionConstants(Constants):
+    """Constants of all attention kernels."""
+
+    has_left: bool
+    has_right: bool
+    lengths: int  # EQUAL, SEQ_LENS or PACKED of tile_io.py
+    softcap: bool
+    alibi: bool
+    bias: bool
+    dropout: bool
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    precision: str  # how products of fp32 are formed: "ieee"
+
+
+@dataclass(frozen=True)
+class TileConstants(AttentionConstants):
+    """With how tiles are read, a form of tile_io.py; `edge_form` is for those that a mask cuts."""
+
+    form: int
+    edge_form: int
+
+
+def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
+    """The fields of `AttentionConstants`."""
     return {
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right >= 0,
-        "LENGTHS": lengths_of(problem),
-        "SOFTCAP": problem.softcap != 0.0,
-        "ALIBI": problem.alibi,
-        "BIAS": problem.bias != "",
-        "DROPOUT": problem.dropout,
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "PRECISION": "ieee",
+        "has_left": problem.window_left >= 0,
+        "has_right": problem.window_right >= 0,
+        "lengths": lengths_of(problem),
+        "softcap": problem.softcap != 0.0,
+        "alibi": problem.alibi,
+        "bias": problem.bias != "",
+        "dropout": problem.dropout,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "block_d": padded_head_dim(problem.head_dim),
+        "block_dv": padded_head_dim(problem.head_dim_v),
+        "precision": "ieee",
     }
+
+
+def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
+    """The fields of `TileConstants`."""
+    forms = {"form": form_of(config), "edge_form": edge_form_of(problem, config)}
+    return attention_constants(problem, config) | forms
 
 
 @contextmanager
@@ -182,7 +221,6 @@ def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | No
     return tuned_config(kind, problem, lambda config: None)
 
 
-@lru_cache(maxsize=4096)
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""
     return (

@@ -17,9 +17,8 @@ from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
 
 @triton.jit
 def sequence_of(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-    LENGTHS: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c: tl.constexpr
+):
     """Sample b -> (its first row in q, in k, its queries, its keys).
 
     Lengths on the device cannot be checked before the launch; they are clamped to the memory there is.
@@ -28,21 +27,21 @@ def sequence_of(
     first_k = 0
     n_queries = seqlen_q
     n_keys = seqlen_k
-    if LENGTHS == PACKED:
+    if c.LENGTHS == PACKED:
         first_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), 0), total_q)
         first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)
         n_queries = tl.maximum(tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1), total_q) - first_q, 0)
         n_keys = tl.maximum(tl.minimum(tl.load(cu_seqlens_k_ptr + b + 1), total_k) - first_k, 0)
-    if LENGTHS == SEQ_LENS:
+    if c.LENGTHS == SEQ_LENS:
         n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
         n_queries = tl.minimum(n_keys, seqlen_q)
     return first_q, first_k, n_queries, n_keys
 
 
 @triton.jit
-def first_row(b, h, first, heads_q, seqlen_q, total_q, LENGTHS: tl.constexpr):
+def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
     """Where the statistics (lse, delta) of head h of sample b begin: (B, H, Sq) or (H, Tq), contiguous."""
-    if LENGTHS == PACKED:
+    if c.LENGTHS == PACKED:
         row = h.to(tl.int64) * total_q + first
     else:
         row = (b.to(tl.int64) * heads_q + h) * seqlen_q
@@ -51,27 +50,26 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, LENGTHS: tl.constexpr):
 
 @triton.jit
 def head_features(
-    slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash,
-    ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+    slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c: tl.constexpr
+):
     """What belongs to query head h of sample b: (ALiBi slope, its bias, dropout's keys of rows, of columns)."""
     slope = 0.0
-    if ALIBI:
+    if c.ALIBI:
         slope = tl.load(slopes_ptr + b * stride_slopeb + h)
     bias_base = 0
-    if BIAS:
+    if c.BIAS:
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
     row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
-    if DROPOUT:
+    if c.DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
     return slope, bias_base, row_key0, row_key1, column_key0, column_key1
 
 
 @triton.jit
-def masked_keys(begin, full_begin, full_end, end, HAS_LEFT: tl.constexpr):
+def masked_keys(begin, full_begin, full_end, end, c: tl.constexpr):
     """The keys of `key_blocks` that need a mask, as one loop -> (begin, end, gap that it leaves out at full_begin)."""
     gap = full_end - full_begin
-    if HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
+    if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
         masked_begin = begin
         masked_end = end - gap
     else:
@@ -89,11 +87,7 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 
 @triton.jit
-def key_blocks(
-    row0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr,
-):  # fmt: skip
+def key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c: tl.constexpr):
     """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
 
     [full_begin, full_end) is seen by all of them and needs no mask; [begin, full_begin) and [full_end, end) by some.
@@ -103,27 +97,23 @@ def key_blocks(
     full_begin = 0
     end = n_keys
     full_end = n_keys
-    if HAS_RIGHT:
-        end = tl.minimum(n_keys, tl.maximum(row0 + BLOCK_M + offset + window_right, 0))
+    if c.HAS_RIGHT:
+        end = tl.minimum(n_keys, tl.maximum(row0 + c.BLOCK_M + offset + window_right, 0))
         full_end = tl.minimum(n_keys, tl.maximum(row0 + offset + window_right + 1, 0))
-    if LENGTHS == SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
+    if c.LENGTHS == SEQ_LENS:  # blocks of queries beyond a sample's end see nothing
         end = tl.where(row0 < n_queries, end, 0)
         full_end = tl.where(row0 < n_queries, full_end, 0)
-    full_end = full_end // BLOCK_N * BLOCK_N
-    if HAS_LEFT:
-        begin = tl.maximum(row0 + offset - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(row0 + BLOCK_M - 1 + offset - window_left, 0), BLOCK_N) * BLOCK_N
-        full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N), begin)
+    full_end = full_end // c.BLOCK_N * c.BLOCK_N
+    if c.HAS_LEFT:
+        begin = tl.maximum(row0 + offset - window_left, 0) // c.BLOCK_N * c.BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(row0 + c.BLOCK_M - 1 + offset - window_left, 0), c.BLOCK_N) * c.BLOCK_N
+        full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_N) * c.BLOCK_N), begin)
         full_end = tl.maximum(full_end, full_begin)
     return begin, full_begin, full_end, end
 
 
 @triton.jit
-def query_blocks(
-    col0, n_queries, n_keys, offset, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LENGTHS: tl.constexpr, EDGES: tl.constexpr,
-):  # fmt: skip
+def query_blocks(col0, n_queries, n_keys, offset, window_left, window_right, EDGES: tl.constexpr, c: tl.constexpr):
     """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
 
     The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
@@ -132,39 +122,36 @@ def query_blocks(
     begin = 0
     full_begin = 0
     end = n_queries
-    if LENGTHS == SEQ_LENS:
+    if c.LENGTHS == SEQ_LENS:
         end = tl.where(col0 < n_keys, n_queries, 0)
     full_end = end
-    if HAS_RIGHT:
-        begin = tl.maximum(col0 - offset - window_right, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(col0 + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M) * BLOCK_M
-    if HAS_LEFT:
+    if c.HAS_RIGHT:
+        begin = tl.maximum(col0 - offset - window_right, 0) // c.BLOCK_M * c.BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(col0 + c.BLOCK_N - 1 - offset - window_right, 0), c.BLOCK_M) * c.BLOCK_M
+    if c.HAS_LEFT:
         full_end = tl.minimum(end, tl.maximum(col0 + window_left - offset + 1, 0))
         if not EDGES:
-            full_end = tl.where(full_end < end, full_end // BLOCK_M * BLOCK_M, end)
-        end = tl.minimum(end, tl.maximum(col0 + BLOCK_N + window_left - offset, 0))
+            full_end = tl.where(full_end < end, full_end // c.BLOCK_M * c.BLOCK_M, end)
+        end = tl.minimum(end, tl.maximum(col0 + c.BLOCK_N + window_left - offset, 0))
     if EDGES:
-        full_end = full_end // BLOCK_M * BLOCK_M
-    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M), begin)
+        full_end = full_end // c.BLOCK_M * c.BLOCK_M
+    full_begin = tl.maximum(tl.minimum(full_begin, tl.cdiv(end, c.BLOCK_M) * c.BLOCK_M), begin)
     full_end = tl.maximum(full_end, full_begin)
     return begin, full_begin, full_end, end
 
 
 @triton.jit
-def visible_pairs(
-    rows, cols, n_keys, offset, window_left, window_right,
-    CHECK_END: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def visible_pairs(rows, cols, n_keys, offset, window_left, window_right, CHECK_END: tl.constexpr, c: tl.constexpr):
     """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
     if CHECK_END:
         visible = cols < n_keys
-        if HAS_RIGHT:
+        if c.HAS_RIGHT:
             visible = visible & (cols <= rows + (offset + window_right))
-    elif HAS_RIGHT:
+    elif c.HAS_RIGHT:
         visible = cols <= rows + (offset + window_right)
     else:
         visible = cols >= 0
-    if HAS_LEFT:
+    if c.HAS_LEFT:
         visible = visible & (cols >= rows + (offset - window_left))
     return visible
 
@@ -201,7 +188,7 @@ def bias_corner(bias_ptr, row, col, stride_bm, stride_bn):
 @triton.jit
 def scores_log2(
     s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_bm, stride_bn,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PRECISE: tl.constexpr,
+    MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
 
@@ -209,15 +196,15 @@ def scores_log2(
     The tile begins at (row0, col0), where `corner` points into the bias; without MASKED all its keys exist.
     """
     t = s
-    if SOFTCAP:
+    if c.SOFTCAP:
         t = tanh(s * scale, PRECISE)
         s = t * (softcap * LOG2E)
     else:
         s = s * (scale * LOG2E)
-    if ALIBI:
+    if c.ALIBI:
         distance = (rows + offset).to(tl.float32) - cols.to(tl.float32)
         s = s - (slope * LOG2E) * tl.abs(distance)
-    if BIAS:
+    if c.BIAS:
         # 32 bits do inside of a tile. Columns are checked only where they can overrun, so that a row of a full tile is
         # read in wide pieces.
         addresses = corner + (rows - row0) * stride_bm + (cols - col0) * stride_bn

@@ -62,11 +62,11 @@ def cdiv(n: int, block: int) -> int:
 
 
 @triton.jit
-def head_base(ref, b, h, first, stride_b, stride_h, stride_row, LENGTHS: tl.constexpr, FORM: tl.constexpr):
+def head_base(ref, b, h, first, stride_b, stride_h, stride_row, FORM: tl.constexpr, c: tl.constexpr):
     """Address of head h of sample b, first row `first` (PACKED); a descriptor covers all and passes through."""
     if FORM != DESCRIPTOR:
         ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        if LENGTHS == PACKED:
+        if c.LENGTHS == PACKED:
             ref = ref + first.to(tl.int64) * stride_row
     return ref
 
@@ -75,7 +75,7 @@ def head_base(ref, b, h, first, stride_b, stride_h, stride_row, LENGTHS: tl.cons
 def load_tile(
     ref, b, h, first, row0, n_rows, stride_row,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHECK_ROWS: tl.constexpr, LENGTHS: tl.constexpr, FORM: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
 
@@ -84,7 +84,7 @@ def load_tile(
     begins at, which other forms have in `ref`.
     """
     if FORM == DESCRIPTOR:
-        if LENGTHS == PACKED:
+        if c.LENGTHS == PACKED:
             tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
         else:
             tile = ref.load([b, h, row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)

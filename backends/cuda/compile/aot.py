@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
 from diyfa.problem import CompileReport, Launch
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -152,7 +153,7 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
     if limits is None:
         raise ValueError(f"unknown architecture {arch!r}")
     where, source = target(arch), _source(spec)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **COMPILE_OPTIONS, **spec.options}
     log = io.StringIO()
     start = time.perf_counter()
     # Always compile: a binary from Triton's cache comes without ptxas's log.

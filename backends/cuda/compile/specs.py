@@ -25,7 +25,8 @@ from diyfa.backends.cuda.attention.configs import (
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors, Launch
+from diyfa.features import EVERYTHING
+from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors, Launch, example_tensors
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
@@ -52,9 +53,9 @@ def problems(arch: str) -> Iterator[AttentionProblem]:
 def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     """Problems with features: all that compose on dense tensors, packed sequences, wide heads, MLA's 576 and 512."""
     half = "float16"
-    everything = {"softcap": 30.0, "alibi": True, "sinks": True, "dropout": True, "bias_grad": True}
+    everything = {**EVERYTHING, "window_right": 64, "bias_grad": True}
     for d, bias in ((64, half), (128, "float32")):
-        yield _problem(arch, half, d).replace(bias=bias, window_left=128, window_right=64, **everything)
+        yield _problem(arch, half, d).replace(**{**everything, "bias": bias})
     # A bias alone: the most shared memory beside what tiles take anyway, and loops whose wgmma ptxas once serialised.
     spec = gpu_spec(arch)
     for d in (64, 128, 256) if spec is not None and spec.has_wgmma else (256,):
@@ -98,8 +99,8 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
 def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
     """Tensors of a call, out and lse, without memory."""
 
-    def empty(*shape: int, dtype: str = problem.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
 
     def heads(number: int, rows: int, total: int, columns: int) -> torch.Tensor:
         leading = (total, number) if problem.varlen else (problem.batch, number, rows)
@@ -110,19 +111,8 @@ def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tenso
     q = heads(problem.heads_q, problem.seqlen_q, problem.total_q, problem.head_dim)
     k = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim)
     v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v)
-    offsets = empty(problem.batch + 1, dtype="int32") if problem.varlen else None
-    bias_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    tensors = AttentionTensors(
-        q, k, v, 0.125,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        seq_lens=empty(problem.batch, dtype="int32") if problem.seq_lens else None,
-        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
-        attn_bias=empty(*bias_shape, dtype=problem.bias) if problem.bias else None,
-        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
-        rng_state=empty(2, dtype="int64") if problem.dropout else None,
-        dropout_p=0.5 if problem.dropout else 0.0,
-    )  # fmt: skip
+    dropout_p = 0.5 if problem.dropout else 0.0
+    tensors = AttentionTensors(q, k, v, 0.125, dropout_p=dropout_p, **example_tensors(problem))
     out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device="meta")
     return tensors, out, torch.empty(problem.lse_shape, dtype=torch.float32, device="meta")
 
@@ -236,7 +226,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"
-        f"{' fixed max' if launch.constants['FIXED_MAX'] else ''}"
+        f"{' fixed max' if launch.constants['config'].fixed_max else ''}"
         f"{' pingpong' if config.pingpong else ''}{'' if config.scheduler == 'static' else ' ' + config.scheduler}"
     )
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)

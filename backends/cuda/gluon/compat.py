@@ -1,17 +1,21 @@
-"""Which Triton this is, and what Gluon kernels use of its private parts. Importable with any Triton."""
+"""What Gluon kernels use of Triton's private parts, and which versions have them. Importable with any Triton."""
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import triton
 
-TRITON = ("3.6", "3.7", "3.8", "3.9")  # Gluon changes names and meanings from release to release
+from diyfa.backends.cuda.runtime.versions import TRITON
+
+OLDEST, NEWEST = (3, 6), (3, 9)  # Gluon changes names and meanings from release to release
 
 
 def has_gluon() -> bool:
     """Whether this Triton is one whose Gluon the kernels are written in."""
-    return ".".join(triton.__version__.split(".")[:2]) in TRITON
+    return OLDEST <= TRITON <= NEWEST
 
 
 if has_gluon():
@@ -23,6 +27,36 @@ if has_gluon():
     async_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
     # (shared memory, dtype, shape, layout) -> the same bytes seen as that. Before Triton 3.9 it was a private method.
     reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
+
+
+# Triton 3.9 brings two versions of ptxas and takes the newer one for sm_90. With the older one the Hopper kernel spills
+# less in every config in which it spills at all (docs/log/hopper.md, "Versions of Triton").
+NEWER_PTXAS, OLDER_PTXAS = "13.4", "12.9"
+OLDER_PTX = 88  # the newest PTX that the older one reads
+
+
+def ptxas_options() -> dict[str, int]:
+    """Compile options of a kernel for which `compile_with_older_ptxas` shall choose the older ptxas.
+
+    They are part of the key under which Triton keeps the kernel. Where Triton has other versions, or the user has
+    chosen others by Triton's own variables, there are none: nothing is known of those.
+    """
+    if not has_gluon():
+        return {}
+    tools = triton.knobs.nvidia
+    compared = tools.ptxas_blackwell.version == NEWER_PTXAS and tools.ptxas.version == OLDER_PTXAS
+    return {"ptx_version": OLDER_PTX} if compared else {}
+
+
+def compile_with_older_ptxas(backend: Any, stages: dict[str, Any], options: Any) -> None:
+    """Change the stages of a compilation with `ptxas_options`, and nothing outside of it: no variable, no knob."""
+    if options.ptx_version != OLDER_PTX or not ptxas_options():
+        return
+    # Triton chooses by the architecture of the backend's target; what to compile for, it is told beside that.
+    arch = backend.target.arch
+    other = copy(backend)
+    other.target = replace(backend.target, arch=80)
+    stages["cubin"] = lambda source, metadata: other.make_cubin(source, metadata, options, arch)
 
 
 def aggregate(cls: type) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 import triton
 
-from diyfa.backends.cuda.gluon.compat import has_gluon
+from diyfa.backends.cuda.gluon.compat import compile_with_older_ptxas, has_gluon
 
 # Part of the markers, and with them of the key under which Triton keeps the compiled kernel.
 _EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
@@ -77,8 +77,9 @@ def post_process(ptx: str) -> str:
     return ptx
 
 
-def _wrap_ptx_stage(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
+def _change_stages(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
     """Triton's hook, called with the stages of each compilation."""
+    compile_with_older_ptxas(backend, stages, options)
     make = stages["ptx"]
 
     def make_and_post_process(source: Any, metadata: dict[str, Any]) -> str:
@@ -101,9 +102,9 @@ def post_processing() -> Iterator[None]:
 
         def both(*arguments: Any) -> Any:
             asked = other(*arguments) if other is not None else None
-            if not arguments:  # Triton since 3.7 asks for a cache key; for our edits the markers are in it
+            if not arguments:  # Triton since 3.7 asks for a cache key; what we change the markers and options say
                 return asked or ("", "")
-            return _wrap_ptx_stage(*arguments)
+            return _change_stages(*arguments)
 
         triton.knobs.runtime.add_stages_inspection_hook = both
         yield

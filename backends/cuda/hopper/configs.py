@@ -10,8 +10,8 @@ import triton
 
 from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
-from diyfa.backends.cuda.gluon.compat import TRITON, has_gluon
-from diyfa.backends.cuda.runtime.launch import is_interpreting
+from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
+from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "head_dim_v", "seq_lens", "varlen", "window", "softcap", "alibi", "sinks"})
@@ -181,7 +181,7 @@ def has_long_kv_loop(problem: AttentionProblem) -> bool:
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
     """The compiler options of a config. A lone consumer and its producer share what both together ask for."""
-    options = {"num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
     if config.consumers == 1:
         options["maxnreg"] = cdiv((config.consumer_registers + config.producer_registers) // 2, 8) * 8
     return options
@@ -255,19 +255,12 @@ def tile_infos_of(config: Sm90Config) -> int:
     return MAX_TILE_INFOS if config.persistent else 2
 
 
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # described without a device, to be compiled ahead of time
-        return FULL_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def grid_of(problem: AttentionProblem, config: Sm90Config, device: torch.device) -> int:
     """Programs to launch."""
     tiles = tiles_of(problem, config)
     if not config.persistent:
         return tiles
-    at_once = programs = min(tiles, _multiprocessors(device))
+    at_once = programs = min(tiles, multiprocessors(device) or FULL_GPU)
     while cdiv(tiles, programs) >= MAX_TILE_INFOS:  # the last one is of no tile
         programs += at_once
     return programs
@@ -303,7 +296,7 @@ def refuses(problem: AttentionProblem) -> str | None:
 def environment_refusal() -> str | None:
     """Why the kernel cannot be compiled here, whatever the problem, or None."""
     if not has_gluon():
-        known = f"{TRITON[0]} to {TRITON[-1]}"
+        known = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
         return f"sm90 is written in the Gluon of Triton {known}, this is Triton {triton.__version__}"
     if is_interpreting():
         return "sm90 is written in Gluon, which Triton's interpreter does not run"

@@ -13,8 +13,10 @@ two wide, with zeros beyond the head dim; one of 129 to 192 columns comes in thr
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -85,45 +87,57 @@ from diyfa.backends.cuda.hopper.tiles import (
     start_store,
     tile_of,
 )
+from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 
-@aggregate
-class Config:
-    """Tile and schedule, all of them constants. `Sm90Config` says what they mean."""
+@dataclass(frozen=True)
+class Sm90Constants(Constants):
+    """What the kernel is compiled for: the problem's features, tile and schedule. `Sm90Config` says what these mean."""
 
-    BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
-    CONSUMERS: gl.constexpr
-    OWN_O: gl.constexpr
-    DIRECT: gl.constexpr
-    PINGPONG: gl.constexpr
-    Q_IN_REGISTERS: gl.constexpr
-    BOXES: gl.constexpr
-    BOXES_V: gl.constexpr
-    PAIRS: gl.constexpr
-    RISE: gl.constexpr  # see `softmax_step`
-    FIXED_MAX: gl.constexpr
-    FIND_AHEAD: gl.constexpr
-    CONSUMER_REGISTERS: gl.constexpr
-    PRODUCER_REGISTERS: gl.constexpr
-    FALLBACK: gl.constexpr  # only the tiles that are flagged (`hopper/overflow.py`)
+    block_m: int
+    block_n: int
+    consumers: int
+    stages: int
+    own_o: bool
+    direct: bool
+    pingpong: bool
+    q_in_registers: int
+    boxes: int
+    boxes_v: int
+    pairs: bool
+    one_ring: bool
+    causal: bool
+    has_left: bool
+    has_right: bool
+    check_keys: bool  # see `Problem`
+    lengths: int
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    negate: bool
+    fixed_max: bool  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
+    rise: float  # see `softmax_step`
+    tile_infos: int
+    schedule: str
+    find_ahead: bool
+    consumer_registers: int
+    producer_registers: int
+    fallback: bool = False  # only the tiles that are flagged (`overflow.py`)
 
-    @gluon.jit
-    def for_fallback(self):
-        """The same with a running maximum, and never rescaling late: 2^RISE times a value may overflow, too."""
-        return Config(
-            self.BLOCK_M, self.BLOCK_N, self.CONSUMERS, self.OWN_O, self.DIRECT, self.PINGPONG, self.Q_IN_REGISTERS,
-            self.BOXES, self.BOXES_V, self.PAIRS, RISE=0.0, FIXED_MAX=False, FIND_AHEAD=self.FIND_AHEAD,
-            CONSUMER_REGISTERS=self.CONSUMER_REGISTERS, PRODUCER_REGISTERS=self.PRODUCER_REGISTERS, FALLBACK=True,
-        )  # fmt: skip
+
+@constexpr_function
+def for_fallback(config):
+    """The same with a running maximum, and never rescaling late: 2^RISE times a value may overflow, too."""
+    return type(config)(**vars(config) | {"rise": 0.0, "fixed_max": False, "fallback": True})
 
 
 @aggregate
 class Shared:
-    """What the producer and the consumers share: memory and barriers."""
+    """What the producer and the consumers share: constants, memory and barriers."""
 
+    config: gl.constexpr  # `Sm90Constants`
     queries: Queries
     ring: KVRing
     tile_infos: TileInfos
@@ -163,8 +177,9 @@ class Outputs:
 
 
 @gluon.jit
-def _find_tile(index, turn, config, problem, shared, scheduler):
+def _find_tile(index, turn, problem, shared, scheduler):
     """Find the first tile from number `index` on and leave its info, or that there is none -> its number."""
+    config: gl.constexpr = shared.config
     if config.FIND_AHEAD:  # more is alive there
         problem = problem.behind_barrier()
     tiles = problem.tile_count(config.BLOCK_M)
@@ -181,12 +196,13 @@ def _find_tile(index, turn, config, problem, shared, scheduler):
 
 
 @gluon.jit
-def _producer(config, problem, shared, inputs):
+def _producer(problem, shared, inputs):
     """One warp: find tile after tile, tell the consumers, and copy what they read as soon as a buffer is free.
 
     FIND_AHEAD: the next tile is found before the last block of keys is copied, not after it. Where that takes long and
     the ring is short, the consumers would stand still meanwhile; elsewhere they would because the block comes later.
     """
+    config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
     ring = shared.ring
     scheduler = inputs.scheduler
@@ -196,7 +212,7 @@ def _producer(config, problem, shared, inputs):
     if config.FALLBACK:
         turn = shared.flags.next_flagged(turn, 1)
     else:
-        index = _find_tile(gl.program_id(0), turn, config, problem, shared, scheduler)
+        index = _find_tile(gl.program_id(0), turn, problem, shared, scheduler)
     tile = shared.tile_infos.reread(turn, problem, 1)
     while tile.end_block > 0:
         b = tile.b
@@ -229,7 +245,7 @@ def _producer(config, problem, shared, inputs):
                 if config.FIND_AHEAD:  # noqa: SIM102 (decided when it is compiled)
                     if i == n_blocks - 1:
                         following = scheduler.next_tile(index, drawn)
-                        index = _find_tile(following, turn + 1, config, problem, shared, scheduler)
+                        index = _find_tile(following, turn + 1, problem, shared, scheduler)
             row = order.block(i) * config.BLOCK_N
             ring.wait_empty(item)
             start_load(
@@ -249,7 +265,7 @@ def _producer(config, problem, shared, inputs):
             turn += 1
             used = turn
             if not config.FIND_AHEAD:
-                index = _find_tile(scheduler.next_tile(index, drawn), turn, config, problem, shared, scheduler)
+                index = _find_tile(scheduler.next_tile(index, drawn), turn, problem, shared, scheduler)
         tile = shared.tile_infos.reread(turn, problem, 1)
     if scheduler.SCHEDULE == "dynamic" and not config.FALLBACK:
         scheduler.leave()
@@ -290,7 +306,6 @@ class Consumer:
     """One consumer warpgroup: what it knows for all tiles."""
 
     INDEX: gl.constexpr
-    config: Config
     problem: Problem
     shared: Shared
     outputs: Outputs
@@ -298,13 +313,13 @@ class Consumer:
 
     @gluon.jit
     def wait_turn(self):
-        if self.config.PINGPONG:
+        if self.shared.config.PINGPONG:
             _wait_turn(self.INDEX)
 
     @gluon.jit
     def hand_over(self):
-        if self.config.PINGPONG:
-            _hand_over(self.INDEX, self.config.CONSUMERS)
+        if self.shared.config.PINGPONG:
+            _hand_over(self.INDEX, self.shared.config.CONSUMERS)
 
 
 @gluon.jit
@@ -320,7 +335,7 @@ def _attend_blocks(
 
     FIXED_MAX: m_i stays, and l_i are the sums of `fixed_max_step`.
     """
-    config = consumer.config
+    config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
     for i in range(start, end):
         item += 2  # its K, and item - 1 is the V of the block before
@@ -354,7 +369,7 @@ def _skip_masked(consumer, tile, key0, item):
     Row 0 is aligned with key0. At least one block is left. A stage must be full before it is released: until then
     others may still owe their release of what it held before.
     """
-    config = consumer.config
+    config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     ring = consumer.shared.ring
     end = key0 + ROWS if problem.CAUSAL else key0 + ROWS + problem.window_right
@@ -373,7 +388,7 @@ def _skip_masked(consumer, tile, key0, item):
 @gluon.jit
 def _attend_tile(consumer, tile, item, used):
     """A consumer's 64 queries of a tile: from scores to the rows of out and lse -> (next item, overflown rows)."""
-    config = consumer.config
+    config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     outputs = consumer.outputs
     ring = consumer.shared.ring
@@ -489,7 +504,7 @@ def _store_output(consumer, tile, row0, o, factor, share):
     Out leaves through shared memory and TMA, which drops rows beyond the end, and may go on during the next tile; or
     (DIRECT) from registers.
     """
-    config = consumer.config
+    config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
     outputs = consumer.outputs
     CONSUMER: gl.constexpr = consumer.INDEX
@@ -527,10 +542,11 @@ def _store_output(consumer, tile, row0, o, factor, share):
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, config, problem, shared, outputs):
+def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
     """One warpgroup: its 64 queries of each tile."""
+    config: gl.constexpr = shared.config
     score = outputs.score.in_log2()
-    consumer = Consumer(INDEX, config, problem, shared, outputs, score)
+    consumer = Consumer(INDEX, problem, shared, outputs, score)
     item = 0
     used = 0  # how many queries have been loaded
     turn = 0
@@ -566,19 +582,20 @@ def _consumer(INDEX: gl.constexpr, config, problem, shared, outputs):
 
 
 @gluon.jit
-def _attend(config, problem, shared, inputs, outputs):
+def _attend(problem, shared, inputs, outputs):
     """Run the consumers and the producer until all tiles are done.
 
     The first consumer runs on the warps that the kernel is launched with and takes the registers that are left. Idle
     warps fill up the producer's warpgroup, which has registers for four warps anyway; a lone consumer has none to give.
     """
+    config: gl.constexpr = shared.config
     OTHERS: gl.constexpr = config.CONSUMERS - 1
     PRODUCERS: gl.constexpr = 3 if OTHERS else 1  # partitions of its warpgroup
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
-        [(_consumer, (i, config, problem, shared, outputs)) for i in (0, 1, 2)[: OTHERS + 1]]
-        + [(_producer, (config, problem, shared, inputs)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
+        [(_consumer, (i, problem, shared, outputs)) for i in (0, 1, 2)[: OTHERS + 1]]
+        + [(_producer, (problem, shared, inputs)), (idle_warps, ()), (idle_warps, ())][:PRODUCERS],
         [4, 4][:OTHERS] + [1, 1, 2][:PRODUCERS],
         [R, R][:OTHERS] + [P, P, P][:PRODUCERS],
     )  # fmt: skip
@@ -608,110 +625,102 @@ def _fwd_sm90_kernel(
     stride_slopeb,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,  # `steps_of` each tensor
     scale, softcap,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_O: gl.constexpr,
-    DIRECT: gl.constexpr, PINGPONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    BOXES: gl.constexpr, BOXES_V: gl.constexpr, PAIRS: gl.constexpr, ONE_RING: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, CHECK_KEYS: gl.constexpr,
-    LENGTHS: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, SINKS: gl.constexpr, NEGATE: gl.constexpr,
-    FIXED_MAX: gl.constexpr,  # the maximum of the first blocks serves the others (`fixed_max_step`, `overflow.py`)
-    TILE_INFOS: gl.constexpr, SCHEDULE: gl.constexpr, FIND_AHEAD: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    config: gl.constexpr,  # `Sm90Constants`
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # Queries and K are read box by box; runs are those of out, where it leaves through the queries' buffers, and of V.
-    Q_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES, not OWN_O and not DIRECT)
+    Q_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES, not config.OWN_O and not config.DIRECT)
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
-    K_STAGES: gl.constexpr = STAGES if ONE_RING else STAGES // 2
-    K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES, ONE_RING)
+    K_STAGES: gl.constexpr = config.STAGES if config.ONE_RING else config.STAGES // 2
+    K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES, config.ONE_RING)
     k_buffers = gl.allocate_shared_memory(DTYPE, [K_BUFFERS] + k_tensor.block_shape, k_tensor.layout)
-    if ONE_RING:
+    if config.ONE_RING:
         v_buffers = k_buffers
     else:
-        V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, BOXES_V, True)
+        V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
         v_buffers = gl.allocate_shared_memory(DTYPE, [V_BUFFERS] + v_tensor.block_shape, v_tensor.layout)
-    if OWN_O:
-        O_BUFFERS: gl.constexpr = buffer_count(CONSUMERS, BOXES_V, True)
+    if config.OWN_O:
+        O_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES_V, True)
         o_buffers = gl.allocate_shared_memory(DTYPE, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
     else:
         o_buffers = q_buffers
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    kv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    queries = Queries(q_buffers, q_full, q_empty, CONSUMERS, BOXES)
-    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, STAGES, ONE_RING, CONSUMERS)
+    q_full = gl.allocate_shared_memory(gl.int64, [config.CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [config.CONSUMERS, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    queries = Queries(q_buffers, q_full, q_empty, config.CONSUMERS, config.BOXES)
+    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, config.STAGES, config.ONE_RING, config.CONSUMERS)
     queries.init()
     ring.init()
-    tile_infos = allocate_tile_infos(TILE_INFOS)
-    if FIXED_MAX:
-        flags = allocate_flags(CONSUMERS, TILE_INFOS)
+    tile_infos = allocate_tile_infos(config.TILE_INFOS)
+    if config.FIXED_MAX:
+        flags = allocate_flags(config.CONSUMERS, config.TILE_INFOS)
     else:
-        flags = OverflowFlags(None, CONSUMERS, TILE_INFOS)
+        flags = OverflowFlags(None, config.CONSUMERS, config.TILE_INFOS)
     fence_async_shared()
     wait_for_previous_kernels()
 
-    config = Config(
-        ROWS * CONSUMERS, BLOCK_N, CONSUMERS, OWN_O, DIRECT, PINGPONG, Q_IN_REGISTERS, BOXES, BOXES_V, PAIRS, LAZY_RISE,
-        FIXED_MAX, FIND_AHEAD, CONSUMER_REGISTERS, PRODUCER_REGISTERS, FALLBACK=False,
-    )  # fmt: skip
     problem = Problem(
         window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
-        lengths_q_ptr, lengths_k_ptr, LENGTHS, CAUSAL, HAS_LEFT, HAS_RIGHT, CHECK_KEYS,
+        lengths_q_ptr, lengths_k_ptr,
+        config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
     )  # fmt: skip
-    shared = Shared(queries, ring, tile_infos, flags)
+    shared = Shared(config, queries, ring, tile_infos, flags)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, group_size, steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn,
-        TileScheduler(counter_ptr, SCHEDULE),
+        TileScheduler(counter_ptr, config.SCHEDULE),
     )  # fmt: skip
-    score = Score(scale, softcap, SOFTCAP, ALIBI, NEGATE)
-    outputs = Outputs(o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, score, SINKS)
-    _attend(config, problem, shared, inputs, outputs)
-    if FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
+    score = Score(scale, softcap, config.SOFTCAP, config.ALIBI, config.NEGATE)
+    outputs = Outputs(o_tensor, lse_ptr, o_ptr, slopes_ptr, stride_slopeb, sinks_ptr, o_buffers, score, config.SINKS)
+    _attend(problem, shared, inputs, outputs)
+    if config.FIXED_MAX:  # noqa: SIM102 (decided when it is compiled)
         if flags.any_flagged() != 0:
             queries.invalidate()
             ring.invalidate()
             queries.init()
             ring.init()
             fence_async_shared()
-            _attend(config.for_fallback(), problem, shared, inputs, outputs)
+            again = Shared(for_fallback(config), queries, ring, tile_infos, flags)
+            _attend(problem, again, inputs, outputs)
 
 
-def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> dict[str, object]:
-    """The kernel's constexprs."""
+def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
+    """The kernel's constants."""
     ragged = lengths_of(problem) != EQUAL.value
-    return {
-        "BLOCK_N": config.block_n,
-        "CONSUMERS": config.consumers,
-        "STAGES": config.stages,
-        "OWN_O": config.own_o,
-        "DIRECT": config.direct,
-        "PINGPONG": config.pingpong,
-        "Q_IN_REGISTERS": min(
-            config.q_in_registers, boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
-        ),
-        "BOXES": boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1],
-        "BOXES_V": boxes_of(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
-        "PAIRS": config.pairs,
-        "ONE_RING": has_one_ring(problem, config.box_columns),
-        "CAUSAL": problem.causal,
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right >= 0,
-        "CHECK_KEYS": problem.window_right < 0
+    boxes = boxes_of(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
+    return Sm90Constants(
+        block_m=CONSUMER_ROWS * config.consumers,
+        block_n=config.block_n,
+        consumers=config.consumers,
+        stages=config.stages,
+        own_o=config.own_o,
+        direct=config.direct,
+        pingpong=config.pingpong,
+        q_in_registers=min(config.q_in_registers, boxes),
+        boxes=boxes,
+        boxes_v=boxes_of(problem.head_dim_v, problem.head_dim, config.box_columns)[1],
+        pairs=config.pairs,
+        one_ring=has_one_ring(problem, config.box_columns),
+        causal=problem.causal,
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        check_keys=problem.window_right < 0
         and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
-        "LENGTHS": lengths_of(problem),
-        "SOFTCAP": problem.softcap != 0.0,
-        "ALIBI": problem.alibi,
-        "SINKS": problem.sinks,
-        "NEGATE": negate,
-        "FIXED_MAX": has_fixed_max(problem, config),
-        "TILE_INFOS": tile_infos_of(config),
-        "SCHEDULE": config.scheduler,
-        "FIND_AHEAD": finds_ahead(problem, config),
-        "CONSUMER_REGISTERS": config.consumer_registers,
-        "PRODUCER_REGISTERS": config.producer_registers,
-    }
+        lengths=lengths_of(problem),
+        softcap=problem.softcap != 0.0,
+        alibi=problem.alibi,
+        sinks=problem.sinks,
+        negate=negate,
+        fixed_max=has_fixed_max(problem, config),
+        rise=LAZY_RISE.value,
+        tile_infos=tile_infos_of(config),
+        schedule=config.scheduler,
+        find_ahead=finds_ahead(problem, config),
+        consumer_registers=config.consumer_registers,
+        producer_registers=config.producer_registers,
+    )
 
 
 def launch_of(
@@ -763,7 +772,8 @@ def launch_of(
         "softcap": problem.softcap,
     }
     grid = grid_of(problem, config, q.device)
-    return Launch(_fwd_sm90_kernel, grid, arguments, constants(problem, config, negate), schedule_of(config))
+    values = {"config": constants(problem, config, negate)}
+    return Launch(_fwd_sm90_kernel, grid, arguments, values, schedule_of(config))
 
 
 def _config(problem: AttentionProblem) -> Sm90Config:

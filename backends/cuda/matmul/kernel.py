@@ -12,6 +12,7 @@ Programs are ordered in groups of row tiles, so that those running together shar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -30,7 +31,8 @@ from diyfa.backends.cuda.matmul.configs import (
     shared_bytes,
 )
 from diyfa.backends.cuda.runtime import tune
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import Kernel, Launch, MatmulProblem
 from diyfa.tuning import bucket_size
 
@@ -42,6 +44,43 @@ except ImportError:  # before Triton 3.4
 TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class PointerConstants(Constants):
+    """Constants of `_matmul_kernel`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    split_k: int
+    even_k: bool  # block_k * split_k divides K: no mask along K
+    compute_dtype: tl.dtype
+    precision: str
+
+
+@dataclass(frozen=True)
+class DescriptorConstants(Constants):
+    """Constants of `_matmul_tma_kernel`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    a_transposed: bool
+    b_transposed: bool
+    persistent: bool
+    store_halves: bool
+    out_dtype: tl.dtype
+
+
+@dataclass(frozen=True)
+class SumConstants(Constants):
+    """Constants of `_sum_splits_kernel`."""
+
+    split_k: int
+    block: int
 
 
 @triton.jit
@@ -65,39 +104,32 @@ def _matmul_kernel(
     M,
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,  # BLOCK_K * SPLIT_K divides K: no mask along K
-    COMPUTE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    c: tl.constexpr,
 ):
-    """c is (M, N), or (SPLIT_K, M, N) partial sums; contiguous."""
-    pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    """The result is (M, N), or (SPLIT_K, M, N) partial sums; contiguous."""
+    pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N), c.GROUP_M)
     split = tl.program_id(1)
-    offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = split.to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_m = pid_m.to(tl.int64) * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    offs_n = pid_n.to(tl.int64) * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
+    offs_k = split.to(tl.int64) * c.BLOCK_K + tl.arange(0, c.BLOCK_K)
     mask_m = offs_m[:, None] < M
     mask_n = offs_n[None, :] < N
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak  # [BLOCK_M, BLOCK_K]
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn  # [BLOCK_K, BLOCK_N]
     # The splits take turns: split s reads steps s, s + SPLIT_K, ... In 64 bits: a stride may be nearly 2^31.
-    step = tl.full((), BLOCK_K * SPLIT_K, tl.int64)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(split * BLOCK_K, K, BLOCK_K * SPLIT_K):
-        if EVEN_K:
+    step = tl.full((), c.BLOCK_K * c.SPLIT_K, tl.int64)
+    acc = tl.zeros((c.BLOCK_M, c.BLOCK_N), tl.float32)
+    for k in range(split * c.BLOCK_K, K, c.BLOCK_K * c.SPLIT_K):
+        if c.EVEN_K:
             a = tl.load(a_ptrs, mask=mask_m, other=0.0)
             b = tl.load(b_ptrs, mask=mask_n, other=0.0)
         else:
             left = K - k
-            a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, BLOCK_K)[None, :] < left), other=0.0)
-            b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, BLOCK_K)[:, None] < left), other=0.0)
-        a = dot_operand(a.to(COMPUTE_DTYPE))
-        b = dot_operand(b.to(COMPUTE_DTYPE))
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            a = tl.load(a_ptrs, mask=mask_m & (tl.arange(0, c.BLOCK_K)[None, :] < left), other=0.0)
+            b = tl.load(b_ptrs, mask=mask_n & (tl.arange(0, c.BLOCK_K)[:, None] < left), other=0.0)
+        a = dot_operand(a.to(c.COMPUTE_DTYPE))
+        b = dot_operand(b.to(c.COMPUTE_DTYPE))
+        acc = tl.dot(a, b, acc, input_precision=c.PRECISION)
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
     c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * N + offs_n[None, :]
@@ -105,12 +137,12 @@ def _matmul_kernel(
 
 
 @triton.jit
-def _sum_splits_kernel(partial_ptr, c_ptr, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
-    """c[i] = the sum over s of partial[s, i], in the order of s."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _sum_splits_kernel(partial_ptr, c_ptr, size, c: tl.constexpr):
+    """The result's element i is the sum over s of partial[s, i], in the order of s."""
+    offs = tl.program_id(0).to(tl.int64) * c.BLOCK + tl.arange(0, c.BLOCK)
     mask = offs < size
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for s in range(SPLIT_K):
+    acc = tl.zeros((c.BLOCK,), tl.float32)
+    for s in range(c.SPLIT_K):
         acc += tl.load(partial_ptr + tl.full((), s, tl.int64) * size + offs, mask=mask, other=0.0)
     tl.store(c_ptr + offs, round_to(acc, c_ptr.dtype.element_ty), mask=mask)
 
@@ -123,48 +155,33 @@ def _matmul_tma_kernel(
     M,
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    STORE_HALVES: tl.constexpr,
-    OUT_DTYPE: tl.constexpr,
+    c: tl.constexpr,
 ):
-    """What lies beyond an edge of a or b reads as 0, and is not written beyond an edge of c: the descriptors clip."""
-    num_tiles_m, num_tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    """What lies beyond an edge of a or b reads as 0, beyond one of the result it is not written: descriptors clip."""
+    num_tiles_m, num_tiles_n = tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N)
     # Flattened with the loop over K, loads of the next tile are in flight while this one is stored.
-    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=PERSISTENT):
-        pid_m, pid_n = grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M)
-        start_m, start_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(tl.cdiv(K, BLOCK_K)):
-            k = step * BLOCK_K
-            if A_TRANSPOSED:
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=c.PERSISTENT):
+        pid_m, pid_n = grouped_tile(tile, num_tiles_m, num_tiles_n, c.GROUP_M)
+        start_m, start_n = pid_m * c.BLOCK_M, pid_n * c.BLOCK_N
+        acc = tl.zeros((c.BLOCK_M, c.BLOCK_N), tl.float32)
+        for step in range(tl.cdiv(K, c.BLOCK_K)):
+            k = step * c.BLOCK_K
+            if c.A_TRANSPOSED:
                 a = a_desc.load([k, start_m]).T
             else:
                 a = a_desc.load([start_m, k])
-            if B_TRANSPOSED:
+            if c.B_TRANSPOSED:
                 b = b_desc.load([start_n, k]).T
             else:
                 b = b_desc.load([k, start_n])
             acc = tl.dot(dot_operand(a), dot_operand(b), acc)
-        if STORE_HALVES:
-            halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        if c.STORE_HALVES:
+            halves = tl.permute(tl.reshape(acc, (c.BLOCK_M, 2, c.BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
-            c_desc.store([start_m, start_n], round_to(left, OUT_DTYPE))
-            c_desc.store([start_m, start_n + BLOCK_N // 2], round_to(right, OUT_DTYPE))
+            c_desc.store([start_m, start_n], round_to(left, c.OUT_DTYPE))
+            c_desc.store([start_m, start_n + c.BLOCK_N // 2], round_to(right, c.OUT_DTYPE))
         else:
-            c_desc.store([start_m, start_n], round_to(acc, OUT_DTYPE))
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(index: int) -> int:
-    if index < 0:  # the interpreter: few, so that each program walks over several tiles
-        return 2
-    return torch.cuda.get_device_properties(index).multi_processor_count
+            c_desc.store([start_m, start_n], round_to(acc, c.OUT_DTYPE))
 
 
 def _is_transposed(x: torch.Tensor) -> bool:
@@ -193,19 +210,20 @@ def _launch_tma(
         "N": n,
         "K": k,
     }
-    constants = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "A_TRANSPOSED": a_transposed,
-        "B_TRANSPOSED": b_transposed,
-        "PERSISTENT": config.persistent,
-        "STORE_HALVES": config.store_halves,
-        "OUT_DTYPE": TL_DTYPE[problem.out_dtype],
-    }
-    programs = min(tiles, _multiprocessors(a.get_device())) if config.persistent else tiles
-    return Launch(_matmul_tma_kernel, programs, arguments, constants, _options(config))
+    constants = DescriptorConstants(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_m=config.group_m,
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+        persistent=config.persistent,
+        store_halves=config.store_halves,
+        out_dtype=TL_DTYPE[problem.out_dtype],
+    )
+    # In the interpreter few, so that each program has several tiles.
+    programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
+    return Launch(_matmul_tma_kernel, programs, arguments, {"c": constants}, _options(config))
 
 
 def _launch_pointers(
@@ -224,18 +242,18 @@ def _launch_pointers(
         "N": n,
         "K": k,
     }
-    constants = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "SPLIT_K": config.split_k,
-        "EVEN_K": k % (config.block_k * config.split_k) == 0,
-        "COMPUTE_DTYPE": TL_DTYPE[problem.compute_dtype],
-        "PRECISION": problem.precision,
-    }
+    constants = PointerConstants(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_m=config.group_m,
+        split_k=config.split_k,
+        even_k=k % (config.block_k * config.split_k) == 0,
+        compute_dtype=TL_DTYPE[problem.compute_dtype],
+        precision=problem.precision,
+    )
     grid = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), config.split_k
-    return Launch(_matmul_kernel, grid, arguments, constants, _options(config))
+    return Launch(_matmul_kernel, grid, arguments, {"c": constants}, _options(config))
 
 
 def _options(config: MatmulConfig) -> dict[str, int]:
@@ -253,7 +271,7 @@ def launches_of(
     parts = a.new_empty((config.split_k, problem.m, problem.n), dtype=torch.float32)
     size = problem.m * problem.n
     arguments = {"partial_ptr": parts, "c_ptr": c, "size": size}
-    constants = {"SPLIT_K": config.split_k, "BLOCK": SUM_BLOCK}
+    constants = {"c": SumConstants(config.split_k, SUM_BLOCK)}
     add_up = Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
     return [_launch_pointers(problem, a, b, parts, config), add_up]
 
@@ -399,7 +417,7 @@ def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileS
         if not problem.aligned:
             some = problem._replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
         launch, *_ = launches_of(some, *_tensors_of(some), config)
-        if launch.constants["EVEN_K"] != even:  # blocks of 16 divide every aligned K
+        if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
         yield spec_of(launch, "matmul/pointers", case + suffix)

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from operator import itemgetter
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
 
-from diyfa.backends.cuda.runtime.launch import current_device
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
 from diyfa.backends.cuda.runtime.versions import TRITON
 from diyfa.problem import Launch
 
-IS_KNOWN = TRITON == (3, 6)  # elsewhere the arguments of the function in C, and who knows it, differ
+IS_KNOWN = TRITON in ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers `_call_of` and `_encoded` know
 
 Address = int | None
 Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
@@ -40,24 +41,25 @@ class TensorMaps:
 
     LIMIT = 256  # addresses of one argument
 
-    def __init__(self, descriptor: Any, metadata: dict[str, Any], element_type: int) -> None:
-        self._shape, self._strides = list(descriptor.shape), list(descriptor.strides)
-        self._metadata, self._element_type = metadata, element_type
-        self._known: dict[Address, tuple[Any, ...]] = {}
+    def __init__(self, descriptor: Any, metadata: dict[str, Any]) -> None:
+        self._descriptor, self._metadata = _at(descriptor, None), metadata  # without the tensor, which may go
+        self._known: dict[Address, Sequence[Any]] = {}
 
-    def arguments(self, address: Address) -> tuple[Any, ...]:
+    def arguments(self, address: Address) -> Sequence[Any]:
         """(encoded descriptor, *shape, *strides)"""
         found = self._known.get(address)
         if found is None:
             if len(self._known) >= self.LIMIT:
                 self._known.clear()
-            metadata = self._metadata
-            encoded = driver.active.utils.fill_tma_descriptor(
-                address, metadata["swizzle"], metadata["elem_size"], self._element_type, metadata["block_size"],
-                self._shape, self._strides, 0,
-            )  # fmt: skip
-            found = self._known[address] = (encoded, *self._shape, *self._strides)
+            found = self._known[address] = _encoded(_at(self._descriptor, address), self._metadata)
         return found
+
+
+def _at(descriptor: Any, address: Address) -> Any:
+    """`descriptor` of what lies at `address`, with no tensor behind it."""
+    other = copy(descriptor)
+    other.base = SimpleNamespace(data_ptr=lambda: address)
+    return other
 
 
 def is_descriptor(x: object) -> bool:
@@ -65,8 +67,13 @@ def is_descriptor(x: object) -> bool:
     return hasattr(x, "block_shape")
 
 
+# ---- what differs between versions of Triton, and what its launchers keep to themselves
+
+
 def _function_and_metadata(launcher: Any, has_descriptors: bool) -> tuple[Any, list[dict[str, Any]]] | None:
-    """The function in C behind `launcher`, and what it encodes each descriptor with."""
+    """The function in C behind `launcher`, and what it encodes each descriptor with. None for an unknown launcher."""
+    if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+        return None  # memory of its own, or of Triton's sanitizer
     launch = launcher.launch
     if not has_descriptors:
         return (launch, []) if isinstance(launch, BuiltinFunctionType) else None
@@ -74,9 +81,44 @@ def _function_and_metadata(launcher: Any, has_descriptors: bool) -> tuple[Any, l
         return None
     inside = inspect.getclosurevars(launch).nonlocals  # of the wrapper that encodes
     metadata = inside.get("tensordesc_meta")
-    if "launcher" not in inside or not metadata or any(m is None or m["fp4_padded"] for m in metadata):
+    if "launcher" not in inside or not metadata or None in metadata:
         return None
     return inside["launcher"], metadata
+
+
+def _encoded(descriptor: Any, metadata: dict[str, Any]) -> Sequence[Any]:
+    """What Triton's launcher makes of a descriptor: (encoded descriptor, *shape, *strides)."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, metadata, *([None] if TRITON >= (3, 8) else []))
+
+
+def _call_of(function: Any, compiled: Any, grid: int | tuple[int, ...]) -> Callable[[int, Sequence[Any]], None]:
+    """(stream, the kernel's arguments) -> `function`, which is in C, called as Triton's launcher calls it.
+
+    Before Triton 3.7 there is a function for each signature, which takes the arguments one by one. Since then there is
+    one for all; it takes them as a list, and what each of them is.
+    """
+    launcher, for_hooks = compiled.run, (None, None, None)  # metadata for them, and two hooks
+    of_axes = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
+    attributes, scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
+    # Both keep `compiled`: with the last that knows it, Triton may unload the function.
+    if TRITON < (3, 7):
+        given: tuple[Any, ...] = (*attributes, *scratch, compiled.packed_metadata, *for_hooks)
+
+        def call(stream: int, arguments: Sequence[Any]) -> None:
+            function(*of_axes, stream, compiled.function, *given, *arguments)
+    else:
+        kinds = (launcher.arg_annotations, launcher.kernel_signature)
+        given = (*attributes, compiled.packed_metadata, *for_hooks, *scratch, *kinds)
+
+        def call(stream: int, arguments: Sequence[Any]) -> None:
+            function(*of_axes, stream, compiled.function, *given, arguments)
+
+    return call
+
+
+# ---- the same with every version
 
 
 def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Relaunch | None:
@@ -85,8 +127,7 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
     `slots`: where the address of each tensor argument is found, by name. None where this Triton's launcher is not the
     known one, or the kernel needs memory of its own.
     """
-    launcher = compiled.run
-    if not IS_KNOWN or launcher.global_scratch_size or launcher.profile_scratch_size:
+    if not IS_KNOWN:
         return None
     names = launch.kernel.arg_names
     values = launch.arguments | launch.constants
@@ -94,29 +135,18 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
     if set(names[:first]) != slots.keys():
         return None
     described = [is_descriptor(values[name]) for name in names[:first]]
-    found = _function_and_metadata(launcher, any(described))
+    found = _function_and_metadata(compiled.run, any(described))
     if found is None:
         return None
     function, metadata = found
-    grid, tail = launch.grid, tuple(values[name] for name in names[first:])
+    call = _call_of(function, compiled, launch.grid)
+    tail = tuple(values[name] for name in names[first:])
     of_tensors = itemgetter(*(slots[name] for name in names[:first]))  # several, so a tuple
-    # Cooperative, dependent on the launch before; no scratch memory, twice; metadata; metadata for hooks, two hooks.
-    options = (
-        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
-        None, None, None,
-    )  # fmt: skip
-
-    # Both keep `compiled`: with the last that knows it, Triton may unload the function.
-    def by_addresses(stream: int, addresses: Sequence[Address]) -> None:
-        function(grid, 1, 1, stream, compiled.function, *options, *of_tensors(addresses), *tail)
-
     if not metadata:
-        return by_addresses
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
+        return lambda stream, addresses: call(stream, of_tensors(addresses) + tail)
     of_each = iter(metadata)
     maps = [
-        TensorMaps(values[name], one := next(of_each), TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]]) if is_one else None
+        TensorMaps(values[name], next(of_each)) if is_one else None
         for name, is_one in zip(names[:first], described, strict=True)
     ]
 
@@ -127,7 +157,7 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
                 arguments.append(address)
             else:
                 arguments.extend(map_.arguments(address))
-        function(grid, 1, 1, stream, compiled.function, *options, *arguments, *tail)
+        call(stream, (*arguments, *tail))
 
     return with_maps
 
@@ -211,7 +241,8 @@ def replay_of(
         slots = {name: slot(name, x) for name, x in bases.items() if x is None or isinstance(x, torch.Tensor)}
         if None in slots.values():
             return None
-        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
+        options = COMPILE_OPTIONS | launch.options
+        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **options, grid=(launch.grid,))
         relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
         if relaunch is None:
             return None

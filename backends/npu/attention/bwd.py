@@ -21,12 +21,12 @@ import triton
 
 from diyfa.backends.npu.attention.bias import as_read, as_written
 from diyfa.backends.npu.attention.bwd_dbias import _bwd_dbias_kernel
-from diyfa.backends.npu.attention.bwd_dbias_rows import _bwd_dbias_rows_kernel
-from diyfa.backends.npu.attention.bwd_delta import _bwd_preprocess_kernel
-from diyfa.backends.npu.attention.bwd_dkdv import _bwd_dkdv_kernel
-from diyfa.backends.npu.attention.bwd_dq import _bwd_dq_kernel
-from diyfa.backends.npu.attention.bwd_dsinks import _bwd_dsinks_kernel
-from diyfa.backends.npu.attention.launch import attention_launch, call_values
+from diyfa.backends.npu.attention.bwd_dbias_rows import BiasRowsConstants, _bwd_dbias_rows_kernel
+from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
+from diyfa.backends.npu.attention.bwd_dkdv import KeyGradientConstants, _bwd_dkdv_kernel
+from diyfa.backends.npu.attention.bwd_dq import QueryGradientConstants, _bwd_dq_kernel
+from diyfa.backends.npu.attention.bwd_dsinks import SinkGradientConstants, _bwd_dsinks_kernel
+from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import PREPROCESS_ROWS, AttentionTile, attention_tile, preprocess_rows
@@ -47,9 +47,9 @@ def _dbias_launch(
     tasks = own_batch * own_heads
     if "k" not in written.dims:
         tasks *= triton.cdiv(problem.seqlen_q, PREPROCESS_ROWS) if "q" in written.dims else 1
-        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims, "HAS_RIGHT": problem.window_right >= 0}
+        values |= {"BLOCK_M": PREPROCESS_ROWS, "DBIAS": written.dims}
         return "dbias_rows", described(
-            _bwd_dbias_rows_kernel, vector_programs(problem.arch, dbias.device, tasks), values
+            _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values
         )
     if values["BIAS"] != written.dims:  # an expanded bias has a gradient for each of the values that it repeats
         assert tensors.attn_bias is not None
@@ -58,7 +58,7 @@ def _dbias_launch(
     tile = tile or attention_tile(problem, "dbias")
     tasks *= triton.cdiv(problem.seqlen_q, tile.block_m) if "q" in written.dims else 1
     tasks *= triton.cdiv(problem.seqlen_k, tile.block_n)
-    return "dbias", attention_launch(_bwd_dbias_kernel, "dbias", problem, values, tile, tasks)
+    return "dbias", attention_launch(_bwd_dbias_kernel, AttentionConstants, "dbias", problem, values, tile, tasks)
 
 
 def launches_of(
@@ -91,22 +91,24 @@ def launches_of(
     block = preprocess_rows(problem)
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * heads_q)
     own = {"seqlen_q": rows, "BLOCK_M": block}
-    launches["preprocess"] = described(_bwd_preprocess_kernel, grid, values | own)
+    launches["preprocess"] = described(_bwd_preprocess_kernel, PreprocessConstants, grid, values | own)
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")
     tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.batch * problem.heads_kv
-    launches["dkdv"] = attention_launch(_bwd_dkdv_kernel, "dkdv", problem, values, tile, tasks)
+    launches["dkdv"] = attention_launch(_bwd_dkdv_kernel, KeyGradientConstants, "dkdv", problem, values, tile, tasks)
 
     tile = tiles.get("dq") or attention_tile(problem, "dq")
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * heads_q
-    launches["dq"] = attention_launch(_bwd_dq_kernel, "dq", problem, values, tile, tasks)
+    launches["dq"] = attention_launch(_bwd_dq_kernel, QueryGradientConstants, "dq", problem, values, tile, tasks)
 
     if gradients.dbias is not None:
         name, launch = _dbias_launch(problem, tensors, gradients.dbias, values, tiles.get("dbias"))
         launches[name] = launch
     if gradients.dsinks is not None:
         own = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
-        launches["dsinks"] = described(_bwd_dsinks_kernel, vector_programs(arch, device, heads_q), values | own)
+        launches["dsinks"] = described(
+            _bwd_dsinks_kernel, SinkGradientConstants, vector_programs(arch, device, heads_q), values | own
+        )
     return launches
 
 

@@ -10,6 +10,7 @@ from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_
 from diyfa.backends.npu.attention.primitives import (
     add_bias,
     base_of,
+    block_at,
     dot,
     key_range,
     load_lse,
@@ -39,24 +40,19 @@ def _bwd_dbias_kernel(
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     own_batch, own_heads,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ALWAYS_MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     """dbias = the sum of p · (dp - delta) over what the bias is broadcast over, in one order: no atomics.
 
     A program owns a tile of the bias (BIAS says which dimensions it has, "qk" or "k", `own_batch` and `own_heads` how
     many samples and heads) and walks over the tiles of scores that it was added to.
     """
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
-    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
+    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
+    key_blocks = tl.cdiv(seqlen_k, c.BLOCK_N)
     group = heads_q // heads_kv
-    own_rows = row_blocks if BIAS == "qk" else 1
+    own_rows = row_blocks if c.BIAS == "qk" else 1
     # How many tiles of scores share a tile of the bias, by dimension: one where the bias has that dimension.
     shared_batch = batch // own_batch
     shared_heads = heads_q // own_heads
@@ -68,79 +64,66 @@ def _bwd_dbias_kernel(
         own_h = task // key_blocks // own_rows % own_heads
         own_b = task // key_blocks // own_rows // own_heads
         steps = shared_batch * shared_heads * shared_rows
-        if BIAS == "qk" and not SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
-            lo, hi = key_range(
-                own_m * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, False,
-            )  # fmt: skip
-            if (own_n * BLOCK_N >= hi) | (own_n * BLOCK_N < lo):
+        if c.BIAS == "qk" and not c.SEQ_LENS:  # a tile that no row sees a key of has nothing to sum
+            lo, hi = key_range(own_m * c.BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, c)
+            if (own_n * c.BLOCK_N >= hi) | (own_n * c.BLOCK_N < lo):
                 steps = 0
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
         for step in range(steps):
-            n0 = own_n * BLOCK_N
-            row0 = (own_m + step % shared_rows) * BLOCK_M
+            n0 = own_n * c.BLOCK_N
+            row0 = (own_m + step % shared_rows) * c.BLOCK_M
             h = own_h + step // shared_rows % shared_heads
             b = own_b + step // shared_rows // shared_heads
             hk = h // group
-            start_q, start_k, sq, sk = sequence(
-                seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, SEQ_LENS, False
-            )
+            start_q, start_k, sq, sk = sequence(seq_lens_ptr, None, None, b, seqlen_q, seqlen_k, total_q, total_k, c)
             q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, False)
             k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, False)
             v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, False)
             dout_base = base_of(dout_ptr, b, h, start_q, stride_dob, stride_doh, stride_dom, False)
-            q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
-            dout_block = tl.make_block_ptr(
-                dout_base, (sq, HEAD_DIM_V), (stride_dom, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
-            )
-            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0))
-            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+            q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
+            dout_block = block_at(dout_base, sq, stride_dom, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
+            k_block = block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
+            v_block = block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-            lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, BLOCK_M)
+            lse = load_lse(row_base_of(lse_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, sq, c.BLOCK_M)
             delta = load_row(
-                row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, BLOCK_M
+                row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, c.BLOCK_M
             )
             slope = 0.0
-            if ALIBI != "":
+            if c.ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             s, _ = score_tile(
-                dot(q, tl.trans(k), INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
-                BLOCK_M, BLOCK_N, SOFTCAP, ALIBI, False,
+                dot(q, tl.trans(k), c.INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus,
+                softcap_rate, False, c,
             )  # fmt: skip
-            s = add_bias(
-                s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
-                BLOCK_M, BLOCK_N, BIAS, False,
-            )  # fmt: skip
+            s = add_bias(s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, False, c)
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
-            dp = dot(dout, tl.trans(v), INTERPRET)  # [BLOCK_M, BLOCK_N]
-            if DROPOUT:
+            dp = dot(dout, tl.trans(v), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
+            if c.DROPOUT:
                 delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
-                c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
+                c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
             ds = p * (dp - delta[:, None])
-            ds = masked(
-                ds, 0.0, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
-            )  # fmt: skip
+            ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
             # No mask cuts all that is beyond the sequence: not what no product wrote, and not 0 times a NaN. Always,
             # and in this form: without it AscendNPU IR 1.1.0 does not pipeline the loop.
-            real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             ds = tl.where(real[:, None], ds, 0.0)
             acc += ds
-        if DROPOUT:
+        if c.DROPOUT:
             acc = acc * keep_scale
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
-        if BIAS == "qk":
+        if c.BIAS == "qk":
             block = tl.make_block_ptr(
-                out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (own_m * BLOCK_M, own_n * BLOCK_N),
-                (BLOCK_M, BLOCK_N), (1, 0),
+                out_base, (seqlen_q, seqlen_k), (stride_dbias_m, 1), (own_m * c.BLOCK_M, own_n * c.BLOCK_N),
+                (c.BLOCK_M, c.BLOCK_N), (1, 0),
             )  # fmt: skip
-            store_tile(block, narrow(acc, dtype, INTERPRET), True)
+            store_tile(block, narrow(acc, dtype, c.INTERPRET), True)
         else:
-            store_row(out_base, narrow(tl.sum(acc, 0), dtype, INTERPRET), own_n * BLOCK_N, seqlen_k, BLOCK_N)
+            store_row(out_base, narrow(tl.sum(acc, 0), dtype, c.INTERPRET), own_n * c.BLOCK_N, seqlen_k, c.BLOCK_N)

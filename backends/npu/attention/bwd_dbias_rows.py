@@ -12,6 +12,8 @@ sees the sink alone has the sum 0, which a sink that is not finite would turn in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton.language as tl
 
 from diyfa.backends.npu.attention.primitives import (
@@ -22,7 +24,21 @@ from diyfa.backends.npu.attention.primitives import (
     sees_nothing,
     store_row,
 )
-from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.compat import Constants, kernel
+
+
+@dataclass(frozen=True)
+class BiasRowsConstants(Constants):
+    """Constants of the kernel."""
+
+    block_m: int
+    dbias: str  # "q": a value for each row; "1": one for all
+    sinks: bool
+    has_dlse: bool
+    has_left: bool
+    has_right: bool  # causal too
+    seq_lens: bool
+    interpret: bool
 
 
 @kernel
@@ -31,17 +47,15 @@ def _bwd_dbias_rows_kernel(
     dbias_ptr,
     stride_dbias_b, stride_dbias_h,
     batch, heads_q, seqlen_q, seqlen_k, window_left, window_right, own_batch, own_heads,
-    BLOCK_M: tl.constexpr, DBIAS: tl.constexpr, SINKS: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     """dbias = the sum of exp(sink - lse) · delta + dlse over what the bias is broadcast over besides the keys.
 
-    DBIAS is "q", a value for each row, or "1"; HAS_RIGHT: causal too; `own_batch` and `own_heads` say how many samples
-    and heads it has. Rows that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in
-    its row.
+    DBIAS is "q", a value for each row, or "1"; `own_batch` and `own_heads` say how many samples and heads it has. Rows
+    that see no key, where lse is inf, may have anything as dlse. NaN in delta or lse stays in its row.
     """
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    own_rows = row_blocks if DBIAS == "q" else 1
+    row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
+    own_rows = row_blocks if c.DBIAS == "q" else 1
     shared_batch = batch // own_batch
     shared_heads = heads_q // own_heads
     shared_rows = row_blocks // own_rows
@@ -49,28 +63,28 @@ def _bwd_dbias_rows_kernel(
         own_m = task % own_rows
         own_h = task // own_rows % own_heads
         own_b = task // own_rows // own_heads
-        total = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([c.BLOCK_M], tl.float32)
         for step in range(shared_batch * shared_heads * shared_rows):
-            row0 = (own_m + step % shared_rows) * BLOCK_M
+            row0 = (own_m + step % shared_rows) * c.BLOCK_M
             h = own_h + step // shared_rows % shared_heads
             b = own_b + step // shared_rows // shared_heads
             base = (b * heads_q + h).to(tl.int64) * seqlen_q
-            lse = load_lse(lse_ptr + base, row0, seqlen_q, BLOCK_M)  # inf beyond the rows
-            delta = load_row(delta_ptr + base, row0, seqlen_q, BLOCK_M)
+            lse = load_lse(lse_ptr + base, row0, seqlen_q, c.BLOCK_M)  # inf beyond the rows
+            delta = load_row(delta_ptr + base, row0, seqlen_q, c.BLOCK_M)
             sink = float("-inf")
-            if SINKS:
+            if c.SINKS:
                 sink = tl.load(sinks_ptr + h)
             row = tl.exp(sink - lse) * delta
-            if HAS_DLSE:
-                row += load_row(dlse_ptr + base, row0, seqlen_q, BLOCK_M)
-            if SINKS and (HAS_LEFT or HAS_RIGHT):
-                sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
-                blind = sees_nothing(row0 + sk - sq, sk, window_left, window_right, BLOCK_M, HAS_LEFT, HAS_RIGHT)
+            if c.HAS_DLSE:
+                row += load_row(dlse_ptr + base, row0, seqlen_q, c.BLOCK_M)
+            if c.SINKS and (c.HAS_LEFT or c.HAS_RIGHT):
+                sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
+                blind = sees_nothing(row0 + sk - sq, sk, window_left, window_right, c.BLOCK_M, c.HAS_LEFT, c.HAS_RIGHT)
                 row = tl.where(blind > 0.0, 0.0, row)
             total += tl.where(lse != float("inf"), row, 0.0)
         out_base = dbias_ptr + own_b.to(tl.int64) * stride_dbias_b + own_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty
-        if DBIAS == "q":
-            store_row(out_base, narrow(total, dtype, INTERPRET), own_m * BLOCK_M, seqlen_q, BLOCK_M)
+        if c.DBIAS == "q":
+            store_row(out_base, narrow(total, dtype, c.INTERPRET), own_m * c.BLOCK_M, seqlen_q, c.BLOCK_M)
         else:
-            tl.store(out_base, narrow(tl.sum(total, 0), dtype, INTERPRET))
+            tl.store(out_base, narrow(tl.sum(total, 0), dtype, c.INTERPRET))

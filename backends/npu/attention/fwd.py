@@ -14,16 +14,19 @@ What differs from a GPU kernel, and why:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
-from diyfa.backends.npu.attention.launch import attention_launch, call_values
+from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
     add_alibi,
     add_bias,
     base_of,
+    block_at,
     capped_scores,
     dot,
     dot_add,
@@ -64,6 +67,14 @@ def online_softmax_update(s, m_i, l_i, INTERPRET: tl.constexpr):
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
+@dataclass(frozen=True)
+class ForwardConstants(AttentionConstants):
+    """Constants of the kernel."""
+
+    masked: bool  # some tile needs a mask
+    sinks: bool
+
+
 @kernel
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
@@ -73,109 +84,95 @@ def _fwd_kernel(
     stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    ALWAYS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, SINKS: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
-    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    ROW_BIAS: tl.constexpr = BIAS == "q" or BIAS == "1"  # the same for all keys
-    KEY_BIAS: tl.constexpr = BIAS == "qk" or BIAS == "k"
+    PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
+    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
+    ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
+    KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
-    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
+    BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     dealt = 0
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
-            cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, BLOCK_M, VARLEN, BY_SAMPLE
+            cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
         for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
             b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
-            row0 = block * BLOCK_M
+            row0 = block * c.BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
-                seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-                SEQ_LENS, VARLEN,
-            )  # fmt: skip
-            rows = sq if VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
-            lo, hi = key_range(
-                row0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS
+                seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
-            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, VARLEN)
-            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, VARLEN)
-            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, VARLEN)
-            out_base = base_of(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, VARLEN)
-            lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, VARLEN)
-            q_block = tl.make_block_ptr(q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0))
-            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (lo, 0), (BLOCK_N, BLOCK_D), (1, 0))
-            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (lo, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+            rows = sq if c.VARLEN else seqlen_q  # the next rows of packed sequences belong to another one
+            lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+            q_base = base_of(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
+            k_base = base_of(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
+            v_base = base_of(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
+            out_base = base_of(out_ptr, b, h, start_q, stride_ob, stride_oh, stride_om, c.VARLEN)
+            lse_base = row_base_of(lse_ptr, b, h, start_q, heads_q, seqlen_q, total_q, c.VARLEN)
+            q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
+            k_block = block_at(k_base, sk, stride_kn, lo, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
+            v_block = block_at(v_base, sk, stride_vn, lo, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-            m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-            l_i = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if ALIBI != "":
+            m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
+            l_i = tl.zeros([c.BLOCK_M], tl.float32)
+            acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+            if c.ALIBI != "":
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             if ROW_BIAS:
-                bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, BLOCK_M, BIAS)
-            if DROPOUT:
+                bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
+            if c.DROPOUT:
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
-                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, BLOCK_M) + row0)
-            for n0 in range(lo, hi, BLOCK_N):
+                r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
+            for n0 in range(lo, hi, c.BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
-                s = dot(q, tl.trans(k), INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if SOFTCAP != "":
-                    s = capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP)
+                s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
+                if c.SOFTCAP != "":
+                    s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
                 else:
                     s = s * sm_scale
-                if ALIBI != "":
-                    s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, ALIBI, False)
+                if c.ALIBI != "":
+                    s = add_alibi(s, slope, row0, n0, sq, sk, False, c)
                 if ROW_BIAS:
                     s = s + bias[:, None]
                 if KEY_BIAS:
                     s = add_bias(
-                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk,
-                        BLOCK_M, BLOCK_N, BIAS, False,
-                    )  # fmt: skip
-                if MASKED:
-                    s = masked(
-                        s, float("-inf"), row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT, False, ALWAYS_MASK,
-                    )  # fmt: skip
-                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, INTERPRET)
-                if DROPOUT:  # of the weights only: the denominator and lse know nothing of it
-                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, BLOCK_N) + n0)
+                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, False, c
+                    )
+                if c.MASKED:
+                    s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
+                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
+                if c.DROPOUT:  # of the weights only: the denominator and lse know nothing of it
+                    c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     p = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), p, 0.0)
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
                 acc = acc * alpha[:, None]
-                acc = dot_add(narrow(p, v.dtype, INTERPRET), v, acc, INTERPRET)
-                k_block = tl.advance(k_block, (BLOCK_N, 0))
-                v_block = tl.advance(v_block, (BLOCK_N, 0))
-            if SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp(0)
+                acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
+                k_block = tl.advance(k_block, (c.BLOCK_N, 0))
+                v_block = tl.advance(v_block, (c.BLOCK_N, 0))
+            if c.SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp(0)
                 # All on vectors: a scalar in fp32 is handed to the cube core, which has no use for it and waits.
-                sink = tl.zeros([BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
-                m_new = running_max(m_i, sink, INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
+                sink = tl.zeros([c.BLOCK_M], tl.float32) + load_row(sinks_ptr + h, 0, 1, 1)
+                m_new = running_max(m_i, sink, c.INTERPRET)  # at least LOWEST: a sink of -inf adds 0, one of +inf NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
-                acc = first_rows(acc, tl.where(hi > lo, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
+                acc = first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
                 m_i = m_new
             # Rows that saw nothing, and rows beyond the sequence, end as output 0 and lse +inf. The select also drops
             # what an accumulator holds that no loop iteration wrote: the compiler does not clear it then.
-            real = (tl.arange(0, BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
+            real = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             l_i = tl.where(real, l_i, 0.0)
             empty = l_i == 0.0
             safe_l = tl.where(empty, 1.0, l_i)
             out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
-            if DROPOUT:
+            if c.DROPOUT:
                 out = out * keep_scale
             lse = m_i + tl.log(safe_l)
             lse = tl.where(empty, float("inf"), lse)
-            out_block = tl.make_block_ptr(
-                out_base, (rows, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
-            )
-            store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
-            store_row(lse_base, lse, row0, rows, BLOCK_M)
+            out_block = block_at(out_base, rows, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
+            store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
+            store_row(lse_base, lse, row0, rows, c.BLOCK_M)
         dealt += tasks
 
 
@@ -190,7 +187,7 @@ def launch_of(
     tile = tile or fwd_tile(problem)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
     values = {**call_values(problem, tensors, "fwd"), **addressed(problem.layout, out=out), "lse_ptr": lse}
-    return attention_launch(_fwd_kernel, "fwd", problem, values, tile, tasks)
+    return attention_launch(_fwd_kernel, ForwardConstants, "fwd", problem, values, tile, tasks)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

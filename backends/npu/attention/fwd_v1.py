@@ -18,12 +18,15 @@ What shapes it beyond that:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.launch import call_values
+from diyfa.backends.npu.attention.launch import AttentionConstants, call_values
 from diyfa.backends.npu.attention.primitives import (
+    block_at,
     dot,
     effective_lengths,
     load_row,
@@ -35,7 +38,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
     tile_needs_mask,
 )
-from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.compat import Constants, kernel
 from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, run, vector_programs
 from diyfa.backends.npu.tables.configs import preprocess_rows
 from diyfa.backends.npu.tables.configs_v1 import v1_tile
@@ -54,76 +57,74 @@ def _fwd_v1_kernel(
     new_running_ptr, new_m_ptr, new_l_ptr,  # the same three again, to write to
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     sm_scale, batch, heads_q, heads_kv, seqlen_q, seqlen_k, window_left, window_right,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQ_LENS: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
-    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
+    PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
+    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     group = heads_q // heads_kv
     for bh in range(tl.program_id(0), batch * heads_q, tl.num_programs(0)):
         b = bh // heads_q
         h = bh % heads_q
         hk = h // group
-        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
+        sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
         offset = sk - sq
         q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
         k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
         v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
         row_base = (b * heads_q + h).to(tl.int64) * seqlen_q
-        running_base = row_base * HEAD_DIM_V
-        for n0 in range(0, sk, BLOCK_N):
-            k_block = tl.make_block_ptr(k_base, (sk, HEAD_DIM), (stride_kn, 1), (n0, 0), (BLOCK_N, BLOCK_D), (1, 0))
-            v_block = tl.make_block_ptr(v_base, (sk, HEAD_DIM_V), (stride_vn, 1), (n0, 0), (BLOCK_N, BLOCK_DV), (1, 0))
+        running_base = row_base * c.HEAD_DIM_V
+        for n0 in range(0, sk, c.BLOCK_N):
+            k_block = block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D)
+            v_block = block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
             # Query rows [lo, hi) that can see a key of this block.
             lo = 0
             hi = sq
-            if CAUSAL:
-                lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
-            if HAS_RIGHT:
-                lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
-            if HAS_LEFT:
-                hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
-            for row0 in range(lo, hi, BLOCK_M):
-                q_block = tl.make_block_ptr(
-                    q_base, (sq, HEAD_DIM), (stride_qm, 1), (row0, 0), (BLOCK_M, BLOCK_D), (1, 0)
-                )
+            if c.CAUSAL:
+                lo = tl.maximum(0, n0 - offset) // c.BLOCK_M * c.BLOCK_M
+            elif c.HAS_RIGHT:
+                lo = tl.maximum(0, n0 - offset - window_right) // c.BLOCK_M * c.BLOCK_M
+            if c.HAS_LEFT:
+                hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left)
+            for row0 in range(lo, hi, c.BLOCK_M):
+                q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
-                s = dot(q, tl.trans(k), INTERPRET) * sm_scale  # [BLOCK_M, BLOCK_N]
-                if tile_needs_mask(
-                    row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT
-                ):
+                s = dot(q, tl.trans(k), c.INTERPRET) * sm_scale  # [BLOCK_M, BLOCK_N]
+                if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c):
                     # Not `mask_whole`, with which the 950's compiler does not end at D = 256.
-                    rel = (tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
-                    rows = tl.arange(0, BLOCK_M)[:, None].to(tl.float32)
-                    s = mask_tile(
-                        s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right,
-                        CAUSAL, HAS_LEFT, HAS_RIGHT,
-                    )  # fmt: skip
-                l_old = load_row(l_ptr + row_base, row0, sq, BLOCK_M)
-                m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, BLOCK_M))
-                m_new = running_max(m_old, tl.max(s, 1), INTERPRET)
+                    rel = (tl.arange(0, c.BLOCK_M)[:, None] - tl.arange(0, c.BLOCK_N)[None, :]).to(tl.float32)
+                    rows = tl.arange(0, c.BLOCK_M)[:, None].to(tl.float32)
+                    s = mask_tile(s, rel, rows, float("-inf"), row0, n0, sq, sk, window_left, window_right, c)
+                l_old = load_row(l_ptr + row_base, row0, sq, c.BLOCK_M)
+                m_old = tl.where(l_old == 0.0, LOWEST, load_row(m_ptr + row_base, row0, sq, c.BLOCK_M))
+                m_new = running_max(m_old, tl.max(s, 1), c.INTERPRET)
                 p = tl.exp(s - m_new[:, None])
                 kept = l_old * tl.exp(m_old - m_new)
                 l_new = kept + tl.sum(p, 1)
-                running_block = tl.make_block_ptr(
-                    running_ptr + running_base, (sq, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
-                    (BLOCK_M, BLOCK_DV), (1, 0),
-                )  # fmt: skip
-                new_running_block = tl.make_block_ptr(
-                    new_running_ptr + running_base, (sq, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
-                    (BLOCK_M, BLOCK_DV), (1, 0),
-                )  # fmt: skip
+                running_block = block_at(
+                    running_ptr + running_base, sq, c.HEAD_DIM_V, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
+                )
+                new_running_block = block_at(
+                    new_running_ptr + running_base, sq, c.HEAD_DIM_V, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
+                )
                 o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
                 norm = tl.where(l_new == 0.0, 1.0, l_new)
-                pv = dot(narrow(p, v.dtype, INTERPRET), v, INTERPRET)  # [BLOCK_M, BLOCK_DV]
+                pv = dot(narrow(p, v.dtype, c.INTERPRET), v, c.INTERPRET)  # [BLOCK_M, BLOCK_DV]
                 store_tile(new_running_block, (o * kept[:, None] + pv) / norm[:, None], PAD_DV)
-                store_row(new_m_ptr + row_base, m_new, row0, sq, BLOCK_M)
-                store_row(new_l_ptr + row_base, l_new, row0, sq, BLOCK_M)
+                store_row(new_m_ptr + row_base, m_new, row0, sq, c.BLOCK_M)
+                store_row(new_l_ptr + row_base, l_new, row0, sq, c.BLOCK_M)
             tl.debug_barrier()
+
+
+@dataclass(frozen=True)
+class FinishConstants(Constants):
+    """Constants of the kernel that follows the passes."""
+
+    head_dim_v: int
+    block_dv: int
+    block_m: int
+    interpret: bool
 
 
 @kernel
@@ -132,30 +133,27 @@ def _fwd_v1_finish_kernel(
     lse_ptr,  # (B, H, Sq) fp32: the sums, replaced by the log-sum-exp
     stride_ob, stride_oh, stride_om,
     batch, heads_q, seqlen_q,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, INTERPRET: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
-    PAD_DV: tl.constexpr = HEAD_DIM_V != BLOCK_DV
-    row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
+    row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     for task in range(tl.program_id(0), row_blocks * batch * heads_q, tl.num_programs(0)):
-        row0 = (task % row_blocks) * BLOCK_M
+        row0 = (task % row_blocks) * c.BLOCK_M
         bh = task // row_blocks
         row_base = bh.to(tl.int64) * seqlen_q
-        running_block = tl.make_block_ptr(
-            running_ptr + row_base * HEAD_DIM_V, (seqlen_q, HEAD_DIM_V), (HEAD_DIM_V, 1), (row0, 0),
-            (BLOCK_M, BLOCK_DV), (1, 0),
-        )  # fmt: skip
-        out_base = out_ptr + (bh // heads_q).to(tl.int64) * stride_ob + (bh % heads_q).to(tl.int64) * stride_oh
-        out_block = tl.make_block_ptr(
-            out_base, (seqlen_q, HEAD_DIM_V), (stride_om, 1), (row0, 0), (BLOCK_M, BLOCK_DV), (1, 0)
+        running_block = block_at(
+            running_ptr + row_base * c.HEAD_DIM_V, seqlen_q, c.HEAD_DIM_V, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV
         )
+        out_base = out_ptr + (bh // heads_q).to(tl.int64) * stride_ob + (bh % heads_q).to(tl.int64) * stride_oh
+        out_block = block_at(out_base, seqlen_q, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
         o = load_tile(running_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
-        store_tile(out_block, narrow(o, out_ptr.dtype.element_ty, INTERPRET), PAD_DV)
-        total = load_row(lse_ptr + row_base, row0, seqlen_q, BLOCK_M)
-        m = load_row(m_ptr + row_base, row0, seqlen_q, BLOCK_M)
+        store_tile(out_block, narrow(o, out_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
+        total = load_row(lse_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
+        m = load_row(m_ptr + row_base, row0, seqlen_q, c.BLOCK_M)
         # Rows that saw no key, and rows beyond the sequence: output 0, as it was set at first, and lse +inf.
         empty = total == 0.0
         lse = tl.where(empty, float("inf"), m + tl.log(tl.where(empty, 1.0, total)))
-        store_row(lse_ptr + row_base, lse, row0, seqlen_q, BLOCK_M)
+        store_row(lse_ptr + row_base, lse, row0, seqlen_q, c.BLOCK_M)
 
 
 def launches_of(
@@ -175,9 +173,9 @@ def launches_of(
         "BLOCK_N": tile.block_n,
     }
     cores = cube_programs(problem.arch, lse.device, heads)
-    passes = described(_fwd_v1_kernel, cores, values, tile.compile_options(problem.arch))
+    passes = described(_fwd_v1_kernel, AttentionConstants, cores, values, tile.compile_options(problem.arch))
     cores = vector_programs(problem.arch, lse.device, triton.cdiv(problem.seqlen_q, rows) * heads)
-    return passes, described(_fwd_v1_finish_kernel, cores, values | {"BLOCK_M": rows})
+    return passes, described(_fwd_v1_finish_kernel, FinishConstants, cores, values | {"BLOCK_M": rows})
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

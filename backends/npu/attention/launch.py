@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from diyfa.backends.npu.attention.bias import as_read
-from diyfa.backends.npu.runtime.compat import INTERPRETED, cut_columns, padded_head_dim
+from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, cut_columns, padded_head_dim
 from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
@@ -15,6 +16,29 @@ from diyfa.backends.npu.tables.configs import (
     widest_product,
 )
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+
+
+@dataclass(frozen=True)
+class AttentionConstants(Constants):
+    """Constants of all kernels with matrix products; `attention_flags` of the tables says what the features mean."""
+
+    head_dim: int
+    head_dim_v: int
+    block_d: int
+    block_dv: int
+    block_m: int
+    block_n: int
+    causal: bool
+    has_left: bool
+    has_right: bool  # causal too
+    always_mask: bool
+    softcap: str
+    seq_lens: bool
+    varlen: bool
+    alibi: str
+    bias: str  # dimensions of attn_bias (see bias.py)
+    dropout: bool
+    interpret: bool
 
 
 def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
@@ -44,7 +68,13 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
 
 
 def attention_launch(
-    kernel: Any, step: str, problem: AttentionProblem, values: dict[str, Any], tile: AttentionTile, tasks: int
+    kernel: Any,
+    constants: type[Constants],
+    step: str,
+    problem: AttentionProblem,
+    values: dict[str, Any],
+    tile: AttentionTile,
+    tasks: int,
 ) -> Launch:
     """The launch of a kernel with matrix products, called `step` in the tile table, for `tasks` tiles of its result."""
     values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
@@ -53,4 +83,4 @@ def attention_launch(
     if step in ("dq", "dkdv"):  # whose results have as many columns as q
         values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
     grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)
-    return described(kernel, grid, values, tile.compile_options(problem.arch))
+    return described(kernel, constants, grid, values, tile.compile_options(problem.arch))

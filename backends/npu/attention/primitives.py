@@ -11,6 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
+def block_at(
+    base_ptr, rows, stride, row0, COLUMN0: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Block pointer to [BLOCK_ROWS, BLOCK_COLUMNS] of a matrix of `rows` rows and COLUMNS columns, from (row0, COLUMN0)
+    on; its rows are contiguous and lie `stride` apart."""
+    return tl.make_block_ptr(
+        base_ptr, (rows, COLUMNS), (stride, 1), (row0, COLUMN0), (BLOCK_ROWS, BLOCK_COLUMNS), (1, 0)
+    )
+
+
+@triton.jit
 def load_tile(block_ptr, PADDED: tl.constexpr):
     """Load [rows, columns]; what lies beyond the tensor reads as zero. PADDED: the columns can overrun too."""
     if PADDED:
@@ -179,14 +191,13 @@ def packed_rows(cu_seqlens_ptr, b, total):
 
 @triton.jit
 def sequence(
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c: tl.constexpr
+):
     """What takes part in sample `b` -> (its first row of q, its first row of k, query rows, keys)."""
     start_q = 0
     start_k = 0
-    sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, SEQ_LENS)
-    if VARLEN:
+    sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
+    if c.VARLEN:
         start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
         start_k, sk = packed_rows(cu_seqlens_k_ptr, b, total_k)
     return start_q, start_k, sq, sk
@@ -214,43 +225,35 @@ def row_base_of(ptr, b, h, start, heads, seqlen, total, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def key_range(
-    row0, sq, sk, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
-):  # fmt: skip
+def key_range(row0, sq, sk, window_left, window_right, c: tl.constexpr):
     """Keys [lo, hi) that a tile of query rows can see; lo is a multiple of BLOCK_N."""
     offset = sk - sq
     lo = 0
     hi = sk
-    if CAUSAL:
-        hi = tl.minimum(sk, row0 + BLOCK_M + offset)
-    if HAS_RIGHT:
-        hi = tl.minimum(sk, row0 + BLOCK_M + offset + window_right)
-    if HAS_LEFT:
-        lo = tl.maximum(0, row0 + offset - window_left) // BLOCK_N * BLOCK_N
-    if SEQ_LENS:
+    if c.CAUSAL:
+        hi = tl.minimum(sk, row0 + c.BLOCK_M + offset)
+    elif c.HAS_RIGHT:
+        hi = tl.minimum(sk, row0 + c.BLOCK_M + offset + window_right)
+    if c.HAS_LEFT:
+        lo = tl.maximum(0, row0 + offset - window_left) // c.BLOCK_N * c.BLOCK_N
+    if c.SEQ_LENS:
         hi = tl.where(row0 < sq, hi, lo)
     return lo, hi
 
 
 @triton.jit
-def row_range(
-    n0, sq, sk, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SEQ_LENS: tl.constexpr,
-):  # fmt: skip
+def row_range(n0, sq, sk, window_left, window_right, c: tl.constexpr):
     """Query rows [lo, hi) that can see a key of a tile; lo is a multiple of BLOCK_M."""
     offset = sk - sq
     lo = 0
     hi = sq
-    if CAUSAL:
-        lo = tl.maximum(0, n0 - offset) // BLOCK_M * BLOCK_M
-    if HAS_RIGHT:
-        lo = tl.maximum(0, n0 - offset - window_right) // BLOCK_M * BLOCK_M
-    if HAS_LEFT:
-        hi = tl.minimum(sq, n0 + BLOCK_N - offset + window_left)
-    if SEQ_LENS:
+    if c.CAUSAL:
+        lo = tl.maximum(0, n0 - offset) // c.BLOCK_M * c.BLOCK_M
+    elif c.HAS_RIGHT:
+        lo = tl.maximum(0, n0 - offset - window_right) // c.BLOCK_M * c.BLOCK_M
+    if c.HAS_LEFT:
+        hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left)
+    if c.SEQ_LENS:
         hi = tl.where(n0 < sk, hi, lo)
     return lo, hi
 
@@ -270,84 +273,62 @@ def sees_nothing(first, count, below, above, ROWS: tl.constexpr, HAS_BELOW: tl.c
 
 
 @triton.jit
-def tile_needs_mask(
-    row0, n0, sq, sk, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
     """Whether a tile of scores holds a pair that must not see each other (asked only of MASKED kernels)."""
     offset = sk - sq
-    if CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
-        needed = n0 + BLOCK_N > row0 + offset
+    if c.CAUSAL:  # the last real row sees up to key sk - 1, so the diagonal also cuts what lies beyond the keys
+        needed = n0 + c.BLOCK_N > row0 + offset
     else:
-        needed = n0 + BLOCK_N > sk
-    if HAS_RIGHT:
-        needed = needed | (n0 + BLOCK_N > row0 + offset + window_right)
-    if HAS_LEFT:
-        needed = needed | (n0 < row0 + BLOCK_M + offset - window_left)
+        needed = n0 + c.BLOCK_N > sk
+        if c.HAS_RIGHT:
+            needed = needed | (n0 + c.BLOCK_N > row0 + offset + window_right)
+    if c.HAS_LEFT:
+        needed = needed | (n0 < row0 + c.BLOCK_M + offset - window_left)
     return needed
 
 
 @triton.jit
-def mask_tile(
-    x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, c: tl.constexpr):
     """x where query and key see each other, else `fill`.
 
     `rel` is row minus column inside the tile, of x's shape, `rows` the row, shaped to broadcast with it, both fp32.
     """
     distance = n0 - row0 - (sk - sq)
-    if CAUSAL:
+    if c.CAUSAL:
         x = tl.where(rel >= distance.to(tl.float32), x, fill)
     else:
         # column < sk - n0; asked of columns alone, AscendNPU IR 1.1.0 leaves square tiles to one vector core
         x = tl.where(rel > rows - (sk - n0).to(tl.float32), x, fill)
-    if HAS_RIGHT:
-        x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
-    if HAS_LEFT:
+        if c.HAS_RIGHT:
+            x = tl.where(rel >= (distance - window_right).to(tl.float32), x, fill)
+    if c.HAS_LEFT:
         x = tl.where(rel <= (distance + window_left).to(tl.float32), x, fill)
     return x
 
 
 @triton.jit
-def masked(
-    x, fill, row0, n0, sq, sk, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALWAYS_MASK: tl.constexpr,
-):  # fmt: skip
+def masked(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
     """x [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], where query and key see each other, else `fill`.
 
     Under a run-time `if`, so that a tile in which all see each other pays nothing; ALWAYS_MASK does without the `if`.
     """
-    if ALWAYS_MASK:
-        x = mask_whole(
-            x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-            TRANSPOSED,
-        )  # fmt: skip
+    if c.ALWAYS_MASK:
+        x = mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
     else:
-        if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT):
-            x = mask_whole(
-                x, fill, row0, n0, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, HAS_LEFT, HAS_RIGHT,
-                TRANSPOSED,
-            )  # fmt: skip
+        if tile_needs_mask(row0, n0, sq, sk, window_left, window_right, c):
+            x = mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED, c)
     return x
 
 
 @triton.jit
-def mask_whole(
-    x, fill, row0, n0, sq, sk, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def mask_whole(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
     """`mask_tile` with the positions inside the tile."""
-    rows = tl.arange(0, BLOCK_M).to(tl.float32)
-    cols = tl.arange(0, BLOCK_N).to(tl.float32)
+    rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
     rows = rows[None, :] if TRANSPOSED else rows[:, None]
     cols = cols[:, None] if TRANSPOSED else cols[None, :]
     rel = rows - cols
-    return mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, CAUSAL, HAS_LEFT, HAS_RIGHT)
+    return mask_tile(x, rel, rows, fill, row0, n0, sq, sk, window_left, window_right, c)
 
 
 @triton.jit
@@ -383,34 +364,30 @@ def cap_derivative(capped, softcap_inverse):
 @triton.jit
 def score_tile(
     s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Scores from raw products -> (s, capped), for the backward pass; `capped` is s before anything is added."""
-    if SOFTCAP != "":
-        s = capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP)
+    if c.SOFTCAP != "":
+        s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
     else:
         s = s * sm_scale
     capped = s
-    if ALIBI != "":
-        s = add_alibi(s, slope, row0, n0, sq, sk, BLOCK_M, BLOCK_N, ALIBI, TRANSPOSED)
+    if c.ALIBI != "":
+        s = add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED, c)
     return s, capped
 
 
 @triton.jit
-def add_alibi(
-    s, slope, row0, n0, sq, sk,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIBI: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr):
     """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], less slope · |query position - key position|.
 
     ALIBI is "by_pair", or "by_axis" where no query sees a later key: then the distance is a difference, and a row and a
     column come off instead of a tile. Each is rounded at its own size, more than a tile's width, so not for float32.
     """
     distance = (n0 - row0 - (sk - sq)).to(tl.float32)
-    rows = tl.arange(0, BLOCK_M).to(tl.float32)
-    cols = tl.arange(0, BLOCK_N).to(tl.float32)
-    if ALIBI == "by_axis":
+    rows = tl.arange(0, c.BLOCK_M).to(tl.float32)
+    cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
+    if c.ALIBI == "by_axis":
         of_row = rows * slope
         of_col = (cols + distance) * slope
         if TRANSPOSED:
@@ -449,30 +426,29 @@ def first_rows(acc, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, BLOCK_M: tl.constexpr, BIAS: tl.constexpr):
+def row_bias(bias_ptr, b, h, stride_b, stride_h, row0, sq, c: tl.constexpr):
     """The bias of each row, fp32 [BLOCK_M], where it is the same for all keys: BIAS is "q" or "1" (see bias.py)."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    if BIAS == "q":
-        bias = load_row(base, row0, sq, BLOCK_M).to(tl.float32)
+    if c.BIAS == "q":
+        bias = load_row(base, row0, sq, c.BLOCK_M).to(tl.float32)
     else:
-        bias = tl.zeros([BLOCK_M], tl.float32) + tl.load(base).to(tl.float32)
+        bias = tl.zeros([c.BLOCK_M], tl.float32) + tl.load(base).to(tl.float32)
     return bias
 
 
 @triton.jit
 def add_bias(
-    s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+    s, bias_ptr, b, h, stride_b, stride_h, stride_m, row0, n0, sq, sk, TRANSPOSED: tl.constexpr, c: tl.constexpr
+):
     """s [BLOCK_M, BLOCK_N], or TRANSPOSED [BLOCK_N, BLOCK_M], plus a bias that differs from key to key; 0 beyond rows
     and keys. BIAS is "qk", or "k" where it is the same for all rows; its keys are contiguous."""
     base = bias_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    if BIAS == "qk":
-        block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (BLOCK_M, BLOCK_N), (1, 0))
+    if c.BIAS == "qk":
+        block = tl.make_block_ptr(base, (sq, sk), (stride_m, 1), (row0, n0), (c.BLOCK_M, c.BLOCK_N), (1, 0))
         bias = tl.load(block, boundary_check=(0, 1), padding_option="zero").to(tl.float32)
         if TRANSPOSED:
             bias = tl.trans(bias)
     else:
-        bias = load_row(base, n0, sk, BLOCK_N).to(tl.float32)
+        bias = load_row(base, n0, sk, c.BLOCK_N).to(tl.float32)
         bias = bias[:, None] if TRANSPOSED else bias[None, :]
     return s + bias

@@ -295,11 +295,6 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
     )
 
 
-def compile_job(job: Job, target: str) -> CompileReport:
-    """Both halves for one job, with the installed release."""
-    return next(compile_jobs([job], target))
-
-
 def compile_jobs(
     jobs: Iterable[Job], target: str, compilers: Sequence[BackHalf] | None = None
 ) -> Iterator[CompileReport]:

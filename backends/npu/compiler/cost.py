@@ -187,8 +187,8 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
         yield Task(tiles, cut)
 
 
-def deal(costs: list[float], programs: int, zigzag: bool = True) -> list[float]:
-    """Work of each program when tasks are dealt in turns, back and forth (zigzag) or always from the first on."""
+def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[float]:
+    """Work of each program when they take tasks in turns, back and forth (zigzag) or always from the first on."""
     load = [0.0] * programs
     for i, cost in enumerate(costs):
         turn, place = divmod(i, programs)
@@ -269,14 +269,14 @@ def predict(
     ]
     heads = problem.batch * (problem.heads_kv if kernel == "dkdv" else problem.heads_q)
     programs = spec.cube_cores
-    if kernel == "dbias":  # so many small tasks that dealing evens them out
+    if kernel == "dbias":  # so many small tasks that turns even them out
         heads = 1
         around *= -(-problem.seqlen_k // block_n) - 1
         order = [(sum(costs) + around * len(costs)) / programs] * programs
     else:
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
     programs = min(programs, len(order))
-    load = deal(order, programs, zigzag)
+    load = scheduled(order, programs, zigzag)
     seconds = max(load) / speed.hertz
     bits = next((product.bits for product in full.tile.products), 16)
     compulsory = _tensor_bytes(problem, kernel, bits // 8)

@@ -105,11 +105,6 @@ class Work:
         return sum(product.flops for product in self.products)
 
     @property
-    def global_bytes(self) -> float:
-        """All bytes that pass through global memory (or its cache)."""
-        return self.loaded + self.stored + self.workspace_read + self.workspace_written
-
-    @property
     def vector_elements(self) -> float:
         """Elements that one vector core's operations work on."""
         return sum(call.elements * call.times for call in self.vector)

@@ -394,7 +394,7 @@ class Search:
             assert job.problem is not None
             if not whole and job.problem.dtype != place.dtype:  # bfloat16, for which float16 stands
                 continue
-            bias = job.constants.get("BIAS") or ""
+            bias = job.constants["c"].bias
             again = specs.attention_job(job.problem, place.kernel, candidate.tile, bias=bias)
             used = self.candidate(again, candidate.tile)
             if used.module is None or (candidate.accepted and not used.accepted):

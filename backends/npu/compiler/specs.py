@@ -16,7 +16,16 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
-from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors, Launch, MatmulProblem
+from diyfa.features import COMPOSABLE, EVERYTHING
+from diyfa.problem import (
+    VARLEN,
+    AttentionProblem,
+    AttentionTensors,
+    Launch,
+    MatmulProblem,
+    example_gradients,
+    example_tensors,
+)
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
@@ -87,21 +96,17 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
         shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
         return empty(shape, dtype=getattr(torch, problem.dtype))
 
-    offsets = empty(batch + 1, dtype=torch.int32) if problem.varlen else None
-    bias_shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
+    optional = example_tensors(problem)
+    if problem.bias:
+        shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
+        optional["attn_bias"] = optional["attn_bias"].new_empty(shape)
     tensors = AttentionTensors(
         tensor(heads_q, seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim),
         tensor(problem.heads_kv, seqlen_k, problem.head_dim_v),
         problem.head_dim**-0.5,
-        seq_lens=empty(batch, dtype=torch.int32) if problem.seq_lens else None,
-        alibi_slopes=empty(heads_q) if problem.alibi else None,
-        attn_bias=empty(bias_shape, dtype=getattr(torch, problem.bias)) if problem.bias else None,
-        sinks=empty(heads_q) if problem.sinks else None,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        rng_state=empty(2, dtype=torch.int64) if problem.dropout else None,
         dropout_p=0.1 if problem.dropout else 0.0,
+        **optional,
     )
     return tensors, tensor(heads_q, seqlen_q, problem.head_dim_v), empty(problem.lse_shape)
 
@@ -116,7 +121,7 @@ def backward_of(
     from diyfa.backends.npu.attention import bwd
 
     tensors, out, lse = example_call(problem, bias)
-    gradients = AttentionGradients(*tensors[:3], dbias=tensors.attn_bias, dsinks=tensors.sinks)
+    gradients = example_gradients(tensors)
     return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
 
 
@@ -139,7 +144,7 @@ def attention_job(
         launch = fwd.launch_of(problem, *example_call(problem, bias), tile)
     else:
         launch = backward_of(problem, bias, tiles={kernel: tile})[kernel]
-    launch.constants["ALWAYS_MASK"] = always_mask
+    launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
     return job_of(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
 
@@ -205,8 +210,7 @@ MODE_CASES: dict[str, dict[str, Any]] = {
     "biased": {"window_right": 0, "bias": "qk", **_EXTRAS},
     "featured": {"window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, **_EXTRAS},
     "crowded": {
-        "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "bias": "qk", "dropout": True,
-        **_EXTRAS,
+        **EVERYTHING, "window_right": 128, "bias": "qk", **_EXTRAS,
     },
 }  # fmt: skip
 
@@ -221,24 +225,20 @@ def mode_case(kernel: str, mode: str) -> dict[str, Any]:
 # Each feature by itself or as it is mostly used, and head dims that do not fill a tile. "bias" names the dimensions of
 # attn_bias.
 FEATURE_CASES: tuple[dict[str, Any], ...] = (
+    *(feature.example for feature in COMPOSABLE if feature.uses != "attn_bias"),
     {"seqlen_k": 4000},
     {"seq_lens": True, "window_right": 0},
     {"seq_lens": True, "sinks": True},
-    {"window_left": 256, "window_right": 0},
     {"window_left": 256, "window_right": 128},
     {"window_left": 256},
-    {"softcap": 30.0},
     {"softcap": 30.0, "window_right": 0},
-    {"alibi": True},
     {"alibi": True, "window_right": 0},
-    {"sinks": True},
     {"sinks": True, "window_right": 0},
     {"layout": VARLEN},
     {"layout": VARLEN, "window_right": 0},
     {"layout": VARLEN, "window_left": 256, "window_right": 0, "softcap": 30.0, "alibi": True, "sinks": True},
     {"layout": VARLEN, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
      "dropout": True},
-    {"dropout": True},
     {"dropout": True, "window_right": 0},
     {"dropout": True, "layout": VARLEN, "window_right": 0},
     {"bias": "qk"},
@@ -322,7 +322,7 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
     """The first job of each kernel with each tile."""
     seen: set[tuple[str, int, int]] = set()
     for job in jobs:
-        shape = (job.kernel, job.constants["BLOCK_M"], job.constants["BLOCK_N"])
+        shape = (job.kernel, job.constants["c"].block_m, job.constants["c"].block_n)
         if shape not in seen:
             seen.add(shape)
             yield job

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -42,6 +43,38 @@ def cut_columns(head_dim: int, most: int) -> dict[str, int]:
     """Feature columns of dq and dk: of the first tile at most `most`, and of a second one for the REST, mostly 0."""
     rest = padded_head_dim(head_dim - most) if head_dim > most else 0
     return {"BLOCK_D": padded_head_dim(min(head_dim, most)), "REST": rest}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Base of the frozen dataclasses of constants: what a kernel is compiled for, as its last argument, a constexpr,
+    which helpers get whole.
+
+    The host reads fields in lower case. They are plain values, and Triton keeps a compiled kernel under all of them. A
+    kernel reads them in capitals, `c.BLOCK_M` for `block_m`, as constexprs. What follows from them kernels derive
+    themselves: the code of a property would not be part of what Triton keeps a kernel under.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Triton 3.2, on which triton-ascend is built, looks an attribute of a constexpr up in the constexpr alone and
+        not in its value, as later releases do. It learns that for constants only."""
+        from triton.language import constexpr
+
+        def attribute(self: Any, name: str) -> Any:
+            if name.isupper() and isinstance(self.value, Constants):
+                return getattr(self.value, name)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+        if has_ascend_compiler() and not hasattr(constexpr, "__getattr__"):
+            constexpr.__getattr__ = attribute
+
+    def __getattr__(self, name: str) -> Any:
+        from triton.language import constexpr
+
+        if not name.isupper():
+            raise AttributeError(f"{type(self).__name__} has no field {name}")
+        value = getattr(self, name.lower())
+        return value if INTERPRETED else constexpr(value)
 
 
 def kernel(function: Callable[..., Any]) -> Any:

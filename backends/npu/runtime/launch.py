@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
-from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS
+from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS, Constants
 from diyfa.problem import AttentionProblem, Launch, bhsd_strides
 
 # How much of what all cores share before device memory the operands of one part of the work may take: an assumption,
@@ -92,11 +93,14 @@ def addressed(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
     return arguments
 
 
-def described(kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any] | None = None) -> Launch:
-    """The launch of `kernel` with what it takes of `values`, which related kernels share. Constants are in capitals."""
-    arguments = {name: values[name] for name in kernel.arg_names if not name.isupper()}
-    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
-    return Launch(kernel, grid, arguments, constants, options or {})
+def described(
+    kernel: Any, constants: type[Constants], grid: int, values: dict[str, Any], options: dict[str, Any] | None = None
+) -> Launch:
+    """The launch of `kernel` with what it and its `constants` take of `values`, which related kernels share. There
+    constants are in capitals."""
+    arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
+    own = constants(*(values[field.name.upper()] for field in fields(constants)))
+    return Launch(kernel, grid, arguments, {"c": own}, options or {})
 
 
 def run(launch: Launch) -> None:

@@ -390,7 +390,7 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
 def widest_product(dtype: str) -> int:
     """The most columns of a product, of which 16 rows at least must pass through half of L0B (see l0.py). dq and dk of
     wider heads come from two, see `compat.cut_columns`."""
-    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_piece(16, d, ELEMENT_BYTES[dtype]))
+    return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_slice(16, d, ELEMENT_BYTES[dtype]))
 
 
 def always_mask_unfit(problem: AttentionProblem) -> str | None:
@@ -427,7 +427,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
         "ALWAYS_MASK": ALWAYS_MASK,
         "CAUSAL": problem.causal,
         "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right > 0,
+        "HAS_RIGHT": problem.window_right >= 0,  # CAUSAL is the case of 0
         "SOFTCAP": softcap_form(problem),
         "SEQ_LENS": problem.seq_lens,
         "VARLEN": problem.varlen,
@@ -470,9 +470,9 @@ def matmul_tile(problem: MatmulProblem) -> MatmulTile:
 
 
 def matmul_fits(tile: MatmulTile, problem: MatmulProblem) -> bool:
-    """Whether the accumulator fits L0C, two stages of both operand tiles L1, and pieces of them L0A and L0B."""
+    """Whether the accumulator fits L0C, two stages of both operand tiles L1, and slices of them L0A and L0B."""
     spec = npu_spec(problem.arch)
     width = max(ELEMENT_BYTES[problem.dtype], ELEMENT_BYTES[problem.compute_dtype])
     operands = (tile.block_m + tile.block_n) * tile.block_k * width
-    streamed = l0.longest_piece(tile.block_m, tile.block_n, width) > 0
+    streamed = l0.longest_slice(tile.block_m, tile.block_n, width) > 0
     return spec is not None and streamed and tile.block_m * tile.block_n * 4 <= spec.l0c and operands <= spec.l1

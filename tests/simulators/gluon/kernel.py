@@ -32,7 +32,7 @@ DTYPES = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_version")
 
 
 def _number(x: Any) -> Tensor:

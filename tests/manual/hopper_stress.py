@@ -1,6 +1,6 @@
 """The Hopper kernel on random shapes and fresh inputs against the portable kernel, 2,000 calls, on an H100 or H200.
 
-    python tests/manual/sm90_stress.py [--iterations 2000] [--seconds 300] [--seed 0] [--only seq_lens] [--head-dim 192]
+    python tests/manual/hopper_stress.py [--iterations 2000] [--seconds 300] [--seed 0] [--only NAME] [--head-dim 192]
 
 What kernels are compiled for comes from --variants choices; shapes and inputs are new each time. Processes side by side
 take every n-th call each, for most of the time goes to compiling. A race shows as an error that moves: each call is

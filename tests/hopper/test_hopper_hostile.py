@@ -17,8 +17,8 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
+from hopper_interpreted import interpret, take_all  # noqa: E402
 from nonfinite import same_nonfinite  # noqa: E402
-from sm90_interpreted import interpret, take_all  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402

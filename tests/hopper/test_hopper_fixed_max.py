@@ -10,8 +10,8 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from sm90_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
-from test_sm90_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
+from hopper_interpreted import interpret, load_kernel, run, source_of  # noqa: E402
+from test_hopper_features import DYNAMIC, THREE, TWO, case, packed  # noqa: E402
 
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402

@@ -14,7 +14,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-import sm90_interpreted  # noqa: E402
+import hopper_interpreted  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
@@ -77,12 +77,12 @@ def test_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(case: AttentionCase, small: bool) -> None:
         with monkeypatch.context() as patches:
             if is_interpreting():
-                sm90_interpreted.interpret(patches, seed=case.seed)
+                hopper_interpreted.interpret(patches, seed=case.seed)
             else:
-                sm90_interpreted.take_all(patches)
+                hopper_interpreted.take_all(patches)
             if small:
                 patches.setattr(hopper_configs, "FULL_GPU", 1 << 30)
             device = "cpu" if is_interpreting() else "cuda"
-            assert not sm90_interpreted.run(case, 4 * YARDSTICK_DRAWS, device), (case, small)
+            assert not hopper_interpreted.run(case, 4 * YARDSTICK_DRAWS, device), (case, small)
 
     check()

@@ -13,8 +13,8 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
+from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
-from sm90_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 
 from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402

@@ -10,7 +10,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from sm90_interpreted import interpret, run  # noqa: E402
+from hopper_interpreted import interpret, run  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
@@ -212,7 +212,7 @@ def test_a_row_with_neither_key_nor_sink(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("where", ["q", "k"])
 def test_a_score_that_is_nan_reaches_its_row(where: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other one. (For those in v see `test_sm90_nonfinite.py`.)"""
+    """And no other one. (For those in v see `test_hopper_nonfinite.py`.)"""
     interpret(monkeypatch, TWO, seed=3)
     torch.manual_seed(0)
     inputs = {name: torch.randn(1, 2, n, 64).bfloat16() for name, n in (("q", 150), ("k", 200), ("v", 200))}

@@ -56,7 +56,7 @@ def interpret(
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", kernel)
     monkeypatch.setattr(tile_counter, "_counters", {})  # a run that a bug ended leaves its counter as it was
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: multiprocessors)
     take_all(monkeypatch, config)
     return kernel
 

@@ -232,7 +232,7 @@ def test_programs_have_room_for_all_their_tile_infos(
     head_dim: int, seqlen: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program takes fewer tiles than it has tile infos, of which the last says that there is none."""
-    monkeypatch.setattr(hopper_configs, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     masks = ({}, {"window_left": seqlen // 2}, {"heads_kv": 16}, {"seqlen_k": 100}, {"window_right": -1})
     for changes in masks:
         size = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch}

@@ -1,7 +1,7 @@
 """Which program of a persistent grid gets which blocks, and how evenly the work is spread over the cores.
 
 The loops here are those of the attention kernels, made of the same functions. What a block costs is counted in the
-tiles of scores that its loop walks over.
+tiles of scores that its loop runs over.
 """
 
 from __future__ import annotations
@@ -26,52 +26,55 @@ from diyfa.backends.npu.attention.primitives import (
     tasks_of,
     turns_before,
 )
-from diyfa.backends.npu.runtime.compat import kernel
+from diyfa.backends.npu.runtime.compat import Constants, kernel
 from diyfa.backends.npu.runtime.launch import heads_together
 from diyfa.backends.npu.tables.configs import attention_tile
 from diyfa.problem import AttentionProblem
 
 
+@dataclass(frozen=True)
+class ScheduleConstants(Constants):
+    block_m: int
+    block_n: int
+    keys: bool  # a task is a block of keys, as for dk and dv, else one of query rows
+    causal: bool
+    has_left: bool
+    has_right: bool
+    seq_lens: bool
+    varlen: bool
+    turns: int  # of a sample, at most
+
+
 @kernel
-def deal_kernel(
+def schedule_kernel(
     seq_lens_ptr, cu_seqlens_ptr, taken_ptr, steps_ptr,
     batch, heads, seqlen_q, seqlen_k, total, together, most, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQ_LENS: tl.constexpr, VARLEN: tl.constexpr, TURNS: tl.constexpr,
+    c: tl.constexpr,
 ):  # fmt: skip
     """taken[program, b, h, block] counts how often a program takes a block, steps[b, h, block] the tiles of scores that
-    its loop walks over. All turns of a sample at once, TURNS at most: the interpreter is slow one by one.
-
-    KEYS: a task is a block of keys, as for dk and dv, else one of query rows. Packed sequences have as many of both.
+    its loop runs over. All turns of a sample at once: the interpreter is slow one by one. Packed sequences have as
+    many queries as keys.
     """
-    BY_SAMPLE: tl.constexpr = VARLEN or SEQ_LENS
-    BLOCK: tl.constexpr = BLOCK_N if KEYS else BLOCK_M
-    BLOCK_STEP: tl.constexpr = BLOCK_M if KEYS else BLOCK_N
+    BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
+    BLOCK: tl.constexpr = c.BLOCK_N if c.KEYS else c.BLOCK_M
+    BLOCK_STEP: tl.constexpr = c.BLOCK_M if c.KEYS else c.BLOCK_N
     program = tl.program_id(0)
     dealt = 0
     for sample in range(batch if BY_SAMPLE else 1):
-        seqlen = seqlen_k if KEYS else seqlen_q
-        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, VARLEN, BY_SAMPLE)
-        turn = turns_before(dealt) + tl.arange(0, TURNS)
+        seqlen = seqlen_k if c.KEYS else seqlen_q
+        blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, c.VARLEN, BY_SAMPLE)
+        turn = turns_before(dealt) + tl.arange(0, c.TURNS)
         mine = turn < turns_before(dealt + tasks)
         task = tl.where(mine, task_in(turn) - dealt, 0)
         if blocks > 0:
-            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not KEYS)
+            b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not c.KEYS)
             _, _, sq, sk = sequence(
-                seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total,
-                SEQ_LENS, VARLEN,
-            )  # fmt: skip
-            if KEYS:
-                lo, hi = row_range(
-                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
-                )  # fmt: skip
+                seq_lens_ptr, cu_seqlens_ptr, cu_seqlens_ptr, sample, seqlen_q, seqlen_k, total, total, c
+            )
+            if c.KEYS:
+                lo, hi = row_range(block * BLOCK, sq, sk, window_left, window_right, c)
             else:
-                lo, hi = key_range(
-                    block * BLOCK, sq, sk, window_left, window_right, BLOCK_M, BLOCK_N,
-                    CAUSAL, HAS_LEFT, HAS_RIGHT, SEQ_LENS,
-                )  # fmt: skip
+                lo, hi = key_range(block * BLOCK, sq, sk, window_left, window_right, c)
             place = (b * heads + h) * most + block
             tl.atomic_add(taken_ptr + program * batch * heads * most + place, 1, mask=mine)
             tl.store(steps_ptr + place, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=mine)
@@ -121,7 +124,7 @@ SHAPES = {
 CASES = [("fwd", 20), ("dq", 24), ("dkdv", 20), ("dkdv", 32)]
 
 
-def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def schedule(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (taken, which blocks exist (batch, blocks), tiles of scores of each task (batch, heads, blocks))."""
     lengths = torch.tensor(shape.lengths, dtype=torch.int32)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
@@ -140,19 +143,21 @@ def deal(shape: Shape, name: str, programs: int) -> tuple[torch.Tensor, torch.Te
     taken = torch.zeros(programs, shape.batch, heads, most, dtype=torch.int32)
     steps = torch.zeros(shape.batch, heads, most, dtype=torch.int32)
     turns = -(-shape.batch * heads * most // programs) + 1
-    deal_kernel[(programs,)](
+    schedule_kernel[(programs,)](
         lengths, cu_seqlens, taken, steps,
         shape.batch, heads, shape.seqlen_q, shape.seqlen_k, total, heads_together(problem, name), most,
         shape.left, shape.right,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, KEYS=keys,
-        CAUSAL=shape.right == 0, HAS_LEFT=shape.left >= 0, HAS_RIGHT=shape.right > 0,
-        SEQ_LENS=problem.seq_lens, VARLEN=shape.packed, TURNS=1 << (turns - 1).bit_length(),
+        ScheduleConstants(
+            tile.block_m, tile.block_n, keys,
+            causal=shape.right == 0, has_left=shape.left >= 0, has_right=shape.right >= 0,
+            seq_lens=problem.seq_lens, varlen=shape.packed, turns=1 << (turns - 1).bit_length(),
+        ),
     )  # fmt: skip
     return taken, exists, steps
 
 
 def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
-    """The busiest program's work over the least that any dealing could give it: the mean, the largest task, or the
+    """The busiest program's work over the least that any schedule could give it: the mean, the largest task, or the
     cheapest tasks of as many as some program must take."""
     shares = (taken * steps).sum((1, 2, 3))
     costs = steps[taken.sum(0) > 0].sort().values
@@ -164,7 +169,7 @@ def imbalance(taken: torch.Tensor, steps: torch.Tensor) -> float:
 @pytest.mark.parametrize(("name", "programs"), CASES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
-    taken, exists, steps = deal(shape, name, programs)
+    taken, exists, steps = schedule(shape, name, programs)
     assert torch.equal(taken.sum(0), exists[:, None].expand_as(taken[0]).int())  # every block once
     counts = taken.sum((1, 2, 3))
     assert counts.max() - counts.min() <= 1
@@ -173,11 +178,11 @@ def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
 
 
 def main() -> None:
-    """What the dealing gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
+    """What the schedule gives beside every n-th block for each program, in the order of memory: for docs/npu.md."""
     for name, shape in SHAPES.items():
         row = []
         for kernel_name, programs in CASES:
-            taken, exists, steps = deal(shape, kernel_name, programs)
+            taken, exists, steps = schedule(shape, kernel_name, programs)
             in_order = torch.zeros_like(taken)
             tasks = exists[:, None].expand_as(taken[0]).nonzero()
             for i, (b, h, block) in enumerate(tasks.tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import triton
@@ -17,6 +18,7 @@ from diyfa.backends.cuda.gluon.inline_ptx import (
     post_process,
     post_processing,
 )
+from diyfa.backends.cuda.runtime.versions import TRITON
 
 needs_triton = pytest.mark.skipif(not has_gluon(), reason=f"the PTX is not that of Triton {triton.__version__}")
 
@@ -97,7 +99,7 @@ def processed_by_hook(ptx: str) -> str:
     """What a compilation with the hook makes of `ptx`."""
     stages = {"ptx": lambda source, metadata: ptx}
     with post_processing():
-        triton.knobs.runtime.add_stages_inspection_hook(None, stages, None, None, 90)
+        triton.knobs.runtime.add_stages_inspection_hook(None, stages, SimpleNamespace(ptx_version=None), None, 90)
     return stages["ptx"](None, {})
 
 
@@ -146,7 +148,7 @@ def test_the_hook_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline_ptx, "has_gluon", lambda: False)
-    monkeypatch.setattr(inline_ptx, "_wrap_ptx_stage", None)
+    monkeypatch.setattr(inline_ptx, "_change_stages", None)
     before = getattr(getattr(triton, "knobs", None), "runtime", None)
     hook = getattr(before, "add_stages_inspection_hook", None)
     with post_processing():
@@ -191,7 +193,9 @@ triton.knobs.compilation.always_compile = True
 made, post_process = [], inline_ptx.post_process
 inline_ptx.post_process = lambda ptx: made.append(ptx) or post_process(ptx)
 with post_processing():
-    report["processed"] = counts(compiled(spec).asm["ptx"])
+    kernel = compiled(spec)
+    report["processed"] = counts(kernel.asm["ptx"])
+    report["ptxas 13"] = [b"compilation tools, release 13" in x.asm["cubin"] for x in (kernel, before)]
     report["made"] = counts(made[0])
     inside = compiled(plain)
 after = compiled(plain)
@@ -219,6 +223,12 @@ def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
     assert not made["arrivals of lanes"] and processed["arrivals of lanes"]  # that the tile info is there
     assert made["arrivals of partitions"] == processed["arrivals of partitions"]  # of the queries
     assert made["markers"] and not processed["markers"]
+
+
+@needs_triton
+def test_the_older_ptxas_compiles_the_kernel_and_no_other(report: dict) -> None:
+    """`compat.ptxas_options`. What ptxas 13 has made says so."""
+    assert report["ptxas 13"] == [False, TRITON >= (3, 9)]
 
 
 @needs_triton

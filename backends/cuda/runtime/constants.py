@@ -1,0 +1,27 @@
+"""What a kernel is compiled for, as one object: its last argument, a constexpr, which helpers get whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton.language as tl
+
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Base of the frozen dataclasses of constants.
+
+    The host reads fields in lower case. They are plain values, and Triton keeps a compiled kernel under all of them. A
+    kernel reads them in capitals, `c.BLOCK_M` for `block_m`: constexprs, because before 3.9 Triton takes numbers and
+    strings that are attributes in some places only. What follows from them kernels derive themselves: the code of a
+    property would not be part of what Triton keeps a kernel under.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.isupper():
+            raise AttributeError(f"{type(self).__name__} has no field {name}")
+        value = getattr(self, name.lower())
+        return value if is_interpreting() else tl.constexpr(value)

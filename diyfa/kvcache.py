@@ -1,0 +1,551 @@
+"""`flash_attn_with_kvcache`: attention over a cache of keys and values, flash_attn 2.8's function; and packed queries
+over pages, for `flash_attention_varlen`.
+
+Everything is checked before anything is written or launched. Values that lie on a device (lengths, tables) are never
+read by the host, so a captured graph may be replayed with others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diyfa import fast_path, registry, validation
+from diyfa.fast_path import described, may_be_read
+from diyfa.features import ATTENTION_DTYPES
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, is_latent, run, run_plan
+from diyfa.options import UNBOUNDED
+from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
+
+KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Descale = torch.Tensor | float | None
+FLOAT8 = torch.float8_e4m3fn
+
+plans: dict[Any, KVCachePlan] = {}
+_FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
+
+
+# ---- Checks -----------------------------------------------------------------------------------------------------
+
+
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _check(name: str, x: object, q: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """A dense tensor on q's device, of this shape and one of these dtypes."""
+    validation.check_tensors(**{name: x})
+    assert isinstance(x, torch.Tensor), "checked above"
+    validation.check_same_device(q, **{name: x})
+    if x.dtype not in dtypes:
+        expected = " or ".join(validation.dtype_name(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} must be {expected}, got {validation.dtype_name(x.dtype)}")
+    if _shape(x) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {_shape(x)}")
+
+
+def _check_stride(**tensors: torch.Tensor) -> None:
+    """The last dimension has stride 1."""
+    for name, x in tensors.items():
+        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
+            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
+
+
+def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
+    """q (…, H, D), k (…, Hk, D) and v (…, Hk, Dv) fit; k and v are as q or both float8, of the same leading sizes."""
+    q_name, k_name, v_name = names
+    validation.check_same_device(q, **{k_name: k_cache, v_name: v_cache})
+    if q.dtype not in ATTENTION_DTYPES:
+        raise TypeError(
+            f"Unsupported dtype {q.dtype} of {q_name}: expected float16, bfloat16 or float32 (float64: backend='cpu')"
+        )
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, FLOAT8):
+        raise TypeError(
+            f"{k_name} and {v_name} must both be {q.dtype} as {q_name} is, or {FLOAT8}, got {k_cache.dtype} and "
+            f"{v_cache.dtype}"
+        )
+    if not 1 <= q.shape[-1] <= validation.MAX_HEAD_DIM:
+        raise ValueError(f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM} for q and k, got {_shape(q)}")
+    if not 1 <= v_cache.shape[-1] <= validation.MAX_HEAD_DIM_V:
+        raise ValueError(
+            f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM_V} for v, got {_shape(v_cache)}"
+        )
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{q_name} and {k_name} must have the same head_dim, got {_shape(q)} and {_shape(k_cache)}")
+    if v_cache.dim() != k_cache.dim() or v_cache.shape[:-1] != k_cache.shape[:-1]:
+        raise ValueError(
+            f"{k_name} and {v_name} must have the same shape but for the head_dim, got {_shape(k_cache)} and "
+            f"{_shape(v_cache)}"
+        )
+    heads, heads_kv = q.shape[-2], k_cache.shape[-2]
+    if heads == 0 or heads_kv == 0 or heads % heads_kv:
+        raise ValueError(
+            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
+        )
+    _check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
+
+
+def _check_no_grad(tensors: dict[str, Any]) -> None:
+    """No gradient is wanted: there is no backward pass."""
+    if torch.is_grad_enabled():
+        wanted = [name for name, x in tensors.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+        if wanted:
+            raise ValueError(
+                f"attention over a cache has no backward pass, but {', '.join(wanted)} requires a gradient: call it "
+                "inside torch.no_grad() or torch.inference_mode(), or detach the input"
+            )
+
+
+def _check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
+    """What the result is written to."""
+    _check("out", out, q, (*q.shape[:-1], head_dim_v), q.dtype)
+    _check_stride(out=out)
+
+
+def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """The most keys that a sequence can have."""
+    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+
+
+def _check_new_keys(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: dict[str, Any], capacity: int
+) -> None:
+    k, v, cos, sin = given["k"], given["v"], given["rotary_cos"], given["rotary_sin"]
+    if k is None:
+        if v is not None:
+            raise ValueError("v is appended beside k, which is None")
+        if cos is not None or sin is not None:
+            raise ValueError("rotary_cos and rotary_sin rotate what is appended, but k is None")
+        return
+    if given["cache_seqlens"] is None:
+        raise ValueError("k is appended at cache_seqlens, which is None")
+    validation.check_tensors(k=k)
+    length = k.shape[1] if k.dim() == 4 else 0
+    of_new = (q.shape[0], length, k_cache.shape[2])
+    _check("k", k, q, (*of_new, k_cache.shape[3]), q.dtype)
+    _check_stride(k=k)
+    if v is not None:
+        _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
+        _check_stride(v=v)
+        if not torch.compiler.is_compiling() and not v_cache.is_meta and is_latent(k_cache, v_cache):
+            raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
+    elif not torch.compiler.is_compiling() and not is_latent(k_cache, v_cache):
+        raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError("rotary_cos and rotary_sin belong together")
+    validation.check_tensors(rotary_cos=cos, rotary_sin=sin)
+    if cos.dim() != 2 or not 1 <= cos.shape[1] <= q.shape[-1] // 2:
+        raise ValueError(
+            f"rotary_cos must have shape (rows, rotary_dim / 2) with rotary_dim at most {q.shape[-1]}, "
+            f"got {_shape(cos)}"
+        )
+    if cos.shape[0] < capacity:
+        raise ValueError(
+            f"rotary_cos must have a row for each of the {capacity} keys that there can be, got {cos.shape[0]}"
+        )
+    _check("rotary_cos", cos, q, _shape(cos), *{q.dtype, torch.float32})
+    _check("rotary_sin", sin, q, _shape(cos), cos.dtype)
+    _check_stride(rotary_cos=cos, rotary_sin=sin)
+
+
+def _check_table(q: torch.Tensor, block_table: object, batch: int) -> None:
+    """block_table (B, pages of a sequence) int32."""
+    validation.check_tensors(block_table=block_table)
+    assert isinstance(block_table, torch.Tensor), "checked above"
+    columns = block_table.shape[1] if block_table.dim() == 2 else 0
+    _check("block_table", block_table, q, (batch, columns), torch.int32)
+
+
+def _check_pages(block_table: torch.Tensor, keys: torch.Tensor, cache: torch.Tensor) -> None:
+    """On the CPU: block_table names pages of the cache wherever a sequence has some of its `keys` (B,)."""
+    if validation.is_capturing(block_table) or not block_table.numel() or not cache.shape[1]:
+        return
+    pages, page_size = cache.shape[:2]
+    used = torch.arange(block_table.shape[1]) < ((keys + page_size - 1) // page_size)[:, None]
+    outside = used & ((block_table < 0) | (block_table >= pages))
+    if bool(outside.any()):
+        b, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table must name pages from 0 to {pages - 1} where a sequence has keys, got "
+            f"{int(block_table[b, column])} in column {column} of row {b}"
+        )
+
+
+def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, room: str) -> None:
+    """On the CPU: no length is negative or, with what is appended, beyond the capacity."""
+    if validation.is_capturing(seqlens) or not seqlens.numel():
+        return
+    low, high = int(seqlens.min()), int(seqlens.max())
+    if low < 0 or high + added > capacity:
+        more = f" and {added} new keys" if added else ""
+        raise ValueError(f"{name} must be from 0 to what {room} holds, {capacity}; got {low} to {high}{more}")
+
+
+def _check_values(tensors: KVCacheTensors) -> None:
+    """What the host may read without waiting: lengths that are an int, and tensors on the CPU."""
+    k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
+    capacity = _capacity(k_cache, table)
+    room = "the cache" if table is None else "block_table"
+    if seqlens is None and tensors.length + added > capacity:
+        more = f" and {added} new keys" if added else ""
+        raise ValueError(f"cache_seqlens={tensors.length}{more} are beyond what {room} holds, {capacity}")
+    if k_cache.device.type != "cpu":
+        return
+    if seqlens is not None:
+        _check_lengths("cache_seqlens", seqlens, added, capacity, room)
+    if table is not None:
+        length = torch.full(table.shape[:1], tensors.length) if seqlens is None else seqlens
+        _check_pages(table, length + added, k_cache)
+    if tensors.cache_batch_idx is not None:
+        _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
+    if tensors.leftpad is not None:
+        _check_lengths("cache_leftpad", tensors.leftpad, 0, capacity, room)
+
+
+def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> None:
+    """All that shapes, strides, dtypes and devices say."""
+    validation.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_no_grad({"q": q, "k_cache": k_cache, "v_cache": v_cache, **given})
+    if q.dim() != 4 or k_cache.dim() != 4:
+        raise ValueError(
+            "q must be (batch, seqlen, heads, head_dim), k_cache (cache batch, rows, heads, head_dim) or (pages, page "
+            f"size, heads, head_dim), got {_shape(q)} and {_shape(k_cache)}"
+        )
+    _check_caches(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    batch, heads = q.shape[0], q.shape[2]
+    table, index, seqlens = given["block_table"], given["cache_batch_idx"], given["cache_seqlens"]
+    if table is not None:
+        if index is not None:
+            raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by block_table")
+        _check_table(q, table, batch)
+    elif index is None and k_cache.shape[0] < batch:
+        raise ValueError(f"the cache has {k_cache.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx")
+    if isinstance(seqlens, torch.Tensor):
+        _check("cache_seqlens", seqlens, q, (batch,), torch.int32)
+    elif seqlens is not None:
+        validation.check_length("cache_seqlens", seqlens)
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if given[name] is not None:
+            _check(name, given[name], q, (batch,), torch.int32)
+    capacity = _capacity(k_cache, table)
+    _check_new_keys(q, k_cache, v_cache, given, capacity)
+    sizes = {"b": batch, "h": heads, "q": q.shape[1], "k": capacity}
+    validation.check_optional_tensors(q, sizes, {name: given[name] for name in ("alibi_slopes", "sinks")})
+    validation.check_scalars(given["softmax_scale"], given["softcap"], 0.0, scale_name="softmax_scale")
+    validation.check_length("num_splits", given["num_splits"])
+    for name in ("k_descale", "v_descale"):
+        _check_descale(name, given[name], q, k_cache, batch)
+    if given["out"] is not None:
+        _check_out(given["out"], q, v_cache.shape[3])
+
+
+def _check_descale(name: str, x: Descale, q: torch.Tensor, cache: torch.Tensor, batch: int) -> None:
+    """None, a number, a float32 tensor of one element or one (B, Hk), for a cache of float8."""
+    if x is None:
+        return
+    if cache.dtype != FLOAT8:
+        raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {cache.dtype}")
+    if isinstance(x, (int, float)):
+        return
+    validation.check_tensors(**{name: x})
+    _check(name, x, q, _shape(x) if x.numel() == 1 else (batch, cache.shape[-2]), torch.float32)
+
+
+# ---- The call ---------------------------------------------------------------------------------------------------
+
+
+def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Small tensors are read by plain index; only odd callers pass strided ones."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def _rows_first(table: torch.Tensor | None) -> torch.Tensor | None:
+    """A page table with last stride 1, as flash_attn makes it."""
+    return table if table is None or table.stride(-1) == 1 else table.contiguous()
+
+
+def _expanded_descale(x: Descale, q: torch.Tensor, batch: int, heads_kv: int) -> torch.Tensor | None:
+    """(B, Hk), without a copy of a tensor."""
+    if x is None:
+        return None
+    if not isinstance(x, torch.Tensor):
+        x = q.new_full((1, 1), x, dtype=torch.float32)
+    return x.reshape(1, 1).expand(batch, heads_kv) if x.numel() == 1 else x
+
+
+def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: dict[str, Any]) -> KVCacheTensors:
+    """What a backend gets."""
+    seqlens, scale, table = given["cache_seqlens"], given["softmax_scale"], given["block_table"]
+    length = 0
+    if seqlens is None:
+        length = _capacity(k_cache, table)
+    elif not isinstance(seqlens, torch.Tensor):
+        length, seqlens = seqlens, None
+    batch, heads_kv = q.shape[0], k_cache.shape[2]
+    return KVCacheTensors(
+        q,
+        k_cache,
+        v_cache,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        length,
+        0 if given["k"] is None else given["k"].shape[1],
+        _vector(seqlens),
+        None,
+        None,
+        _rows_first(table),
+        _vector(given["cache_batch_idx"]),
+        _vector(given["cache_leftpad"]),
+        _vector(given["alibi_slopes"]),
+        _vector(given["sinks"]),
+        _expanded_descale(given["k_descale"], q, batch, heads_kv),
+        _expanded_descale(given["v_descale"], q, batch, heads_kv),
+    )
+
+
+def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
+    """All that checks and decisions read of a call; None where something looks on, or a tensor is no ordinary one.
+
+    The second and third tensor are the keys and values. Of numbers in place of a tensor (a length, a descale) only the
+    type matters.
+    """
+    if not fast_path.is_unseen():
+        return None
+    parts: list[Any] = []
+    for x in tensors:
+        if isinstance(x, torch.Tensor):
+            if not may_be_read(x, torch.nn.Parameter):
+                return None
+            parts.append(described(x))
+        else:
+            parts.append(x if x is None else type(x))
+    k, v = tensors[1:3]
+    return (
+        isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not
+        *parts, torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
+    )  # fmt: skip
+
+
+def _find(key: Any) -> KVCachePlan | None:
+    """The plan of an earlier equal call."""
+    try:
+        return None if key is None else plans.get(key)
+    except TypeError:  # an argument of a wrong kind
+        return None
+
+
+def _remember(key: Any, plan: KVCachePlan | None) -> None:
+    """Keep what a call came to, for equal ones."""
+    if key is None or plan is None:
+        return
+    if len(plans) >= fast_path.LIMIT:
+        plans.clear()
+    plans[key] = plan
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    out: torch.Tensor | None = None,
+) -> KVCacheResult:
+    """Attention of new queries over a cache, to which new keys and values are appended first, in place.
+
+    A sequence has n keys: `cache_seqlens` and the new ones. Its last query stands at its last key: query i sees keys
+    as in `flash_attn_func` with Sk = n. Nothing waits for the device, and there is no backward pass.
+
+    Args:
+        q: (B, Sq, H, D); float16, bfloat16 or float32. Last stride 1, others free.
+        k_cache, v_cache: (Bc, Sc, Hk, D) and (Bc, Sc, Hk, Dv), or with `block_table` pages (pages, page size, Hk, D)
+            of any size; in q's dtype or float8_e4m3fn. v_cache may be the first features of k_cache, a view of the
+            same memory (the latent cache of multi-head latent attention).
+        k, v: (B, Snew, Hk, D) and (B, Snew, Hk, Dv) in q's dtype: they become keys cache_seqlens, cache_seqlens + 1, …
+            of their sequence. Both or none; a latent cache takes k alone. What would land beyond the cache is dropped
+            where the host cannot see it.
+        rotary_cos, rotary_sin: (rows, R / 2) in q's dtype or float32, R <= D, a row for each key there can be. They
+            rotate the first R features of k by row cache_seqlens + i, and those of q by row cache_seqlens + i where
+            the mask is causal or a window, else by row cache_seqlens. They need k.
+        cache_seqlens: keys in the cache, counted from row 0 of the sequence: an int, (B,) int32, or None: it is full.
+        cache_batch_idx: (B,) int32, the row of the contiguous cache that is sequence b's; default b.
+        cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
+        block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
+            block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are
+            not read.
+        softmax_scale: factor of the scores; default 1/sqrt(D).
+        causal, window_size, softcap: as for `flash_attn_func`.
+        rotary_interleaved: features (0, 1), (2, 3), … make pairs; else i and i + R / 2.
+        alibi_slopes: (H,) or (B, H) float32.
+        num_splits: parts that the keys are divided into; 0: chosen for the device.
+        return_softmax_lse: return the log-sum-exp, too.
+        sinks: (H,) float32 logits that join the softmax denominator.
+        k_descale, v_descale: factors of what a float8 cache holds: a number, a float32 tensor of one element or
+            (B, Hk). What is appended is divided by them.
+        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1.
+
+    Returns:
+        out (B, Sq, H, Dv), or with `return_softmax_lse` (out, lse (B, H, Sq) float32); a row that sees no key has
+        output 0 and lse +inf.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, a gradient is wanted, or no kernel can run the call, before
+            anything is written.
+    """
+    if not (type(causal) is type(rotary_interleaved) is type(return_softmax_lse) is bool):
+        flags = (causal, rotary_interleaved, return_softmax_lse)
+        validation.check_booleans(**dict(zip(_FLAGS, flags, strict=True)))
+    window = validation.check_window(window_size, "window_size")
+    if cache_seqlens is not None and not isinstance(cache_seqlens, (int, torch.Tensor)):
+        cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
+    given = {
+        "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
+        "softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "num_splits": num_splits,
+        "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
+    }  # fmt: skip
+    key = _key_of(
+        (
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, alibi_slopes, sinks, k_descale, v_descale, out,
+        ),
+        softmax_scale, causal, window, softcap, rotary_interleaved, num_splits,
+    )  # fmt: skip
+    plan = _find(key)
+    if plan is None:
+        _check_call(q, k_cache, v_cache, given)
+    tensors = _bind(q, k_cache, v_cache, given)
+    _check_values(tensors)
+    new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    if plan is not None:
+        result, lse = run_plan(plan, tensors, new, out)
+    else:
+        left, right = window
+        options = KVCacheOptions(
+            "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
+            batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
+        )  # fmt: skip
+        result, lse, plan = run(tensors, options, new, out)
+        _remember(key, plan)
+    return (result, lse) if return_softmax_lse else result
+
+
+# ---- Packed queries ---------------------------------------------------------------------------------------------
+
+
+def _check_packed(q: Any, k: Any, v: Any, given: dict[str, Any]) -> int:
+    """All that shapes, strides, dtypes and devices say; returns the number of sequences."""
+    validation.check_tensors(q=q, k=k, v=v)
+    _check_no_grad({"q": q, "k": k, "v": v, **given})
+    cu_q, cu_k, used, table = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"))
+    rank = 3 if table is None else 4
+    if q.dim() != 3 or k.dim() != rank:
+        of_keys = "(total, heads, head_dim)" if table is None else "(pages, page size, heads, head_dim)"
+        raise ValueError(f"q must be (total, heads, head_dim) and k {of_keys}, got {_shape(q)} and {_shape(k)}")
+    _check_caches(q, k, v, ("q", "k", "v"))
+    if given["dropout_p"]:
+        raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
+    if cu_k is None and (used is None or table is None):
+        raise ValueError(
+            "cu_seqlens_k may be None only where block_table says where the keys are, and seqused_k how many"
+        )
+    validation.check_tensors(cu_seqlens_q=cu_q)
+    if cu_q.dim() != 1 or not cu_q.shape[0]:
+        raise ValueError(f"cu_seqlens_q must be a vector of B + 1 offsets, got shape {_shape(cu_q)}")
+    batch = cu_q.shape[0] - 1
+    for name, x, length in (
+        ("cu_seqlens_q", cu_q, batch + 1),
+        ("cu_seqlens_k", cu_k, batch + 1),
+        ("seqused_k", used, batch),
+    ):
+        if x is not None:
+            _check(name, x, q, (length,), torch.int32)
+    if table is not None:
+        _check_table(q, table, batch)
+    sizes = {"b": batch, "h": q.shape[1], "q": given["max_seqlen_q"], "k": given["max_seqlen_k"]}
+    validation.check_optional_tensors(q, sizes, {name: given[name] for name in ("alibi_slopes", "sinks")})
+    validation.check_scalars(given["sm_scale"], given["softcap"], 0.0, scale_name=given["scale_name"])
+    if given["out"] is not None:
+        _check_out(given["out"], q, v.shape[-1])
+    return batch
+
+
+def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+    """What the host may read without waiting: tensors on the CPU."""
+    q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None, "packed queries come with it"
+    if q.device.type != "cpu" or validation.is_capturing(q):
+        return
+    validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
+    table, lengths = tensors.block_table, tensors.seqlens
+    if cu_k is not None:
+        total = k.shape[0] if table is None else int(cu_k[-1])  # with pages it says lengths only
+        validation.check_offsets("k", cu_k, max_seqlen_k, total)
+        rows = cu_k.diff()
+        if table is None and lengths is not None and bool((lengths > rows).any()):
+            raise ValueError(
+                f"seqused_k must be at most the rows of each sequence, {rows.tolist()}, got {lengths.tolist()}"
+            )
+        lengths = rows if lengths is None else lengths
+    assert lengths is not None, "one of them says it"
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= max_seqlen_k:
+        raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
+    if table is not None:
+        _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
+        _check_pages(table, lengths, k)
+
+
+def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and lse, without a backward pass.
+
+    `given` are the other arguments of `flash_attention_varlen` but `return_lse`, checked booleans and window among
+    them, and `scale_name`, what the scale is called.
+    """
+    tensor_names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks", "out")
+    cu_q, cu_k, used, table, slopes, sinks, out = (given[name] for name in tensor_names)
+    max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
+    backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
+    key = _key_of(
+        (q, k, v, cu_q, cu_k, used, table, slopes, sinks, out),
+        max_q, bucket(max_k), given["sm_scale"], given["causal"], given["window"], given["softcap"],
+        given["dropout_p"], backend, variant,
+    )  # fmt: skip
+    plan = _find(key)
+    if plan is None:
+        _check_packed(q, k, v, given)
+    scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
+    tensors = KVCacheTensors(
+        q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
+        alibi_slopes=_vector(slopes), sinks=_vector(sinks),
+    )  # fmt: skip
+    _check_packed_values(tensors, max_q, max_k)
+    if plan is not None:
+        return run_plan(plan, tensors, None, out)
+    left, right = given["window"]
+    options = KVCacheOptions(
+        VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), max_q, max_k,
+        batch_invariant=registry.is_batch_invariant(), backend=backend, variant=variant,
+    )  # fmt: skip
+    result, lse, plan = run(tensors, options, None, out)
+    _remember(key, plan)
+    return result, lse

@@ -1,0 +1,342 @@
+"""The operators `diyfa::kvcache_append` and `diyfa::kvcache_fwd` (and `_out`), and how calls with a cache are run.
+
+They have no autograd. Their flat schema is made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`,
+which is the only list of them; calls are packed and unpacked by name. As in `diyfa.ops`, calls that nothing traces or
+transforms bypass the dispatcher, and an equal call runs by what an earlier one came to: a `KVCachePlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from diyfa import registry
+from diyfa.fast_path import takes_fast_path
+from diyfa.ops import empty_lse, fill_without_keys
+from diyfa.options import Lengths
+from diyfa.problem import (
+    VARLEN,
+    Backend,
+    Kernel,
+    KVCacheProblem,
+    KVCacheTensors,
+    NewKeys,
+    dtype_name,
+    empty_output,
+    is_aligned,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class KVCacheOptions(NamedTuple):
+    """The options of one call with a cache, checked, with the defaults filled in."""
+
+    layout: str  # of q: "bshd" or "thd"
+    window_left: int = -1  # -1: unbounded
+    window_right: int = -1  # 0: causal
+    softcap: float = 0.0
+    max_seqlen_q: int = 0  # at least the longest packed queries
+    max_seqlen_k: int = 0  # at least the most keys of a sequence; 0: as many as the cache holds
+    num_splits: int = 0
+    batch_invariant: bool = False
+    backend: str = ""
+    variant: str = "auto"
+
+
+# ---- The schema -------------------------------------------------------------------------------------------------
+
+_TYPES = {
+    "torch.Tensor": "Tensor",
+    "torch.Tensor | None": "Tensor?",
+    "int": "SymInt",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+}
+
+
+def _types(fields: type) -> dict[str, str]:
+    """Type in the schema by name of a named tuple's fields."""
+    return {name: _TYPES[of.__forward_arg__] for name, of in fields.__annotations__.items()}
+
+
+_CALL = {**_types(KVCacheTensors), **_types(KVCacheOptions)}
+_APPEND = {**_CALL, **_types(NewKeys)}
+del _APPEND["rotated_q"]  # what the operator returns
+
+
+def _schema(types: dict[str, str], **mutated: str) -> str:
+    return ", ".join(f"{mutated.get(name, of)} {name}" for name, of in types.items())
+
+
+_lib = torch.library.Library("diyfa", "FRAGMENT")
+_lib.define(f"kvcache_fwd({_schema(_CALL)}) -> (Tensor out, Tensor lse)")
+_lib.define(f"kvcache_fwd_out(Tensor(a!) out, {_schema(_CALL)}) -> Tensor lse")
+_lib.define(
+    f"kvcache_append({_schema(_APPEND, k_cache='Tensor(a!)', v_cache='Tensor(b!)')}) -> Tensor"
+)  # the rotated queries, without elements where nothing is rotated
+
+
+def _pack(*parts: Any) -> list[Any]:
+    """The fields of what makes a call, in the order of the schema."""
+    return [value for part in parts for name, value in part._asdict().items() if name in _APPEND]
+
+
+def _unpack(names: dict[str, str], values: tuple[Any, ...]) -> list[Any]:
+    """The opposite of `_pack`."""
+    given = dict(zip(names, values, strict=True))
+    parts: list[Any] = [KVCacheTensors, KVCacheOptions, NewKeys] if "interleaved" in names else [
+        KVCacheTensors, KVCacheOptions,
+    ]  # fmt: skip
+    return [part(**{name: given[name] for name in part._fields if name in given}) for part in parts]
+
+
+# ---- A call described -------------------------------------------------------------------------------------------
+
+
+def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the values are the first features of the keys, in the same memory."""
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr()
+        and v_cache.stride() == k_cache.stride()
+        and v_cache.shape[-1] <= k_cache.shape[-1]
+        and k_cache.numel() > 0
+    )
+
+
+def bucket(length: int) -> int:
+    """The next power of two: growing lengths make few different calls."""
+    return 1 << (length - 1).bit_length() if length > 0 else 0
+
+
+def capacity_of(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
+    """The most keys that a sequence can have."""
+    k_cache, table = tensors.k_cache, tensors.block_table
+    if k_cache.dim() == 3:
+        return min(max_seqlen_k, k_cache.shape[0])
+    rows = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
+    return min(rows, bucket(max_seqlen_k)) if max_seqlen_k else rows
+
+
+def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCacheOptions) -> KVCacheProblem:
+    """The problem of one call."""
+    q, k_cache, v_cache = tensors.q, tensors.k_cache, tensors.v_cache
+    packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
+    offsets = tensors.cu_seqlens_q
+    left, right = options.window_left, options.window_right
+    return KVCacheProblem(
+        backend.device_type,
+        backend.arch(q.device),
+        dtype_name(q.dtype),
+        dtype_name(k_cache.dtype),
+        options.layout,
+        batch=q.shape[0] if offsets is None else offsets.shape[0] - 1,
+        heads_q=q.shape[-2],
+        heads_kv=k_cache.shape[-2],
+        seqlen_q=min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1],
+        capacity=capacity,
+        head_dim=q.shape[-1],
+        head_dim_v=v_cache.shape[-1],
+        page_size=0 if tensors.block_table is None else k_cache.shape[1],
+        packed_keys=k_cache.dim() == 3,
+        # As flash_attn has it: such a window is none, also where it decides how queries are rotated.
+        window_left=-1 if left >= capacity else left,
+        window_right=-1 if right >= capacity > 0 else right,
+        softcap=options.softcap,
+        alibi=tensors.alibi_slopes is not None,
+        sinks=tensors.sinks is not None,
+        lengths=tensors.seqlens is not None or tensors.cu_seqlens_k is not None,
+        leftpad=tensors.leftpad is not None,
+        cache_batch_idx=tensors.cache_batch_idx is not None,
+        descales=tensors.k_descale is not None or tensors.v_descale is not None,
+        latent=is_latent(k_cache, v_cache),
+        total_q=q.shape[0] if packed else 0,
+        num_splits=options.num_splits,
+        batch_invariant=options.batch_invariant,
+        aligned=is_aligned(q, k_cache, v_cache),
+    )
+
+
+def kernel_of(op: str, tensors: KVCacheTensors, options: KVCacheOptions) -> tuple[KVCacheProblem, Kernel]:
+    """How a call is run. Raises ValueError when no kernel runs it."""
+    backend = registry.resolve_backend(tensors.q.device, options.backend)
+    problem = describe_kvcache(backend, tensors, options)
+    return problem, registry.choose(op, problem, backend, options.variant if op == "kvcache_fwd" else "auto")
+
+
+def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
+    """Whether no query can see a key, so that there is nothing to launch."""
+    if tensors.q.numel() == 0 or tensors.k_cache.numel() == 0 or tensors.v_cache.shape[-1] == 0:
+        return True
+    offsets, table = tensors.cu_seqlens_q, tensors.block_table
+    if offsets is not None and (offsets.shape[0] == 1 or options.max_seqlen_q == 0):
+        return True
+    return (table is not None and table.shape[1] == 0) or (tensors.k_cache.dim() == 3 and options.max_seqlen_k == 0)
+
+
+# ---- Running it -------------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """One kernel of a call with its problem, and the cheaper way to run it again, where it has one."""
+
+    __slots__ = ("has_run", "kernel", "problem", "repeat")
+
+    def __init__(self, problem: KVCacheProblem, kernel: Kernel) -> None:
+        self.problem, self.kernel = problem, kernel
+        self.has_run = False
+        self.repeat: Callable[..., Any] | None = None
+
+    def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
+        if self.repeat is not None and self.repeat(tensors.length, *tensors.present(), *new.present()):
+            return
+        self.kernel.launch(self.problem, tensors, new)
+        if self.has_run and self.kernel.repeat is not None:
+            self.repeat = self.kernel.repeat(self.problem, tensors, new)
+        self.has_run = True
+
+    def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
+        if self.repeat is not None:
+            pair = self.repeat(tensors.length, given, *tensors.present())
+            if pair is not None:
+                return pair
+        problem = self.problem
+        out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
+        lse = empty_lse(tensors.q, problem.layout)
+        if problem.varlen:  # rows that no sequence covers are written by no kernel
+            out.zero_()
+            lse.fill_(float("inf"))
+        self.kernel.launch(problem, tensors, out, lse)
+        if self.has_run and self.kernel.repeat is not None:
+            self.repeat = self.kernel.repeat(problem, tensors, out, lse)
+        self.has_run = True
+        return out, lse
+
+
+class KVCachePlan:
+    """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
+
+    __slots__ = ("append", "attend")
+
+    def __init__(self) -> None:
+        self.append: _Step | None = None
+        self.attend: _Step | None = None
+
+
+def _rotates(new: NewKeys, q: torch.Tensor) -> NewKeys:
+    """`new` with room for the rotated queries."""
+    return new if new.cos is None else new._replace(rotated_q=torch.empty_like(q))
+
+
+def _append(
+    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys, plan: KVCachePlan | None = None
+) -> torch.Tensor | None:
+    """Write new keys to the caches; returns the rotated queries, None where nothing is rotated."""
+    if new.v is None and not is_latent(tensors.k_cache, tensors.v_cache):
+        raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
+    step = _Step(*kernel_of("kvcache_append", tensors, options))
+    if plan is not None:
+        plan.append = step
+    new = _rotates(new, tensors.q)
+    if tensors.q.shape[0]:
+        step.append(tensors, new)
+    return new.rotated_q
+
+
+def _forward(
+    tensors: KVCacheTensors, options: KVCacheOptions, out: torch.Tensor | None, plan: KVCachePlan | None = None
+) -> Pair:
+    step = _Step(*kernel_of("kvcache_fwd", tensors, options))
+    if not _computes_nothing(tensors, options):
+        if plan is not None:
+            plan.attend = step
+        return step.attend(tensors, out)
+    q = tensors.q
+    out = empty_output(q, tensors.v_cache.shape[-1]) if out is None else out
+    lse = empty_lse(q, options.layout)
+    fill_without_keys(tensors.sinks, q, Lengths(tensors.cu_seqlens_q), options.layout, out, lse)
+    return out, lse
+
+
+def run(
+    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, KVCachePlan | None]:
+    """A checked call -> out, lse and its plan, None where calls like it cannot be run by one."""
+    given = [*tensors.present(), *(() if new is None else new.present()), *(() if out is None else (out,))]
+    if not takes_fast_path(*given):
+        if new is not None:
+            rotated = torch.ops.diyfa.kvcache_append(*_pack(tensors, options, new))
+            if new.cos is not None:
+                tensors = tensors._replace(q=rotated)
+        if out is not None:
+            return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
+        return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
+    plan = KVCachePlan()
+    if new is not None:
+        # Before anything is written: that the attention can be run, too.
+        kernel_of("kvcache_fwd", tensors, options)
+        rotated = _append(tensors, options, new, plan)
+        if rotated is not None:
+            tensors = tensors._replace(q=rotated)
+    pair = _forward(tensors, options, out, plan)
+    return *pair, plan if plan.attend is not None else None
+
+
+def run_plan(plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None) -> Pair:
+    """Run a call equal to the one that `plan` was made of."""
+    if new is not None:
+        assert plan.append is not None, "the plan of a call that appends"
+        new = _rotates(new, tensors.q)
+        plan.append.append(tensors, new)
+        if new.rotated_q is not None:
+            tensors = tensors._replace(q=new.rotated_q)
+    assert plan.attend is not None, "or there is no plan"
+    return plan.attend.attend(tensors, out)
+
+
+# ---- The operators ----------------------------------------------------------------------------------------------
+
+
+def _kvcache_fwd(*flat: Any) -> Pair:
+    tensors, options = _unpack(_CALL, flat)
+    return _forward(tensors, options, None)
+
+
+def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
+    tensors, options = _unpack(_CALL, flat)
+    return _forward(tensors, options, out)[1]
+
+
+def _kvcache_append(*flat: Any) -> torch.Tensor:
+    """An operator returns a tensor: without rotary embedding one without elements."""
+    tensors, options, new = _unpack(_APPEND, flat)
+    kernel_of("kvcache_fwd", tensors, options)
+    rotated = _append(tensors, options, new)
+    return tensors.q.new_empty(0) if rotated is None else rotated
+
+
+def _kvcache_fwd_fake(*flat: Any) -> Pair:
+    tensors, options = _unpack(_CALL, flat)
+    return empty_output(tensors.q, tensors.v_cache.shape[-1]), empty_lse(tensors.q, options.layout)
+
+
+def _kvcache_fwd_out_fake(out: torch.Tensor, *flat: Any) -> torch.Tensor:
+    tensors, options = _unpack(_CALL, flat)
+    return empty_lse(tensors.q, options.layout)
+
+
+def _kvcache_append_fake(*flat: Any) -> torch.Tensor:
+    tensors, _, new = _unpack(_APPEND, flat)
+    return tensors.q.new_empty(0) if new.cos is None else torch.empty_like(tensors.q)
+
+
+for _name, _implementation, _fake in (
+    ("kvcache_fwd", _kvcache_fwd, _kvcache_fwd_fake),
+    ("kvcache_fwd_out", _kvcache_fwd_out, _kvcache_fwd_out_fake),
+    ("kvcache_append", _kvcache_append, _kvcache_append_fake),
+):
+    _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)

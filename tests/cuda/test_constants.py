@@ -1,0 +1,84 @@
+"""What a kernel is compiled for is one object, and Triton keeps a compiled kernel under all of its values."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import triton.language as tl
+from constants_kernel import OTHERS, VALUES, Values
+
+import diyfa.backends
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import is_interpreting
+
+ROOT = Path(__file__).parents[2]
+
+
+def kernel_constexprs() -> dict[str, list[str]]:
+    """The constexprs of each kernel that a launcher launches."""
+    found = {}
+    for file in Path(diyfa.backends.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+                arguments = [a.arg for a in node.args.args if a.annotation and "constexpr" in ast.unparse(a.annotation)]
+                found[f"{file.parent.parent.name}/{file.stem}.{node.name}"] = arguments
+    return found
+
+
+def test_every_kernel_takes_one() -> None:
+    found = kernel_constexprs()
+    assert len(found) > 15
+    several = {name: names for name, names in found.items() if names not in (["c"], ["config"])}
+    assert list(several) == ["npu/tutorial._fwd_tutorial_kernel"]  # for learners
+
+
+def test_every_value_is_a_field() -> None:
+    """The code of a property would not be part of what Triton keeps a kernel under."""
+    from diyfa.backends.cuda.attention import bwd, bwd_dbias, fwd, launch
+    from diyfa.backends.cuda.matmul import kernel
+
+    own = set(vars(Constants))
+    classes = [x for module in (bwd, bwd_dbias, fwd, launch, kernel) for x in vars(module).values()]
+    classes = [x for x in classes if isinstance(x, type) and issubclass(x, Constants) and x is not Constants]
+    assert len(classes) >= 8
+    for cls in classes:
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        computed = [name for name, x in vars(cls).items() if isinstance(x, property) and name not in own]
+        assert not computed and all(name.islower() for name in names)
+
+
+def test_the_host_reads_values_and_kernels_constexprs() -> None:
+    assert (VALUES.size, VALUES.flag, VALUES.form) == (16, True, "plain")
+    assert tl.core._unwrap_if_constexpr(VALUES.SIZE) == 16
+    assert isinstance(VALUES.SIZE, tl.constexpr) != is_interpreting()
+    for name in ("BLOCK_M", "block_m", "type"):
+        with pytest.raises(AttributeError, match="has no field"):
+            getattr(VALUES, name)
+
+
+def test_they_are_told_apart_by_every_value() -> None:
+    assert Values(16, True) == VALUES and hash(Values(16, True)) == hash(VALUES)
+    for name, other in OTHERS.items():
+        changed = replace(VALUES, **{name: other})
+        assert changed != VALUES and repr(changed) != repr(VALUES)
+
+
+def test_a_compiled_kernel_is_kept_under_every_value() -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    script = ROOT / "tests/support/constants_kernel.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, same, *others = json.loads(done.stdout)
+    assert same == first and len(others) == len(OTHERS)
+    for name, (key, code) in zip(OTHERS, others, strict=True):
+        assert key != first[0] and code != first[1], name

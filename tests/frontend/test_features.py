@@ -1,0 +1,465 @@
+"""A feature is forgotten nowhere: every row of `diyfa.features` is looked for in each place that must know of it.
+
+The places are checked by what they do with the example of a row, not by lists of names, so that a new row is asked for
+everywhere at once. What these tests cannot see, whether a kernel computes it rightly, the matrix of cases says, which
+must have cases of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import HealthCheck, Phase, given, settings
+from strategies import cases as random_cases
+
+import diyfa
+from diyfa import fast_path, options, registry, yardstick
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature, Shape
+from diyfa.features import OPTIONAL as REFUSABLE
+from diyfa.options import AttentionOptions
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
+from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
+
+ROOT = Path(__file__).parents[2]
+# Optional tensors that come with another row's argument.
+COMPANIONS = {"cu_seqlens_k": "cu_seqlens_q", "rng_state": "dropout_p"}
+# What the public functions call it, where that is another name.
+ARGUMENTS = {"window_left": "window", "window_right": "causal"}
+# Options that are no features: they change no result.
+WITHOUT_EFFECT = {
+    "max_seqlen_q", "max_seqlen_k", "sm_scale", "layout", "deterministic", "needs_grad", "bias_grad", "backend",
+    "variant",
+}  # fmt: skip
+NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
+PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+MODES = {"batch_invariant"}  # what a block of code sets, no argument of a call, and in no table
+OPTIONAL = [feature for feature in REFUSABLE if feature.name not in MODES]
+OF_OPTIONS = [feature for feature in OPTIONAL if feature not in OF_SHAPES]
+TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]
+
+
+def by_name(features: Any) -> Any:
+    return pytest.mark.parametrize("feature", features, ids=lambda feature: feature.name)
+
+
+def argument_of(feature: Feature) -> str:
+    return ARGUMENTS.get(feature.name, feature.name)
+
+
+def plain(**changes: Any) -> AttentionProblem:
+    problem = AttentionProblem("cpu", "cpu", "float32", "bhsd", 2, 4, 4, 64, 64, 64, 64)
+    return problem.replace(**changes)
+
+
+class _Described(Exception):
+    """Raised where a call would be launched."""
+
+
+def problem_of(case: AttentionCase) -> AttentionProblem:
+    """What the front end makes of a case."""
+
+    def describe(op: str, problem: Any, *_: Any) -> None:
+        raise _Described(problem)
+
+    inputs = make_inputs(case)
+    with mock.patch.object(registry, "choose", describe), pytest.raises(_Described) as seen:
+        attention_function(case, backend="cpu")(*inputs.leaves, **inputs.options)
+    return seen.value.args[0]
+
+
+@lru_cache(maxsize=1)
+def described_cases() -> dict[str, tuple[AttentionCase, AttentionProblem]]:
+    return {name: (case, problem_of(case)) for name, case in CASES.items() if not case.large}
+
+
+def case_of(feature: Feature) -> AttentionCase:
+    """A case that has the feature, and as little else as possible."""
+    found = [
+        (case, len(problem.features))
+        for case, problem in described_cases().values()
+        if feature.uses in problem.features and min(problem.seqlen_q, problem.seqlen_k) > 1
+    ]
+    assert found, f"no case of tests/support/cases.py has {feature.uses}"
+    return min(found, key=lambda each: each[1])[0]
+
+
+# ---- The rows ------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_says_what_it_is() -> None:
+    for feature in FEATURES:
+        known = bool(feature.uses) or feature.name in WITHOUT_EFFECT or feature.name in COMPANIONS
+        assert known, f"{feature.name} changes the result: a backend that does not implement it must refuse it (uses)"
+        if feature.schema == "Tensor?":
+            assert feature.shape is not None and feature.dtypes and feature.dtypes_in_words, feature.name
+            if type(feature.shape) is Shape and feature.name not in PACKED:  # whose strides are checked
+                assert feature.prepared is not None, f"{feature.name}: kernels read it by plain index"
+    names = [feature.uses for feature in OPTIONAL]
+    assert len(set(names)) == len(names)
+
+
+@by_name(OPTIONAL)
+def test_its_example_has_it(feature: Feature) -> None:
+    assert feature.label and feature.example
+    assert feature.uses not in plain().features
+    assert feature.uses in plain(**feature.example).features
+    alone = {"gqa", "head_dim_v", "varlen", "causal", "seq_lens"}  # by shapes, lengths or layout
+    assert feature.case or feature.uses in alone
+    assert feature.problem in ("", "batch") or feature.problem in {field.name for field in fields(AttentionProblem)}
+
+
+@by_name(TENSORS)
+def test_an_optional_tensor_reaches_the_backends(feature: Feature) -> None:
+    assert feature.name in AttentionTensors._fields
+    without = example_tensors(plain(), "cpu")
+    owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
+    present = example_tensors(plain(**owner.example), "cpu")
+    assert feature.name not in without and present[feature.name].dtype in feature.dtypes
+    if feature.name not in options.LENGTHS:
+        assert feature.name in AttentionOptions._fields
+
+
+def test_every_gradient_belongs_to_a_row() -> None:
+    declared = {feature.gradient for feature in GRADIENTS}
+    assert declared == set(AttentionGradients._fields) - {"dq", "dk", "dv", "delta"}
+    assert declared == set(Results._fields) - {"out", "lse", "dq", "dk", "dv"}
+
+
+@by_name(GRADIENTS)
+def test_a_gradient_has_a_buffer_and_is_compared(feature: Feature) -> None:
+    assert feature.gradient in AttentionGradients._fields and feature.gradient in Results._fields
+    q = torch.empty(2, 4, 64, 64, device="meta")
+    tensors = AttentionTensors(q, q, q, 1.0, **example_tensors(plain(**feature.example)))
+    assert getattr(example_gradients(tensors), feature.gradient).shape == getattr(tensors, feature.name).shape
+    assert not feature.gradient_if or feature.gradient_if in AttentionOptions._fields
+
+
+# ---- What a user sees ----------------------------------------------------------------------------------------------
+
+
+@by_name(OPTIONAL)
+def test_it_is_in_the_tables_of_info_and_both_readmes(feature: Feature) -> None:
+    pytest.importorskip("rich")
+    from diyfa.cli.info import FEATURES as ROWS
+
+    assert ROWS[feature.label] == feature.example
+    for readme in ("README.md", "README.zh-CN.md"):
+        assert f"\n| {feature.label} |" in (ROOT / readme).read_text(encoding="utf-8"), readme
+
+
+@by_name(OF_OPTIONS)
+def test_it_is_an_argument_of_every_function(feature: Feature) -> None:
+    name = argument_of(feature)
+    owns = [x.name for x in TENSORS if COMPANIONS.get(x.name) == feature.name]
+    dense, packed = [], [diyfa.flash_attention_varlen]
+    if feature.name not in PACKED:
+        dense = [diyfa.flash_attention, diyfa.flash_attention_v2]
+    if feature.name in NOT_PACKED:
+        packed = []
+    for function in (*dense, *packed, diyfa.explain, diyfa.reference_attention):
+        assert {name, *owns} <= set(inspect.signature(function).parameters), function.__name__
+    for described in (diyfa.flash_attention, diyfa.flash_attention_varlen):
+        if described in (*dense[:1], *(packed if not dense else ())):
+            text = inspect.getdoc(described) or ""
+            for word in (name, *owns):
+                assert re.search(rf"^ +(\w+, )*{word}(, \w+)*:", text, re.M), f"{described.__name__}: {word}"
+
+
+@by_name(OF_OPTIONS)
+def test_the_guide_describes_it(feature: Feature) -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    assert f"| `{argument_of(feature)}` |" in guide or (feature.name in PACKED and "flash_attention_varlen" in guide)
+
+
+@by_name(FEATURES)
+def test_it_is_in_the_schema(feature: Feature) -> None:
+    for name in ("attention_fwd", "attention_bwd", "attention_bwd_out"):
+        schema = getattr(torch.ops.diyfa, name).default._schema
+        assert feature.name in [argument.name for argument in schema.arguments], name
+    if feature.gradient:
+        returned = [x.name for x in torch.ops.diyfa.attention_bwd.default._schema.returns]
+        assert feature.gradient in returned
+
+
+# ---- What it does --------------------------------------------------------------------------------------------------
+
+
+@by_name(OF_OPTIONS)
+def test_explain_tells_of_it(feature: Feature) -> None:
+    inputs = make_inputs(case_of(feature))
+    layout = case_of(feature).layout
+    layout = "bhsd" if layout == "3d" else layout
+    problem = diyfa.explain(inputs.q, inputs.k, inputs.v, layout=layout, backend="cpu", **inputs.options).problem
+    assert feature.uses in problem.features
+
+
+def switched_off(feature: Feature, case: AttentionCase) -> dict[str, Any]:
+    """The arguments of the case without the feature."""
+    off: dict[str, Any] = dict(make_inputs(case).options)
+    names = [argument_of(feature), *(name for name, owner in COMPANIONS.items() if owner == feature.name)]
+    return {name: value for name, value in off.items() if name not in names}
+
+
+@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED])
+@pytest.mark.parametrize("function", ["reference", "yardstick", "cpu v2", "cpu v1"])
+def test_it_changes_the_result(feature: Feature, function: str) -> None:
+    """Of the reference, of what errors are measured by, and of the CPU backend."""
+    case = case_of(feature)
+    if function == "reference":
+        attend: Any = diyfa.reference_attention
+    elif function == "yardstick":
+        attend = yardstick.plain_flash_attention
+    else:
+        attend = attention_function(case, backend="cpu", variant=function.removeprefix("cpu "))
+    inputs = make_inputs(case)
+    layout = (
+        {"layout": "bhsd" if case.layout == "3d" else case.layout} if function in ("reference", "yardstick") else {}
+    )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    without = switched_off(feature, case)
+    with_it = attend(q, k, v, return_lse=True, **layout, **inputs.options)
+    plain_ones = attend(q, k, v, return_lse=True, **layout, **without)
+    assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
+
+
+def test_the_cpu_backend_has_every_feature() -> None:
+    for feature in OPTIONAL:
+        for kernel in registry.load_backend("cpu").kernels:
+            if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
+                assert kernel.unsupported(plain(**feature.example)) is None
+
+
+def test_kernels_name_features_that_there_are() -> None:
+    from diyfa.backends import cuda, npu
+    from diyfa.backends.cuda.hopper import configs as hopper
+    from diyfa.backends.npu.tables import configs_v1
+
+    for who in (cuda, npu, hopper, configs_v1):
+        assert {feature.uses for feature in OPTIONAL} >= who.FEATURES, who.__name__
+    assert cuda.V1_FEATURES <= cuda.FEATURES
+
+
+# ---- Equal calls ---------------------------------------------------------------------------------------------------
+
+
+def another_of(x: Any) -> Any:
+    """Another value of the same kind: a tensor of other values."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_floating_point():
+        return (x.detach() * -0.5 - 0.25).requires_grad_(x.requires_grad)
+    return torch.flip(x, (0,)) if x.dtype == torch.int64 else torch.clamp(x - 1, min=1)
+
+
+@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED])
+def test_calls_that_differ_in_it_share_no_plan(feature: Feature, monkeypatch: Any) -> None:
+    """And a repeated call reads its own tensors, for results and gradients."""
+    case = case_of(feature)
+    inputs, without = make_inputs(case), switched_off(feature, case)
+    attend = attention_function(case, backend="cpu")
+    monkeypatch.setattr(fast_path, "plans", {})
+    plans = [0]
+    for _ in range(3):
+        for arguments in (inputs.options, without):
+            attend(*inputs.leaves, **arguments)
+            plans.append(len(set(fast_path.plans.values())))
+    assert plans[0] < plans[1] < plans[2] and set(plans[3:]) == {plans[2]}
+    with_it, plain_ones = (run_case(attend, inputs._replace(options=given)) for given in (inputs.options, without))
+    assert not all(torch.equal(a, b) for a, b in zip(with_it[:2], plain_ones[:2], strict=True))
+    others = {name: another_of(x) for name, x in inputs.options.items()}
+    repeated_call = run_case(attend, inputs._replace(options=others))
+    monkeypatch.setattr(fast_path, "plans", {})
+    fresh = run_case(attend, inputs._replace(options=others))
+    for name, a, b in zip(Results._fields, repeated_call, fresh, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name
+
+
+@by_name([feature for feature in TENSORS if feature.name in AttentionOptions._fields])
+def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
+    q = torch.zeros(2, 4, 8, 16)
+    owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
+    right = example_tensors(plain(seqlen_q=8, seqlen_k=8, **owner.example), "cpu")[feature.name].zero_()
+    rest = {"dropout_p": 0.5} if owner.name == "dropout_p" else {}
+    wrong: tuple[tuple[Any, type], ...] = (
+        (right.bool(), TypeError), (1.5, TypeError), (right.new_zeros(3, 5, 7), ValueError),
+        (right.to("meta"), ValueError),
+    )  # fmt: skip
+    for value, error in wrong:
+        with pytest.raises(error, match=feature.name):
+            diyfa.flash_attention(q, q, q, backend="cpu", **{feature.name: value}, **rest)
+
+
+# ---- What is tested and compiled -----------------------------------------------------------------------------------
+
+
+@by_name(OPTIONAL)
+def test_the_matrix_has_cases_of_it(feature: Feature) -> None:
+    """Alone and on every kernel, with packed sequences, and with everything that goes with it."""
+    found = [(case, problem) for case, problem in described_cases().values() if feature.uses in problem.features]
+    by_itself = {feature.uses, "causal", "gqa"}
+    assert any(problem.features <= by_itself and case.all_variants for case, problem in found), "on every kernel"
+    if feature.name not in NOT_PACKED:
+        assert any(problem.varlen for _, problem in found), "with packed sequences"
+    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
+    if feature.uses in others:
+        assert any(problem.features >= others for _, problem in found), "with everything"
+    if feature in TENSORS:
+        some = [make_inputs(case).options for case, _ in found]
+        assert any(given[feature.name].requires_grad for given in some) == bool(feature.gradient)
+
+
+def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
+    seen: set[str] = set()
+    names = {feature.uses for feature in OPTIONAL}
+
+    def drawn(without: set[str], examples: int) -> set[str]:
+        found: set[str] = set()
+
+        @settings(
+            max_examples=examples, derandomize=True, deadline=None, phases=[Phase.generate], database=None,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(random_cases(12, without))
+        def draw(case: AttentionCase) -> None:
+            small = replace(case, head_dim=8, head_dim_v=8 if case.head_dim_v == case.head_dim else 16)
+            sizes = small.sizes
+            if min(sizes[0], sizes[3], sizes[4]) > 0:
+                found.update(problem_of(small).features)
+
+        draw()
+        return found
+
+    seen = drawn(set(), 80)
+    assert seen == names, f"never drawn: {names - seen}"
+    left_out = {feature.uses for feature in OF_OPTIONS} - {"causal"}
+    assert not drawn(left_out, 20) & left_out
+
+
+@by_name(OPTIONAL)
+def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
+    pytest.importorskip("rich")
+    import sys
+
+    from diyfa.cli.validate import CASES as VALIDATED
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from ascend_cases import SMOKE, numerics_cases
+    finally:
+        sys.path.pop(0)
+    small = [
+        replace(
+            case, heads=2, heads_kv=case.heads_kv and 1, seqlen_q=40, seqlen_k=-1 if case.seqlen_k < 0 else 44,
+            seq_lens=case.seq_lens and tuple(min(length, 40) for length in case.seq_lens),
+        )
+        for case in VALIDATED
+    ]  # fmt: skip
+    assert any(feature.uses in problem_of(case).features for case in small), "diyfa validate"
+    first = [case for variant, case in numerics_cases(SMOKE) if variant == "auto" and case.dtype == "float16"]
+    assert any(feature.uses in problem_of(case).features for case in first), "benchmarks/ascend_cases.py"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@by_name(OPTIONAL)
+@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
+def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    from diyfa.backends.cuda import FEATURES as IMPLEMENTED
+    from diyfa.backends.cuda.attention import bwd_dbias, fwd
+    from diyfa.backends.cuda.attention.configs import default_config
+    from diyfa.backends.cuda.compile import specs
+
+    if feature.uses not in IMPLEMENTED:
+        pytest.skip("refused")
+    compiled = [*specs.problems("sm_90"), *specs.feature_problems("sm_90")]
+    if kernel == "dbias":
+        compiled = [problem for problem in compiled if problem.bias_grad]
+        if feature.uses in ("varlen", "seq_lens", "head_dim_v", "gqa", "causal"):
+            compiled = []
+    assert not compiled or any(feature.uses in problem.features for problem in compiled)
+
+    def launch(**changes: Any) -> tuple[Any, AttentionTensors]:
+        problem = plain(dtype="float16", arch="sm_90", device_type="cuda").replace(**changes)
+        tensors, out, lse = specs.tensors_of(problem)
+        tile = default_config("fwd" if kernel == "fwd" else kernel, problem)
+        assert tile is not None
+        if kernel == "fwd":
+            return fwd.launch_of(problem, tensors, out, lse, tile), tensors
+        backward = specs._backward(problem, False)[0]
+        if kernel == "dbias":
+            bias = backward.tensors.attn_bias
+            assert bias is not None
+            arguments = (backward.dout, backward.lse, backward.delta, backward.scale, torch.empty_like(bias))
+            return bwd_dbias.launch_of(problem, backward.tensors, *arguments)[0], backward.tensors
+        q, k, v = backward.tensors[:3]
+        like = {"dq": q} if kernel == "dq" else {"dk": k, "dv": v}
+        return backward.gradient(kernel, tile, **{n: torch.empty_like(x) for n, x in like.items()}), backward.tensors
+
+    base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
+    if kernel == "dbias" and feature.name == "cu_seqlens_q":
+        pytest.skip("packed sequences have no bias")
+    check_launches(feature, *launch(**base), *launch(**{**base, **feature.example}), backward=kernel != "fwd")
+
+
+def check_launches(
+    feature: Feature, without: Any, _: AttentionTensors, launch: Any, tensors: AttentionTensors, backward: bool
+) -> None:
+    """The launch with a feature is another one, and has its tensors."""
+    if backward and feature.name == "sinks":
+        return  # the log-sum-exp knows of them
+    if without.arguments.get("bias_ptr") is not None and feature.name == "attn_bias":
+        return
+    for each in TENSORS:
+        if COMPANIONS.get(each.name, each.name) == feature.name:
+            own = getattr(tensors, each.name)
+            assert any(x is own for x in launch.arguments.values()), each.name
+    told = [{n: x for n, x in y.arguments.items() if x is None or type(x) in (int, float)} for y in (launch, without)]
+    assert launch.constants != without.constants or told[0] != told[1]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@by_name(OPTIONAL)
+@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
+def test_kernels_of_ascend_are_compiled_with_it_and_are_given_it(feature: Feature, kernel: str) -> None:
+    from diyfa.backends.npu import FEATURES as IMPLEMENTED
+    from diyfa.backends.npu.compiler import specs
+
+    if feature.uses not in IMPLEMENTED:
+        pytest.skip("refused")
+    asked = [*specs.FEATURE_CASES, *specs.HEAD_DIM_CASES]
+    assert any(feature.uses in specs.case_of("Ascend910B3", changes)[0].features for changes in asked)
+    most = specs.case_of("Ascend910B3", specs.mode_case(kernel, "crowded"))[0].features
+    others = {"seq_lens", *(x.uses for x in COMPOSABLE)}
+    assert feature.uses not in others or feature.uses in most, "with everything that needs memory"
+
+    def launch(**changes: Any) -> tuple[Any, AttentionTensors]:
+        problem = specs.example("Ascend910B3", **{"heads_kv": 8, **changes})
+        calls: list[AttentionTensors] = []
+        example_call = specs.example_call
+
+        def remembered(*arguments: Any) -> Any:
+            found = example_call(*arguments)
+            calls.append(found[0])
+            return found
+
+        with mock.patch.object(specs, "example_call", remembered):
+            if kernel == "fwd":
+                from diyfa.backends.npu.attention import fwd
+
+                return fwd.launch_of(problem, *specs.example_call(problem, "qk")), calls[-1]
+            return specs.backward_of(problem, "qk")[kernel], calls[-1]
+
+    base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
+    if kernel == "dbias" and feature.name == "cu_seqlens_q":
+        pytest.skip("packed sequences have no bias")
+    check_launches(feature, *launch(**base), *launch(**{**base, **feature.example}), backward=kernel != "fwd")

@@ -1,0 +1,78 @@
+"""Repeated calls of diyfa whose kernels are compiled for sm_90 and launched to a list: what the driver is handed."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulators.cuda_driver import Recorded, install
+
+import diyfa
+from diyfa import ops
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.runtime import tune
+
+SMALL, LARGE = (2, 4, 96, 64), (4, 8, 2048, 64)  # the second is worth its descriptors
+CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], bool]] = {  # shape, dtype, options, gradients?
+    "pointers": (SMALL, torch.bfloat16, {"softcap": 3.0}, False),
+    "absent tensors": (SMALL, torch.bfloat16, {"sinks": torch.rand(4), "window": (20, 0)}, False),
+    "backward": (SMALL, torch.bfloat16, {}, True),
+    "descriptors": (LARGE, torch.float16, {"variant": "v2"}, False),
+    "descriptors of gluon": (LARGE, torch.bfloat16, {"causal": True, "variant": "sm90"}, False),
+}
+CALLS = 4  # the first two are described; what repeats them is prepared in the second
+LEAST_ADDRESS = 2**44
+
+
+def by_name(launches: list[Recorded], tensors: dict[str, torch.Tensor | None]) -> list[list[Any]]:
+    """Launches of one call with names instead of addresses; memory of its own is numbered."""
+    names = {x.data_ptr(): name for name, x in tensors.items() if x is not None}
+    named = []
+    for launch in launches:
+        parameters: list[Any] = []
+        for given in launch.parameters:
+            words = struct.unpack(f"<{len(given) // 8}Q", given) if len(given) % 8 == 0 else ()
+            for word in words:
+                if word >= LEAST_ADDRESS:
+                    names.setdefault(word, f"memory {len(names)}")
+            parameters.append([names.get(word, word) for word in words] or given.hex())
+        named.append([*launch.shape, launch.stream, *launch.attributes, launch.kernel, *parameters])
+    return named
+
+
+def calls_of(case: str, recorded: list[Recorded], described: list[bool]) -> dict[str, list]:
+    """{"launches": those of each call, "described": whether it was described anew}"""
+    shape, dtype, options, has_gradients = CASES[case]
+    kept, calls, anew = [], [], []
+    for _ in range(CALLS):
+        q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=has_gradients) for _ in range(3))
+        recorded.clear()
+        described.clear()
+        out, lse = diyfa.flash_attention(q, k, v, backend="cuda", return_lse=True, **options)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "sinks": options.get("sinks")}
+        if has_gradients:
+            tensors["dout"] = torch.zeros_like(out)
+            grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])
+            tensors |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        kept.append(tensors)  # so that no address comes twice
+        calls.append(by_name(recorded, tensors))
+        anew.append(bool(described))
+    return {"launches": calls, "described": anew}
+
+
+def main() -> None:
+    """The arguments are a folder and names of cases; prints {case: what `calls_of` returns} as JSON."""
+    folder, *cases = sys.argv[1:]
+    recorded = install(Path(folder))
+    described: list[bool] = []
+    bind = ops.bind
+    ops.bind = lambda *args: described.append(True) or bind(*args)
+    tune._tuner.enabled = False
+    hopper_configs.environment_refusal = lambda: None
+    hopper_configs._multiprocessors = lambda device: 132
+    type(diyfa.registry.load_backend("cuda")).accepts = lambda self, device: None
+    print(json.dumps({case: calls_of(case, recorded, described) for case in cases}))
