@@ -362,15 +362,9 @@ def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
 @by_name(OPTIONAL)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    import sys
-
+    from diyfa.cli.first_run_cases import SMOKE, features_in
     from diyfa.cli.validate import CASES as VALIDATED
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from ascend_cases import SMOKE, numerics_cases
-    finally:
-        sys.path.pop(0)
     small = [
         replace(
             case, heads=2, heads_kv=case.heads_kv and 1, seqlen_q=40, seqlen_k=-1 if case.seqlen_k < 0 else 44,
@@ -379,8 +373,7 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         for case in VALIDATED
     ]  # fmt: skip
     assert any(feature.uses in problem_of(case).features for case in small), "diyfa validate"
-    first = [case for variant, case in numerics_cases(SMOKE) if variant == "auto" and case.dtype == "float16"]
-    assert any(feature.uses in problem_of(case).features for case in first), "benchmarks/ascend_cases.py"
+    assert any(feature.uses in problem_of(case).features for case in features_in("float16", SMOKE)), "first run"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -107,7 +107,9 @@ def _bwd_dq_kernel(
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
             dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-            for n0 in range(lo, hi, c.BLOCK_N):
+            # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
+            for step in range(0, hi - lo, c.BLOCK_N):
+                n0 = lo + step
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if c.REST:

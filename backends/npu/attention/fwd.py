@@ -48,7 +48,8 @@ from diyfa.backends.npu.attention.primitives import (
     turns_before,
 )
 from diyfa.backends.npu.runtime.compat import kernel
-from diyfa.backends.npu.runtime.launch import addressed, device_guard, run
+from diyfa.backends.npu.runtime.launch import addressed, device_guard
+from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import AttentionTile, fwd_tile
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -191,5 +192,9 @@ def launch_of(
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+
+    def launch(tile: AttentionTile) -> Launch:
+        return launch_of(problem, tensors, out, lse, tile)
+
     with device_guard(tensors.q):
-        run(launch_of(problem, tensors, out, lse))
+        run_tiled(problem, "fwd", chosen_tile(problem, "fwd", launch), launch)
