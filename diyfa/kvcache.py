@@ -14,7 +14,7 @@ import torch
 from diyfa import fast_path, registry, validation
 from diyfa.fast_path import may_be_read
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, is_latent, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_new_values, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -23,6 +23,7 @@ Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
 plans: dict[Any, KVCachePlan] = {}
+_IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
 
 
@@ -128,10 +129,8 @@ def _check_new_keys(
     if v is not None:
         _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
         _check_stride(v=v)
-        if not torch.compiler.is_compiling() and not v_cache.is_meta and is_latent(k_cache, v_cache):
-            raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
-    elif not torch.compiler.is_compiling() and not is_latent(k_cache, v_cache):
-        raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
+    if not torch.compiler.is_compiling() and all(type(x) in _IN_MEMORY and not x.is_meta for x in (k_cache, v_cache)):
+        check_new_values(k_cache, v_cache, v)
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -189,9 +188,9 @@ def _check_values(tensors: KVCacheTensors) -> None:
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
     capacity = _capacity(k_cache, table)
     room = "the cache" if table is None else "block_table"
-    if seqlens is None and tensors.length + added > capacity:
+    if seqlens is None and not 0 <= tensors.length <= capacity - added:
         more = f" and {added} new keys" if added else ""
-        raise ValueError(f"cache_seqlens={tensors.length}{more} are beyond what {room} holds, {capacity}")
+        raise ValueError(f"cache_seqlens must be from 0 to what {room} holds, {capacity}; got {tensors.length}{more}")
     if k_cache.device.type != "cpu":
         return
     if seqlens is not None:
@@ -225,8 +224,6 @@ def _check_call(q: Any, k_cache: Any, v_cache: Any, given: dict[str, Any]) -> No
         raise ValueError(f"the cache has {k_cache.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx")
     if isinstance(seqlens, torch.Tensor):
         _check("cache_seqlens", seqlens, q, (batch,), torch.int32)
-    elif seqlens is not None:
-        validation.check_length("cache_seqlens", seqlens)
     for name in ("cache_batch_idx", "cache_leftpad"):
         if given[name] is not None:
             _check(name, given[name], q, (batch,), torch.int32)
@@ -423,6 +420,8 @@ def flash_attn_with_kvcache(
     window = validation.check_window(window_size, "window_size")
     if cache_seqlens is not None and not isinstance(cache_seqlens, (int, torch.Tensor)):
         cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
+    if type(num_splits) is not int:
+        num_splits = validation.check_length("num_splits", num_splits)
     given = {
         "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
         "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
@@ -450,7 +449,7 @@ def flash_attn_with_kvcache(
             "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
             batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
         )  # fmt: skip
-        result, lse, plan = run(tensors, options, new, out)
+        result, lse, plan = run(tensors, options, new, out, key is not None)
         _remember(key, plan)
     return (result, lse) if return_softmax_lse else result
 
@@ -551,6 +550,6 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
         VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), max_q, max_k,
         batch_invariant=registry.is_batch_invariant(), backend=backend, variant=variant,
     )  # fmt: skip
-    result, lse, plan = run(tensors, options, None, out)
+    result, lse, plan = run(tensors, options, None, out, key is not None)
     _remember(key, plan)
     return result, lse

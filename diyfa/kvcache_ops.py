@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa import registry
-from diyfa.fast_path import takes_fast_path
 from diyfa.ops import empty_lse, fill_without_keys
 from diyfa.options import Lengths
 from diyfa.problem import (
@@ -105,6 +104,15 @@ def is_latent(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
         and v_cache.shape[-1] <= k_cache.shape[-1]
         and k_cache.numel() > 0
     )
+
+
+def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tensor | None) -> None:
+    """New values come beside new keys, but for a latent cache."""
+    latent = is_latent(k_cache, v_cache)
+    if v is None and not latent:
+        raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
+    if v is not None and latent:
+        raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
 
 
 def bucket(length: int) -> int:
@@ -251,8 +259,7 @@ def _append(
     tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys, plan: KVCachePlan | None = None
 ) -> torch.Tensor | None:
     """Write new keys to the caches; returns the rotated queries, None where nothing is rotated."""
-    if new.v is None and not is_latent(tensors.k_cache, tensors.v_cache):
-        raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
+    check_new_values(tensors.k_cache, tensors.v_cache, new.v)
     step = _Step(*kernel_of("kvcache_append", tensors, options))
     if plan is not None:
         plan.append = step
@@ -278,11 +285,13 @@ def _forward(
 
 
 def run(
-    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None, out: torch.Tensor | None
+    tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None, out: torch.Tensor | None, unseen: bool
 ) -> tuple[torch.Tensor, torch.Tensor, KVCachePlan | None]:
-    """A checked call -> out, lse and its plan, None where calls like it cannot be run by one."""
-    given = [*tensors.present(), *(() if new is None else new.present()), *(() if out is None else (out,))]
-    if not takes_fast_path(*given):
+    """A checked call -> out, lse and its plan, None where calls like it cannot be run by one.
+
+    `unseen`: it is executed at once, seen by nobody but the device.
+    """
+    if not unseen or tensors.q.is_meta:
         if new is not None:
             rotated = torch.ops.diyfa.kvcache_append(*_pack(tensors, options, new))
             if new.cos is not None:

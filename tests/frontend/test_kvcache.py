@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diyfa
 from diyfa import kvcache, kvcache_ops, registry
@@ -107,8 +108,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths_dtype": ({"cache_seqlens": INT.long()}, TypeError, "cache_seqlens must be int32"),
     "lengths_shape": ({"cache_seqlens": INT[:1]}, ValueError, r"cache_seqlens must have shape \(2,\)"),
     "lengths_kind": ({"cache_seqlens": 2.5}, TypeError, "cache_seqlens must be an integer"),
-    "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must not be negative"),
-    "length_beyond": ({"cache_seqlens": 38}, ValueError, "cache_seqlens=38 and 3 new keys are beyond .* 40"),
+    "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to .* got -1"),
+    "length_beyond": ({"cache_seqlens": 38}, ValueError, "the cache holds, 40; got 38 and 3 new keys"),
     "lengths_beyond": ({"cache_seqlens": torch.tensor([38, 0]).int()}, ValueError, "got 0 to 38 and 3 new keys"),
     "lengths_negative": ({"cache_seqlens": -INT}, ValueError, "cache_seqlens must be from 0"),
     "index_dtype": ({"cache_batch_idx": INT.long()}, TypeError, "cache_batch_idx must be int32"),
@@ -138,7 +139,7 @@ OF_PAGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11 .* got 12 in column 4 of row 1"),
     "table_negative": ({"block_table": TABLE - 1}, ValueError, "got -1 in column 0 of row 0"),
     "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
-    "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "beyond what block_table holds, 40"),
+    "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "to what block_table holds, 40; got 39"),
 }
 OF_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
@@ -186,6 +187,9 @@ def test_refusals_of_packed_queries(name: str) -> None:
 def test_values_are_refused_by_a_repeated_call_too() -> None:
     for _ in range(3):
         diyfa.flash_attn_with_kvcache(**call())
+        diyfa.flash_attn_with_kvcache(**call(cache_seqlens=3))
+    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=-1), ValueError, "cache_seqlens must be from 0")
+    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=38), ValueError, "cache_seqlens must be from 0")
     _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=INT + 37), ValueError, "cache_seqlens must be from 0")
 
 
@@ -381,6 +385,21 @@ def test_a_call_that_differs_gets_another_plan(name: str) -> None:
     for _ in range(3):
         torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**changed), reference_kvcache(**changed))
     assert len(kvcache.plans) == plans + 1
+
+
+def test_parameters_get_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks are mostly parameters of a module."""
+    monkeypatch.setattr(kvcache, "plans", {})
+    given = call(sinks=torch.nn.Parameter(torch.rand(H)))
+    for _ in range(2):
+        diyfa.flash_attn_with_kvcache(**given)
+    assert len(kvcache.plans) == 1
+
+
+def test_fake_tensors_have_no_addresses() -> None:
+    with FakeTensorMode() as mode:
+        given = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in paged().items()}
+        assert diyfa.flash_attn_with_kvcache(**given).shape == (B, SQ, H, D)
 
 
 def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
