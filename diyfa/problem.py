@@ -12,6 +12,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -466,11 +467,32 @@ class TunedTile:
     measured: str  # date
 
 
+@dataclass(frozen=True)
+class TriedTile:
+    """A candidate before it is run (no time, no reason), and after."""
+
+    kernel: str
+    config: dict[str, Any]
+    default: bool  # what would be used untuned
+    milliseconds: float | None = None
+    reason: str = ""  # why it cannot run
+
+
 class Tuning(Protocol):
     """The autotuner of a backend, for the current device."""
 
+    enabled: bool  # whether calls use anything but the tables
+
     def unavailable(self) -> str | None:
         """Why nothing is measured now, or None."""
+        ...
+
+    def measuring(
+        self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
+    ) -> AbstractContextManager[None]:
+        """Inside this block a problem is measured when it first comes, also where calls do not do that by
+        themselves. `watch` is told before each run of a candidate and after it; candidates whose config is among
+        `without` are left out, for instance because they crashed another process."""
         ...
 
     def stored(self) -> list[TunedTile]:
@@ -487,7 +509,7 @@ class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
     A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
-    measures its tiles when they are first needed `tuning`, a `Tuning`.
+    measures its tiles `tuning`, a `Tuning`.
     """
 
     name: str

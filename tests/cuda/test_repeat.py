@@ -20,6 +20,8 @@ from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import replay, tune
+from diyfa.features import GRADIENTS
+from diyfa.problem import AttentionProblem, example_tensors
 
 if not replay.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
@@ -393,6 +395,16 @@ def test_what_was_decided_is_decided_anew_after_a_change(recorder, ways, change,
             assert [step() for _ in range(3)][-1] is False
     assert step() is (change != "hook")  # a hook that is gone has changed nothing
     assert [step() for _ in range(3)][-1] is False
+
+
+@pytest.mark.parametrize("feature", GRADIENTS, ids=lambda feature: feature.name)
+def test_optional_tensors_have_their_gradient_each_time(recorder, feature):
+    q, k, v = qkv(grad=True)
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 2, 4, 4, 96, 96, 64, 64, **feature.example)
+    tensor = example_tensors(problem, "cpu")[feature.name].zero_().requires_grad_()
+    for _ in range(5):
+        out = attend(q, k, v, **{feature.name: tensor})
+        assert torch.autograd.grad(out, tensor, torch.zeros_like(out))[0].shape == tensor.shape
 
 
 def test_a_tile_that_is_forced_is_launched(recorder, ways):

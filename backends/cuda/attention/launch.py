@@ -28,6 +28,7 @@ from diyfa.problem import (
     NewKeys,
     bhsd_strides,
 )
+from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
@@ -235,14 +236,14 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     return (
         problem.dtype,
         problem.layout,
-        tune.bucket_size(problem.batch * problem.heads_q),
-        tune.bucket_size(problem.heads_q // problem.heads_kv),
-        tune.bucket_size(problem.seqlen_q),
-        tune.bucket_size(problem.seqlen_k),
+        bucket_size(problem.batch * problem.heads_q),
+        bucket_size(problem.heads_q // problem.heads_kv),
+        bucket_size(problem.seqlen_q),
+        bucket_size(problem.seqlen_k),
         problem.head_dim,
         problem.head_dim_v,
         tuple(sorted(problem.features)),
-        tune.bucket_size(problem.window_left + 1),
+        bucket_size(problem.window_left + 1),
         problem.aligned,
         problem.bias,
     )
