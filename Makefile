@@ -5,11 +5,12 @@
 #   make lint            ruff and mypy
 #   make compile-gate    every kernel compiled for every architecture, without the devices
 #   make test-npu        the NPU backend on real torch_npu over host memory
+#   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
 #
-# Overridable: PYTHON (3.10 to 3.13), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
+# Overridable: PYTHON (3.10 to 3.13; 3.10 or 3.11 for the NPU), VENV, VENV_NPU, TORCH_INSTALL (arguments of the `pip install` that brings
 # PyTorch), TRITON_INSTALL, PYTEST_ARGS.
 
 SHELL := /bin/bash
@@ -19,10 +20,14 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 VENV_NPU ?= .venv-npu
+VENV_NPU_OLDEST ?= .venv-npu-oldest
 CACHE := .cache
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
   "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$p" && break; done)
 TORCH_VERSION ?= 2.13.0
+# Of `make test-npu-oldest`; any other pair of diyfa/npu_stacks.py runs the same way, in a VENV_NPU_OLDEST of its own.
+OLDEST_TORCH ?= 2.7.1
+OLDEST_TORCH_NPU ?= 2.7.1.post2
 PYTEST_ARGS ?=
 
 # With an NVIDIA GPU PyTorch's default build brings CUDA and its own Triton. Without one that would be gigabytes for
@@ -48,8 +53,12 @@ CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_86 sm_89 sm_75
 
 # What runs on npu tensors; everything else does not depend on the environment.
 NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/test_propagation.py \
-  tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
+  tests/numerics/test_kvcache_matrix.py tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
   tests/tools/test_cli.py
+
+# What depends on the release of torch_npu.
+NPU_OLDEST_TESTS ?= tests/npu/test_torch_npu.py tests/npu/test_npu_on_shim.py tests/frontend/test_npu_environment.py \
+  tests/frontend/test_npu_stacks.py --deselect tests/npu/test_torch_npu.py::test_peak_memory
 
 # What depends on the version of Triton.
 TRITON_FORMS ?= sm90 bfloat16 D=64 full
@@ -58,10 +67,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
   tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu docs clean
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest docs clean
 
 help:
-	@sed -n '3,12s/^#   //p' Makefile
+	@sed -n '3,13s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -100,8 +109,15 @@ $(VENV_NPU)/.torch:
 	touch $@
 
 $(VENV_NPU)/.ready: $(VENV_NPU)/.torch pyproject.toml
-	$(VENV_NPU)/bin/python -m pip install -q torch_npu==$(TORCH_VERSION) triton-ascend==3.2.0 \
-	  -e '.[npu,npu-compile,cli,test]'
+	$(VENV_NPU)/bin/python -m pip install -q torch_npu==$(TORCH_VERSION) -e '.[npu,npu-compile,cli,test]'
+	touch $@
+
+# Most indices have so old a torch for x86 as a CUDA build alone; its gigabytes of libraries are not needed.
+$(VENV_NPU_OLDEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV_NPU_OLDEST)
+	$(VENV_NPU_OLDEST)/bin/python -m pip install -q --no-deps torch==$(OLDEST_TORCH) torch_npu==$(OLDEST_TORCH_NPU)
+	$(VENV_NPU_OLDEST)/bin/python tests/support/torch_without_cuda.py
+	$(VENV_NPU_OLDEST)/bin/python -m pip install -q -e '.[npu,cli,test]'
 	touch $@
 
 # Only Triton differs, so it is laid over the first environment.
@@ -155,6 +171,9 @@ test-npu: $(VENV_NPU)/.ready
 	$(VENV_NPU)/bin/python tests/support/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
+test-npu-oldest: $(VENV_NPU_OLDEST)/.ready
+	$(VENV_NPU_OLDEST)/bin/python tests/support/npu_env.py $(NPU_OLDEST_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
 # `make test-triton3.7` takes Triton 3.7, TRITON_FORMS='' compiles every kernel.
 test-triton%: $(CACHE)/triton%/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
@@ -164,4 +183,4 @@ docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV_NPU) $(CACHE) site
+	rm -rf $(VENV) $(VENV_NPU) $(VENV_NPU_OLDEST) $(CACHE) site

@@ -19,9 +19,11 @@ from diyfa.terminal import printable
 
 GIB = 1024**3
 CANN_REMEDY = (
-    "install CANN (toolkit and kernels for your chip) and run `source /usr/local/Ascend/ascend-toolkit/set_env.sh`; "
-    "to use PyTorch without the NPU, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch_npu"
+    "install CANN (toolkit and operators of your chip) and run `source /usr/local/Ascend/cann/set_env.sh` (before CANN "
+    "8.5.0 `source /usr/local/Ascend/ascend-toolkit/set_env.sh`); to use PyTorch without the NPU, set "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall torch_npu"
 )
+TORCH_NPU_REMEDY = "install CANN, and the torch_npu that belongs to it and to your torch (docs/npu.md has the table)"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def npu_status() -> NPUStatus:
     Imports torch_npu, once; a failure to import it is reported here and breaks nothing else.
     """
     if importlib.util.find_spec("torch_npu") is None:
-        return NPUStatus(False, False, None, "torch_npu is not installed", "pip install 'diyfa[npu]', and install CANN")
+        return NPUStatus(False, False, None, "torch_npu is not installed", TORCH_NPU_REMEDY)
     version = _version_of("torch_npu")
     try:
         importlib.import_module("torch_npu")

@@ -270,12 +270,8 @@ class NewKeys(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
-def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
-    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have.
-
-    q, k, v become views in "bshd", as out must; packed sequences stay packed.
-    """
-    q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
+def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
+    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
     return KVCacheProblem(
         problem.device_type,
         problem.arch,
@@ -299,7 +295,13 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
         total_q=problem.total_q,
         batch_invariant=problem.batch_invariant,
         aligned=problem.aligned,
-    ), KVCacheTensors(
+    )
+
+
+def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
+    """`as_kvcache_problem` with its tensors: q, k, v become views in "bshd", as out must; packed ones stay packed."""
+    q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
+    return as_kvcache_problem(problem), KVCacheTensors(
         q, k, v, tensors.sm_scale, problem.seqlen_k, cu_seqlens_q=tensors.cu_seqlens_q,
         cu_seqlens_k=tensors.cu_seqlens_k, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import Backend, Kernel
 
 ENTRY_POINT_GROUP = "diyfa.backends"
@@ -72,7 +73,7 @@ def load_backend(name: str) -> Backend:
         return _loaded[name]
     if name in BUILTIN_BACKENDS:
         if name != "cpu" and importlib.util.find_spec("triton") is None:
-            package = "triton-ascend" if name == "npu" else "triton"
+            package = f"triton-ascend=={TRITON_ASCEND}" if name == "npu" else "triton"
             raise ModuleNotFoundError(f"triton is required by the {name} backend: pip install {package}")
         backend = importlib.import_module(BUILTIN_BACKENDS[name]).backend
         follows = isinstance(backend, Backend)

@@ -14,6 +14,7 @@ import torch
 
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
+from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
 from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, Tuning, refuse_features
 
 FEATURES = frozenset(
@@ -24,16 +25,29 @@ FEATURES = frozenset(
 )  # fmt: skip
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
+_triton_checked = False
+
+
+def _check_triton() -> None:
+    """Raises ImportError where the package `triton` cannot compile for an NPU. The interpreter is any Triton's."""
+    global _triton_checked
+    if not _triton_checked and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        if problem := triton_problem():
+            raise ImportError(f"the npu backend needs triton-ascend: {problem}")
+        _triton_checked = True
+
 
 def _kernel_module(name: str) -> Any:
-    """Load a module of kernels; a missing or broken Triton gives one clear error."""
+    """Load a module of kernels; a missing, foreign or broken Triton gives one clear error."""
     import importlib
 
+    _check_triton()
     try:
         return importlib.import_module(f"diyfa.backends.npu.{name}")
     except ImportError as error:
         if (error.name or "").split(".")[0] == "triton":
-            raise ImportError(f"the npu backend needs triton-ascend (pip install triton-ascend): {error}") from error
+            remedy = f"pip install triton-ascend=={TRITON_ASCEND}"
+            raise ImportError(f"the npu backend needs triton-ascend ({remedy}): {error}") from error
         raise
 
 

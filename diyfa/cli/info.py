@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +17,13 @@ from diyfa.bench.record import cpu_name, versions
 from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
 from diyfa.cli.output import out, print_json
-from diyfa.device import CANN_REMEDY, describe, detect, npu_status
+from diyfa.device import CANN_REMEDY, TORCH_NPU_REMEDY, describe, detect, npu_status
 from diyfa.features import FEATURES as OF_OPTIONS
 from diyfa.features import OF_SHAPES
-from diyfa.problem import AttentionProblem, Backend, MatmulProblem
+from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
+from diyfa.npu_stacks import TRITON_ASCEND
+from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
 from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
-
-CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 
 # What stands for each backend when its refusals are asked for without the device.
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
@@ -41,20 +39,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "D = 512": {"head_dim": 512, "head_dim_v": 512},
     **{feature.label: feature.example for feature in (*OF_SHAPES, *OF_OPTIONS) if feature.label},
 }
-
-
-def cann_version() -> str | None:
-    """Version of CANN as its environment variables point to it, or None."""
-    for variable in CANN_VARIABLES:
-        home = os.environ.get(variable)
-        if not home:
-            continue
-        for info in sorted(Path(home).glob("*/ascend_toolkit_install.info")):
-            for line in info.read_text().splitlines():
-                if line.startswith("version="):
-                    return line.removeprefix("version=")
-        return f"unknown version in {home}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -84,16 +68,16 @@ REQUIREMENTS = (
     Requirement(
         "torch_npu",
         "PyTorch on Ascend NPUs",
-        "pip install 'diyfa[npu]' in an environment of its own",
+        TORCH_NPU_REMEDY,
         lambda v: "torch_npu" in v,
     ),
     Requirement(
         "triton-ascend",
         "kernels on Ascend NPUs",
-        "pip install 'diyfa[npu]' in an environment of its own",
+        f"pip install 'diyfa[npu]' (triton-ascend {TRITON_ASCEND}) in an environment without NVIDIA's Triton",
         lambda v: "triton-ascend" in v,
     ),
-    Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: cann_version() is not None),
+    Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: bool(cann_version(Machine()))),
     Requirement(
         "ascendnpu-ir",
         "`diyfa compile 910B3` without CANN",
@@ -106,9 +90,11 @@ REQUIREMENTS = (
 )
 
 
-def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | MatmulProblem:
+def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | KVCacheProblem | MatmulProblem:
     if op == "matmul":
         return MatmulProblem(backend.device_type, arch, "float16", "float16", "float16", 1024, 1024, 1024, aligned=True)
+    if op.startswith("kvcache"):
+        return KVCacheProblem(backend.device_type, arch, "float16", "float16", "bshd", 4, 8, 8, 1, 1024, 64, 64)
     problem = AttentionProblem(backend.device_type, arch, "float16", "bhsd", 4, 8, 8, 1024, 1024, 64, 64)
     return problem.replace(needs_grad=op == "attention_bwd", **changes)
 
@@ -175,10 +161,11 @@ def collect() -> dict[str, Any]:
     return {
         "versions": found,
         "cpu": cpu_name(),
-        "cann": cann_version(),
+        "cann": cann_version(Machine()),
         "default_backend": device.type,
         "devices": [{"kind": type(d).__name__.removesuffix("Capabilities"), **_plain(asdict(d))} for d in detect()],
         "npu": asdict(npu_status()),
+        "ascend": [asdict(finding) for finding in findings(Machine.here())],
         "requirements": [
             {"what": r.what, "present": r.present(found), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
         ],
@@ -192,6 +179,17 @@ def _print_devices() -> None:
         out.print(table(f"device {index}", ["", ""], [list(pair) for pair in describe(device)], show_header=False))
     if not devices:
         out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
+
+
+def _print_ascend(found: list[dict[str, str]]) -> None:
+    """One line for each part of an Ascend machine: the verdict, what was found, and what to do unless it is fine."""
+    colours = {FINE: "green", WRONG: "red"}
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for f in found:
+        text = f"{f['found']}: {f['remedy']}" if f["remedy"] else f["found"]
+        grid.add_row(f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text))
+    out.print("Ascend: what is here, and whether it will do", style="italic")
+    out.print(grid)
 
 
 def _print_requirements(requirements: list[dict[str, Any]]) -> None:
@@ -253,10 +251,8 @@ def run(json: bool) -> None:
     out.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
     out.print(f"CPU: {report['cpu']}; CANN: {report['cann'] or 'not found'}", highlight=False)
     _print_devices()
-    npu = report["npu"]
-    if npu["installed"] and not npu["available"]:
-        out.print(f"NPU: {npu['problem']}", style="yellow", markup=False, highlight=False)
-        out.print(f"  to mend it: {npu['remedy']}", style="yellow", markup=False, highlight=False)
+    if report["ascend"]:
+        _print_ascend(report["ascend"])
     _print_requirements(report["requirements"])
     for backend in report["backends"]:
         _print_backend(backend)

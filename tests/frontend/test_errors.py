@@ -280,7 +280,7 @@ def test_matmul_errors(name: str) -> None:
         diyfa.triton_matmul(*args, **{"backend": "cpu", **kwargs})
 
 
-@pytest.mark.parametrize(("backend", "package"), [("cuda", "triton"), ("npu", "triton-ascend")])
+@pytest.mark.parametrize(("backend", "package"), [("cuda", "triton"), ("npu", "triton-ascend==3.2.0")])
 def test_missing_triton(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._loaded, backend, raising=False)
     find = importlib.util.find_spec

@@ -190,6 +190,41 @@ def test_a_result_leaves_l0c_before_the_next_one_is_formed(fwd: hivm.Module) -> 
     assert found.total == pytest.approx(multiplied + found.vector + found.memory), "without a pipeline it counts once"
 
 
+@pytest.mark.parametrize(("row", "calls"), [(1, 1), (64, 1), (65, 2), (128, 2), (256, 3), (512, 4)])
+def test_a_row_is_folded_in_halves_down_to_one_operation(row: int, calls: int) -> None:
+    """64 values of 32 bits. The elements are those of one pass whatever the row; each fold waits for the last."""
+    reduced = hivm.VectorCall("enablevc_reduce_max_ar_float", 8192, 32, row=row)
+    assert cost.dependent_calls(reduced) == calls
+    passed = cost.stages(hivm.Work(vector=[hivm.VectorCall("vmul_1d_float", 8192, 32)]), A2).vector
+    assert cost.stages(hivm.Work(vector=[reduced]), A2).vector == passed + (calls - 1) * cost.CALL_CYCLES
+
+
+def test_reductions_of_rows_are_read(fwd: hivm.Module) -> None:
+    """The maximum and the sum of the 32 scores of each of 32 rows."""
+    rows = {call.name: call.row for call in fwd.loops[0].tile.vector if call.row > 1}
+    assert len(rows) == 2 and set(rows.values()) == {32}
+
+
+# One head, D = 128, float16, 910B2: microseconds of pto-isa's hand-written kernel, by queries and keys (README of
+# kernels/manual/common/flash_atten), whose tile is 128 x 256, too.
+PTO = {1024: 20.960, 2048: 32.461, 4096: 88.902, 8192: 292.626, 16384: 909.058, 32768: 3262.645}
+
+
+def test_the_model_beside_boards() -> None:
+    """The work of the forward kernel as compiled in the same tile, on the same problem: docs/npu-cost-model.md has
+    the table."""
+    chip, tile = "Ascend910B2", hivm.Work(
+        products=[hivm.Product(128, 256, 128, 16), hivm.Product(128, 128, 256, 16)],
+        vector=[hivm.VectorCall("vmul_1d_float", 8192, 32, times=18)],  # as many cycles as all operations together
+        loaded=131072, workspace_read=262144, workspace_written=262144, written_out=196608,
+    )  # fmt: skip
+    module = hivm.Module({}, True, 4, True, 0, [hivm.Loop(tile)], hivm.Work(), 128 * 256)
+    for length, microseconds in PTO.items():
+        call = problem(seqlen=length).replace(arch=chip, batch=1, heads_q=1, heads_kv=1, head_dim=128, head_dim_v=128)
+        found = cost.predict(module, call, "fwd", 128, 256).seconds * 1e6
+        assert 0.8 < found / microseconds < 1.25, (length, found, microseconds)
+
+
 def test_causal_tasks_cover_the_lower_triangle() -> None:
     causal = problem(seqlen=1024, window_right=0)
     tasks = list(cost.attention_tasks(causal, "fwd", 128, 128))

@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter; what is tested is that torch_npu and di
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import threading
@@ -332,7 +333,11 @@ def test_compile(npu: torch.device, fresh_dynamo: None, compiler: str) -> None:
 
 def test_compile_with_inductor(npu: torch.device, fresh_dynamo: None) -> None:
     """The default compiler: both passes are diyfa's operators alone. Kernels of the compiler's own, such as for a zero
-    gradient of an unused log-sum-exp, would ask CANN's driver for the chip."""
+    gradient of an unused log-sum-exp, would ask CANN's driver for the chip. That of torch_npu 2.7 does it at once."""
+    try:
+        importlib.import_module("torch_npu._inductor")
+    except RuntimeError as error:
+        pytest.skip(f"this torch_npu's inductor needs a chip: {error}")
     compiled = torch.compile(diyfa.flash_attention, fullgraph=True)
     q = inputs(npu)
     assert torch.equal(compiled(*q, causal=True).cpu(), diyfa.flash_attention(*q, causal=True).cpu())

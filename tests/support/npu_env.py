@@ -15,7 +15,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 SOURCE = TESTS / "simulators" / "acl" / "acl_host_shim.c"
-LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")  # what torch_npu loads
+# What torch_npu loads; opapi has none of its functions, so that it looks for others.
+LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi")
 
 
 def build_shim(folder: Path) -> Path:

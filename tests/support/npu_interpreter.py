@@ -63,6 +63,16 @@ def _to_copy(self: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.empty_like(self, memory_format=memory_format, **options).copy_(self)
 
 
+def _to_dtype(
+    self: torch.Tensor,
+    dtype: torch.dtype,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    return self if dtype == self.dtype and not copy else _to_copy(self, dtype=dtype, memory_format=memory_format)
+
+
 def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
     return torch.empty_like(self, memory_format=memory_format or torch.preserve_format).copy_(self)
 
@@ -250,6 +260,8 @@ def pytest_configure() -> None:
         warnings.simplefilter("ignore")  # torch warns that kernels are replaced, which is the purpose
         for name, function in MOVEMENT.items():
             _library.impl(name, function, "PrivateUse1")
+        if torch._C._dispatch_has_kernel_for_dispatch_key("aten::to.dtype", "PrivateUse1"):  # torch_npu 2.7
+            _library.impl("to.dtype", _to_dtype, "AutogradPrivateUse1")
 
     def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         _note_launch(self.fn.__name__, [*args_dev, *kwargs.values()])

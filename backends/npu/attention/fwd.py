@@ -4,7 +4,7 @@ What differs from a GPU kernel, and why:
 
 * The grid is as large as the chip has cube cores and each program walks over (batch, head, query block): the launcher
   reserves cube-to-vector workspace for every program, and one more program than cores means a second wave. Of packed
-  sequences only the blocks that exist are dealt out, one sequence after another.
+  sequences only the blocks that exist are tasks, one sequence after another.
 * One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks) with
   square tiles compile to a kernel that uses one of the two vector cores, and with any they share its buffer.
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`, which the cube instruction does for nothing.

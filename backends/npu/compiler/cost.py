@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diyfa.arch import NPUArch, NPUSpec, npu_spec
-from diyfa.backends.npu.compiler.hivm import Module, Product, Work
+from diyfa.backends.npu.compiler.hivm import Module, Product, VectorCall, Work
 from diyfa.problem import AttentionProblem
 
 KIB = 1024
@@ -26,6 +26,7 @@ SLOW_OPERATIONS = ("vexp", "vln", "vdiv", "vrec", "vsqrt", "vrsqrt")
 SLOW_CYCLES = 2  # cycles for 256 bytes of these: assumed
 CALL_CYCLES = 16  # from one dependent library operation to the next, besides its elements: assumed
 SCALAR_CYCLES = 20  # a single element read or written by the scalar unit: assumed
+LAUNCH_CYCLES = 10905  # before the first task: fitted to boards by pto-isa's model of its kernel
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ def cube_cycles(product: Product, speed: Rates) -> float:
     return max(cycles, moved) * product.times
 
 
+def dependent_calls(call: VectorCall) -> int:
+    """Operations that wait for one another in a call of the library: a reduction folds its rows in halves until the 256
+    bytes of one operation are left, and then across those. Together they touch as many elements as the rows have."""
+    lanes = 8 * VECTOR_BYTES // call.bits if call.bits else 1
+    return 1 + max(0, (-(-call.row // lanes) - 1).bit_length())
+
+
 def stages(work: Work, chip: str) -> Stages:
     """Cycles of `work`, by what is busy with it."""
     speed = rates(chip)
@@ -131,7 +139,7 @@ def stages(work: Work, chip: str) -> Stages:
     for call in work.vector:
         repeats = -(-call.elements * call.bits // (8 * VECTOR_BYTES))
         slow = SLOW_CYCLES if call.name.startswith(SLOW_OPERATIONS) else 1
-        vector += call.times * (repeats * slow + (CALL_CYCLES if call.library else 0))
+        vector += call.times * (repeats * slow + (CALL_CYCLES * dependent_calls(call) if call.library else 0))
     written_out = work.written_out / speed.l2_write
     return Stages(
         cube=sum(cube_cycles(product, speed) for product in work.products) + written_out,
@@ -277,7 +285,7 @@ def predict(
         order = [cost for cost in reversed(costs) for _ in range(heads)] if zigzag else costs * heads
     programs = min(programs, len(order))
     load = scheduled(order, programs, zigzag)
-    seconds = max(load) / speed.hertz
+    seconds = (max(load) + LAUNCH_CYCLES) / speed.hertz
     bits = next((product.bits for product in full.tile.products), 16)
     compulsory = _tensor_bytes(problem, kernel, bits // 8)
     if programs * module.workspace > speed.l2_bytes:  # then what passes between the cores goes to device memory too

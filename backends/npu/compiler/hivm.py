@@ -67,6 +67,7 @@ class VectorCall:
     bits: int
     times: float = 1.0
     library: bool = True
+    row: int = 1  # elements that a reduction makes one of
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,10 @@ def _add(work: Work, op: Op, times: float) -> None:
         elements = op.elements or max((buffer.elements for buffer in op.buffers), default=0)
         widest = [ELEMENT_BITS.get(buffer.dtype, 0) for buffer in op.buffers if buffer.elements == elements]
         if elements:
-            work.vector.append(VectorCall(op.name, elements, op.bits or max(widest, default=0), times, not op.bits))
+            bits, library = op.bits or max(widest, default=0), not op.bits
+            results = op.buffers[1].elements if library and "reduce" in op.name and len(op.buffers) > 1 else 0
+            row = elements // results if results else 1
+            work.vector.append(VectorCall(op.name, elements, bits, times, library, row))
     elif op.kind == "scalar":
         work.scalar_accesses += times
     elif op.kind == "direct":

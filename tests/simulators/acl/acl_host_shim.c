@@ -302,3 +302,16 @@ REFUSES(rtKernelLaunch)
 REFUSES(rtDevBinaryRegister)
 REFUSES(rtFunctionRegister)
 REFUSES(rtGetC2cCtrlAddr)
+
+/* ---- collectives: torch_npu 2.7 links them, later ones look for them when they are called ------------------------ */
+
+REFUSES(HcclAllGather)
+REFUSES(HcclAllReduce)
+REFUSES(HcclBroadcast)
+REFUSES(HcclCommDestroy)
+REFUSES(HcclCommInitAll)
+REFUSES(HcclCommInitRootInfo)
+REFUSES(HcclGetRootInfo)
+REFUSES(HcclRecv)
+REFUSES(HcclReduceScatter)
+REFUSES(HcclSend)

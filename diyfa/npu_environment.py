@@ -1,0 +1,283 @@
+"""What an Ascend machine has installed, and whether it will do: each part is fine, untested or wrong.
+
+Fine: what diyfa's tests run with, or what the vendor documents as belonging together. Untested: nothing is known
+against it. Wrong: it cannot work, and `remedy` says what to do. Nothing of diyfa has run on a chip yet, so "fine"
+promises no more than that.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diyfa.arch import npu_spec
+from diyfa.device import NPUCapabilities, NPUStatus, detect_npu, npu_status
+from diyfa.npu_stacks import (
+    COMPILERS,
+    TRITON_ASCEND,
+    TRITON_ASCEND_CANN,
+    TRITON_ASCEND_PYTHON,
+    release,
+    stack_of,
+    torch_npu_for,
+    triton_problem,
+)
+
+FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
+CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+# Where CANN lies below its folder "Ascend" and the script beside it, since 8.5.0 and before.
+CANN_PLACES = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
+COMPILER_SECONDS = 30  # that `bishengir-compile --version` may take, which reads no input
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the machine."""
+
+    part: str
+    found: str  # version and place; "not found"
+    verdict: str  # FINE, UNTESTED or WRONG
+    remedy: str = ""  # why it is not fine, and what to do
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "torch_npu", "triton", "triton-ascend"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that is judged. Tests plant another root, environment and devices."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    home: Path = field(default_factory=Path.home)
+    python: tuple[int, int] = sys.version_info[:2]
+    versions: Mapping[str, str] = field(default_factory=_versions)  # of installed distributions
+    triton: Callable[[], str | None] = triton_problem
+    status: NPUStatus = field(default_factory=npu_status)
+    chip: NPUCapabilities | None = None
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine."""
+        return cls(chip=detect_npu() if npu_status().available else None)
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Where CANN is installed by default: by root, and by others."""
+        return self.root / "usr/local/Ascend", self.home / "Ascend"
+
+
+def _cann_in(folder: Path) -> str | None:
+    """Version of the CANN in a folder such as /usr/local/Ascend/cann, or None."""
+    for info in sorted(folder.glob("*/ascend_toolkit_install.info")):
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("version="):
+                return line.removeprefix("version=").strip()
+    return None
+
+
+def _sourced(machine: Machine) -> Path | None:
+    """The CANN that the environment points to."""
+    return next((Path(machine.environ[name]) for name in CANN_VARIABLES if machine.environ.get(name)), None)
+
+
+def cann_version(machine: Machine) -> str | None:
+    """Version of the CANN that the environment points to, or None."""
+    home = _sourced(machine)
+    return None if home is None else _cann_in(home) or f"unknown version in {home}"
+
+
+def _scripts(machine: Machine) -> list[Path]:
+    return [folder / script for folder in machine.folders for _, script in CANN_PLACES if (folder / script).exists()]
+
+
+def _installed(machine: Machine) -> list[str]:
+    """Versions of the CANNs in the default places, with the place."""
+    places = [folder / place for folder in machine.folders for place, _ in CANN_PLACES]
+    return [f"{version} in {place}" for place in places if (version := _cann_in(place))]
+
+
+def _cann(machine: Machine) -> Finding:
+    home = _sourced(machine)
+    if home is None:
+        there = _installed(machine)
+        if there:
+            return Finding("CANN", "; ".join(there), WRONG, "this shell does not use it: source set_env.sh (next line)")
+        return Finding(
+            "CANN",
+            "not found",
+            WRONG,
+            f"install CANN {TRITON_ASCEND_CANN} or later, toolkit and operators of your chip",
+        )
+    version = _cann_in(home)
+    if version is None:
+        return Finding("CANN", f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it")
+    found, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
+    if release(version) < release(TRITON_ASCEND_CANN):
+        remedy = f"triton-ascend {TRITON_ASCEND} is made for CANN {TRITON_ASCEND_CANN}: install that or a later one"
+        return Finding("CANN", found, WRONG, remedy)
+    stack = stack_of(torch_npu)
+    if stack and stack.cann and release(version) != release(stack.cann):
+        better = torch_npu_for(stack.torch, version)
+        remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
+        if better and better != torch_npu:
+            remedy += f"; for this one it is torch_npu {better}"
+        return Finding("CANN", found, UNTESTED, remedy)
+    if stack is None or not stack.cann:
+        return Finding("CANN", found, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
+    return Finding("CANN", found, FINE)
+
+
+def _set_env(machine: Machine) -> Finding:
+    scripts, part = _scripts(machine), "set_env.sh"
+    found = ", ".join(map(str, scripts)) or "not found"
+    if _sourced(machine) is not None:
+        variable = next(name for name in CANN_VARIABLES if machine.environ.get(name))
+        return Finding(part, f"{variable}={machine.environ[variable]}", FINE)
+    if scripts:
+        return Finding(part, found, WRONG, f"run `source {scripts[0]}`, in every shell")
+    looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_PLACES)
+    return Finding(part, found, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
+
+
+def _compiler(machine: Machine) -> Finding:
+    part = "bishengir-compile"
+    path = shutil.which(part, path=machine.environ.get("PATH", ""))
+    if path is None:
+        return Finding(part, "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH")
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(part, path, WRONG, f"it does not run: {error}")
+    version = re.search(r"bishengir-compile\s+(\d\S*)", done.stdout)
+    date = re.search(r"\d{4}-\d\d-\d\d", done.stdout)
+    if done.returncode or version is None:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return Finding(part, path, UNTESTED, f"--version says {said[0] if said else 'nothing'!r}")
+    found = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
+    if version[1] not in COMPILERS:
+        remedy = f"every tile is proven with {' and '.join(COMPILERS)}: let `diyfa tune` find those that work with it"
+        return Finding(part, found, UNTESTED, remedy)
+    return Finding(part, found, FINE)
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """NAME=VALUE lines of a file; empty where there is none or it may not be read."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines) if value}
+
+
+def _in_a_range(version: str, ranges: str) -> bool:
+    """Whether a version lies in one of "[7.0.0,7.2.99],[8.0.0,8.9.9]": compared in as many numbers as the ends have."""
+    found = release(version)
+    ends = [(release(low), release(high)) for low, high in re.findall(r"\[([\d.]+),\s*([\d.]+)\]", ranges)]
+    return any(low <= found[: len(low)] and found[: len(high)] <= high for low, high in ends)
+
+
+def _driver(machine: Machine) -> Finding:
+    place = _fields(machine.root / "etc/ascend_install.info").get("Driver_Install_Path_Param", "/usr/local/Ascend")
+    folder = machine.root / place.lstrip("/")
+    driver, firmware = (_fields(folder / name / "version.info") for name in ("driver", "firmware"))
+    part = "driver, firmware"
+    if "Version" not in driver:
+        verdict = UNTESTED if machine.status.available else WRONG
+        remedy = f"no {folder}/driver/version.info: install the driver, or mount that folder into the container"
+        return Finding(part, "not found", verdict, remedy)
+    found = f"{driver.get('package_version', driver['Version'])}, {firmware.get('Version', 'not found')}"
+    if "Version" not in firmware:
+        remedy = f"no {folder}/firmware/version.info (usual in a container): `npu-smi info` on the host knows it"
+        return Finding(part, found, UNTESTED, remedy)
+    ranges = driver.get("compatible_version_fw", "")
+    if ranges and not _in_a_range(firmware["Version"], ranges):
+        return Finding(part, found, WRONG, f"this driver takes firmware {ranges}: install the pair of one release")
+    return Finding(part, found, FINE if ranges else UNTESTED, "" if ranges else "the driver names no firmware")
+
+
+def _chip(machine: Machine) -> Finding:
+    if machine.chip is None:
+        return Finding("chip", "not found", WRONG, f"{machine.status.problem}; {machine.status.remedy}")
+    name, cores = machine.chip.name, (machine.chip.cube_cores, machine.chip.vector_cores)
+    found, spec = f"{name}, {cores[0]} cube and {cores[1]} vector cores", npu_spec(name)
+    if spec is None:
+        return Finding("chip", found, WRONG, "diyfa has kernels for the A2 (910B), A3 (910_93) and A5 (950) families")
+    if cores != (spec.cube_cores, spec.vector_cores):
+        remedy = f"expected {spec.cube_cores} and {spec.vector_cores}; launches take what the driver tells"
+        return Finding("chip", found, UNTESTED, remedy)
+    return Finding("chip", found, FINE)
+
+
+def _torch(machine: Machine) -> Finding:
+    torch, torch_npu = (machine.versions.get(name) for name in ("torch", "torch_npu"))
+    found, part = f"torch {torch}, torch_npu {torch_npu or 'not found'}", "torch, torch_npu"
+    wanted = torch_npu_for(torch or "", cann_version(machine) or "")
+    if torch_npu is None:
+        remedy = f"pip install --no-deps torch_npu=={wanted}" if wanted else "no torch_npu is documented for this torch"
+        return Finding(part, found, WRONG, remedy)
+    if release(torch_npu) != release(torch or ""):
+        its_torch = ".".join(map(str, release(torch_npu)))
+        remedy = f"they must be of one release: torch=={its_torch}" + (f", or torch_npu=={wanted}" if wanted else "")
+        return Finding(part, found, WRONG, remedy)
+    if stack_of(torch_npu) is None:
+        remedy = "not in diyfa's table of pairs" + (f"; torch_npu=={wanted} is, for this torch" if wanted else "")
+        return Finding(part, found, UNTESTED, remedy)
+    return Finding(part, found, FINE)
+
+
+def _triton(machine: Machine) -> Finding:
+    version, part = machine.versions.get("triton-ascend"), "triton-ascend"
+    other = machine.versions.get("triton")
+    found = f"{version or 'not found'}" + (f", and triton {other}" if other else "")
+    if problem := machine.triton():
+        return Finding(part, found, WRONG, problem)
+    if other:
+        remedy = f"works, but pip lists triton {other} too and may put it in its place: `pip uninstall triton` removes"
+        return Finding(part, found, UNTESTED, f"{remedy} triton-ascend's files with it, so reinstall that after it")
+    if version != TRITON_ASCEND:
+        return Finding(part, found, UNTESTED, f"the kernels are compiled and tested with {TRITON_ASCEND}")
+    return Finding(part, found, FINE)
+
+
+def _python(machine: Machine) -> Finding:
+    found = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
+    if machine.python in TRITON_ASCEND_PYTHON:
+        return Finding("Python", found, FINE)
+    verdict = UNTESTED if "triton-ascend" in machine.versions else WRONG
+    known = " or ".join(f"{major}.{minor}" for major, minor in TRITON_ASCEND_PYTHON)
+    return Finding("Python", found, verdict, f"triton-ascend {TRITON_ASCEND} has wheels for Python {known}")
+
+
+def is_ascend(machine: Machine) -> bool:
+    """Whether anything of an Ascend machine is here, so that its parts are worth judging."""
+    return (
+        bool({"torch_npu", "triton-ascend"} & set(machine.versions))
+        or _sourced(machine) is not None
+        or bool(_scripts(machine))
+        or (machine.root / "dev/davinci_manager").exists()
+    )
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """The verdict on each part, from the chip up; empty where nothing of Ascend is here."""
+    if not is_ascend(machine):
+        return []
+    checks = (_chip, _driver, _cann, _set_env, _compiler, _python, _torch, _triton)
+    return [check(machine) for check in checks]

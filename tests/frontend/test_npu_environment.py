@@ -1,0 +1,254 @@
+"""What is said of an Ascend machine, on machines planted in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from subprocesses import run_python
+
+from diyfa.arch import NPUArch
+from diyfa.device import NPUCapabilities, NPUStatus
+from diyfa.npu_environment import FINE, UNTESTED, WRONG, Finding, Machine, findings
+
+PARTS = ["chip", "driver, firmware", "CANN", "set_env.sh", "bishengir-compile", "Python", "torch, torch_npu"]
+CHIP = NPUCapabilities("Ascend910B3", NPUArch.A2, 20, 40, 1, 1, 1, 1, 1, 64.0)
+VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "triton-ascend": "3.2.0"}
+DRIVER = "Version=25.0.rc1.1\nascendhal_version=7.35.23\ncompatible_version_fw=[6.4.0,6.4.99],[7.0.0,7.7.99]\n"
+FIRMWARE = "Version=7.7.0.1.231\nfirmware_version=1.0\n"
+COMPILER = "bishengir-compile 1.1.0 (/build 428ab8fdab46 2026-04-30) \nllvm 19.1.7 e4ce5939f6e1\n"
+
+
+def write(path: Path, text: str, mode: int = 0o644) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+
+
+def plant_cann(folder: Path, version: str, place: str = "cann") -> Path:
+    """CANN in FOLDER/PLACE, with its script and its compiler; the place itself."""
+    home = folder / place
+    write(home / "aarch64-linux/ascend_toolkit_install.info", f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+    write(folder / place.split("/")[0] / "set_env.sh", "export ASCEND_HOME_PATH=\n")
+    plant_compiler(home, COMPILER)
+    return home
+
+
+def plant_compiler(home: Path, says: str, status: int = 0) -> None:
+    write(home / "bin/bishengir-compile", f"#!/bin/sh\ncat <<'END'\n{says}END\nexit {status}\n", 0o755)
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Machine:
+    """A 910B3 with CANN 8.5.0 and the torch_npu made for it, its environment set."""
+    ascend = tmp_path / "usr/local/Ascend"
+    home = plant_cann(ascend, "8.5.0")
+    write(ascend / "driver/version.info", DRIVER)
+    write(ascend / "firmware/version.info", FIRMWARE)
+    environ = {"ASCEND_HOME_PATH": str(home), "PATH": os.pathsep.join([str(home / "bin"), os.environ["PATH"]])}
+    status = NPUStatus(True, True, "2.7.1.post2")
+    return Machine(tmp_path, environ, tmp_path / "home", (3, 11), VERSIONS, lambda: None, status, CHIP)
+
+
+def judged(machine: Machine, part: str) -> Finding:
+    return next(finding for finding in findings(machine) if finding.part == part)
+
+
+def expect(machine: Machine, part: str, verdict: str, *words: str) -> None:
+    finding = judged(machine, part)
+    text = f"{finding.found}: {finding.remedy}"
+    assert finding.verdict == verdict, text
+    assert (finding.remedy == "") == (verdict == FINE), text
+    assert all(word in text for word in words), text
+
+
+def test_a_healthy_machine(healthy: Machine) -> None:
+    found = findings(healthy)
+    assert [finding.part for finding in found] == [*PARTS, "triton-ascend"]
+    assert [finding for finding in found if finding.verdict != FINE or finding.remedy] == []
+    texts = {finding.part: finding.found for finding in found}
+    assert texts["chip"] == "Ascend910B3, 20 cube and 40 vector cores"
+    assert texts["driver, firmware"] == "25.0.rc1.1, 7.7.0.1.231"
+    assert texts["CANN"].startswith("8.5.0 in ")
+    assert texts["bishengir-compile"].startswith("1.1.0 of 2026-04-30 in ")
+
+
+def test_another_machine_has_no_such_lines(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {}, tmp_path, (3, 13), {"torch": "2.13.0", "triton": "3.6.0"}, lambda: "no")
+    assert findings(machine) == []
+    write(tmp_path / "dev/davinci_manager", "")
+    assert len(findings(machine)) == len(PARTS) + 1
+
+
+@pytest.mark.parametrize(
+    ("place", "script"), [("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh")]
+)
+@pytest.mark.parametrize("where", ["usr/local/Ascend", "home/Ascend"])
+def test_cann_whose_environment_is_not_set(tmp_path: Path, place: str, script: str, where: str) -> None:
+    """By root or by a user, from 8.5.0 and before: the remedy is the one script that is there."""
+    plant_cann(tmp_path / where, "8.5.0", place)
+    status = NPUStatus(True, False, "2.7.1.post2", "torch_npu does not load: libhccl.so", "source it")
+    machine = Machine(tmp_path, {"PATH": "/bin"}, tmp_path / "home", (3, 11), VERSIONS, lambda: None, status)
+    expect(machine, "CANN", WRONG, "8.5.0 in ", "source set_env.sh")
+    expect(machine, "set_env.sh", WRONG, f"source {tmp_path / where / script}`")
+    expect(machine, "bishengir-compile", WRONG, "not found", "source its set_env.sh")
+    expect(machine, "chip", WRONG, "libhccl.so", "source it")
+
+
+def test_no_cann(tmp_path: Path) -> None:
+    status = NPUStatus(True, False, "2.7.1.post2", "torch_npu does not load", "install CANN")
+    machine = Machine(tmp_path, {}, tmp_path, (3, 11), VERSIONS, lambda: None, status)
+    expect(machine, "CANN", WRONG, "not found", "install CANN 8.5.0 or later")
+    expect(machine, "set_env.sh", WRONG, "Ascend/cann/set_env.sh or ", "ascend-toolkit/set_env.sh (before CANN 8.5.0)")
+    expect(machine, "driver, firmware", WRONG, "install the driver, or mount")
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "words"),
+    [
+        ("8.5.0.alpha002", FINE, ()),
+        ("8.5.1", UNTESTED, ("torch_npu 2.7.1.post2 is documented for CANN 8.5.0",)),
+        ("9.0.0", UNTESTED, ("documented for CANN 8.5.0", "for this one it is torch_npu 2.7.1.post4")),
+        ("8.3.RC1", WRONG, ("is made for CANN 8.5.0: install",)),
+    ],
+)
+def test_which_cann(healthy: Machine, version: str, verdict: str, words: tuple[str, ...]) -> None:
+    plant_cann(healthy.root / "usr/local/Ascend", version)
+    expect(healthy, "CANN", verdict, version, *words)
+
+
+def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path: Path) -> None:
+    machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": str(tmp_path / "elsewhere")})
+    expect(machine, "CANN", UNTESTED, "unknown version in ", "elsewhere", "no ascend_toolkit_install.info")
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "verdict", "words"),
+    [
+        (COMPILER.replace("1.1.0", "1.2.0"), 0, FINE, ("1.2.0",)),
+        (COMPILER.replace("1.1.0", "0.9.3"), 0, UNTESTED, ("0.9.3", "proven with 1.1.0 and 1.2.0", "diyfa tune")),
+        ("LLVM version 19\n", 0, UNTESTED, ("--version says 'LLVM version 19'",)),
+        ("", 1, UNTESTED, ("--version says 'nothing'",)),
+    ],
+)
+def test_which_compiler(healthy: Machine, says: str, status: int, verdict: str, words: tuple[str, ...]) -> None:
+    plant_compiler(healthy.root / "usr/local/Ascend/cann", says, status)
+    expect(healthy, "bishengir-compile", verdict, *words)
+
+
+def test_a_compiler_that_does_not_run(healthy: Machine) -> None:
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/no/such/interpreter\n", 0o755)
+    expect(healthy, "bishengir-compile", WRONG, "does not run")
+
+
+@pytest.mark.parametrize(
+    ("firmware", "verdict", "words"),
+    [
+        (FIRMWARE, FINE, ()),
+        ("Version=6.4.12.1.241\n", FINE, ()),
+        ("Version=7.8.0.1.2\n", WRONG, ("takes firmware [6.4.0,6.4.99],[7.0.0,7.7.99]",)),
+        ("Version=6.3.0\n", WRONG, ("install the pair of one release",)),
+        ("", UNTESTED, ("not found", "npu-smi info")),
+    ],
+)
+def test_firmware_of_another_driver(healthy: Machine, firmware: str, verdict: str, words: tuple[str, ...]) -> None:
+    write(healthy.root / "usr/local/Ascend/firmware/version.info", firmware)
+    expect(healthy, "driver, firmware", verdict, *words)
+
+
+def test_a_driver_in_another_place(healthy: Machine) -> None:
+    write(healthy.root / "etc/ascend_install.info", "UserName=HwHiAiUser\nDriver_Install_Path_Param=/opt/huawei\n")
+    expect(healthy, "driver, firmware", UNTESTED, "opt/huawei/driver/version.info")  # the chip works all the same
+    write(healthy.root / "opt/huawei/driver/version.info", "Version=25.5.0\n")
+    write(healthy.root / "opt/huawei/firmware/version.info", "Version=7.8.0.5.1\n")
+    expect(healthy, "driver, firmware", UNTESTED, "25.5.0, 7.8.0.5.1", "names no firmware")
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "words"),
+    [
+        ({"torch": "2.9.0", "torch_npu": "2.9.0"}, FINE, ()),
+        ({"torch_npu": "2.7.1.post11"}, UNTESTED, ("not in diyfa's table", "torch_npu==2.7.1.post2 is")),
+        ({"torch": "2.8.0"}, WRONG, ("they must be of one release: torch==2.7.1, or torch_npu==2.8.0.post2",)),
+        ({"torch": "2.5.1", "torch_npu": "2.5.1"}, UNTESTED, ("not in diyfa's table",)),
+        ({"torch": "2.9.1", "torch_npu": ""}, WRONG, ("no torch_npu is documented for this torch",)),
+        ({"torch_npu": ""}, WRONG, ("pip install --no-deps torch_npu==2.7.1.post2",)),
+    ],
+)
+def test_torch_and_torch_npu(healthy: Machine, changes: dict[str, str], verdict: str, words: tuple[str, ...]) -> None:
+    versions = {name: version for name, version in {**VERSIONS, **changes}.items() if version}
+    expect(replace(healthy, versions=versions), "torch, torch_npu", verdict, *words)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "verdict", "words"),
+    [
+        ("the installed package `triton` is not triton-ascend: pip …", {}, WRONG, ("is not triton-ascend: pip …",)),
+        (None, {"triton": "3.3.1"}, UNTESTED, ("3.2.0, and triton 3.3.1", "works, but")),
+        (None, {"triton-ascend": "3.2.1"}, UNTESTED, ("tested with 3.2.0",)),
+    ],
+)
+def test_which_triton(
+    healthy: Machine, problem: str | None, changes: dict[str, str], verdict: str, words: tuple[str, ...]
+) -> None:
+    machine = replace(healthy, versions={**VERSIONS, **changes}, triton=lambda: problem)
+    expect(machine, "triton-ascend", verdict, *words)
+
+
+@pytest.mark.parametrize(
+    ("chip", "verdict", "words"),
+    [
+        (replace(CHIP, cube_cores=18, vector_cores=36), UNTESTED, ("18 cube and 36", "expected 20 and 40")),
+        (replace(CHIP, name="Ascend310P3"), WRONG, ("Ascend310P3", "A2 (910B)")),
+    ],
+)
+def test_which_chip(healthy: Machine, chip: NPUCapabilities, verdict: str, words: tuple[str, ...]) -> None:
+    expect(replace(healthy, chip=chip), "chip", verdict, *words)
+
+
+def test_a_python_without_wheels(healthy: Machine) -> None:
+    expect(replace(healthy, python=(3, 10)), "Python", FINE)
+    expect(replace(healthy, python=(3, 13)), "Python", UNTESTED, "Python 3.10 or 3.11")
+    without = {name: version for name, version in VERSIONS.items() if name != "triton-ascend"}
+    expect(replace(healthy, python=(3, 13), versions=without), "Python", WRONG, "has wheels for")
+
+
+INFO = """
+import sys
+from diyfa.cli import main
+for arguments in ([], ["--json"]):
+    sys.argv = ["diyfa", "info", *arguments]
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code
+    print("=====")
+"""
+
+
+def test_info(tmp_path: Path) -> None:
+    """The command in a shell that has sourced a planted CANN: as lines, and as JSON."""
+    pytest.importorskip("typer")
+    home = plant_cann(tmp_path, "8.5.0")
+    for folder in ("opp", "runtime", "compiler"):  # torch_npu asks for them
+        (home / folder).mkdir()
+    path = os.pathsep.join([str(home / "bin"), os.environ["PATH"]])
+    sourced = {"ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp"), "PATH": path}  # by set_env.sh
+    printed, document, _ = run_python(INFO, COLUMNS="200", **sourced).split("=====")
+    for part in (*PARTS, "triton-ascend"):
+        assert re.search(rf"^(fine|untested|wrong) +{re.escape(part)}  ", printed, re.M), (part, printed)
+    assert re.search(r"^fine +bishengir-compile  +1\.1\.0 of 2026-04-30 in ", printed, re.M)
+    report: dict[str, Any] = json.loads(document[document.index("{") :])
+    found = {finding["part"]: finding for finding in report["ascend"]}
+    assert list(found) == [*PARTS, "triton-ascend"]
+    assert found["CANN"]["found"].startswith("8.5.0 in ") and report["cann"] == "8.5.0"
+    assert all(finding["verdict"] == FINE or finding["remedy"] for finding in report["ascend"])
+    if hasattr(torch, "npu") and torch.npu.is_available():  # on a chip, or on the host shim
+        assert found["chip"]["found"].startswith(torch.npu.get_device_name(0))
+        assert found["torch, torch_npu"]["verdict"] == found["triton-ascend"]["verdict"] == FINE
