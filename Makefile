@@ -53,7 +53,7 @@ CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_86 sm_89 sm_75
 
 # What runs on npu tensors; everything else does not depend on the environment.
 NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/test_propagation.py \
-  tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
+  tests/numerics/test_kvcache_matrix.py tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
   tests/tools/test_cli.py
 
 # What depends on the release of torch_npu.
@@ -127,10 +127,12 @@ $(CACHE)/triton%/.ready: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) 'triton==$*.*'
 	touch $@
 
-# On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: the gate takes both.
-$(CACHE)/ascendnpu-ir-1.1.0/.ready: $(VENV_NPU)/.ready
+# On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: CANN 8.5.0's is 1.0.0, CANN
+# 9.0.0's 1.1.0. The gate takes them too.
+.PRECIOUS: $(CACHE)/ascendnpu-ir-%/.ready
+$(CACHE)/ascendnpu-ir-%/.ready: $(VENV_NPU)/.ready
 	rm -rf $(@D)
-	$(VENV_NPU)/bin/python -m pip install -q --no-deps --target $(@D) ascendnpu-ir==1.1.0
+	$(VENV_NPU)/bin/python -m pip install -q --no-deps --target $(@D) ascendnpu-ir==$*
 	touch $@
 
 # --- what to run ----------------------------------------------------------------------------------------------------
@@ -157,8 +159,8 @@ compile-gate-cuda: $(VENV)/.ready
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
 # compiler made of the kernels runs on this CPU.
-compile-gate-npu: export DIYFA_ASCENDNPU_IR := $(CURDIR)/$(CACHE)/ascendnpu-ir-1.1.0
-compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready
+compile-gate-npu: export DIYFA_ASCENDNPU_IR := $(CURDIR)/$(CACHE)/ascendnpu-ir-1.1.0:$(CURDIR)/$(CACHE)/ascendnpu-ir-1.0.0
+compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready $(CACHE)/ascendnpu-ir-1.0.0/.ready
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest tests/npu/test_ascend_compile.py \
 	  --numprocesses $(JOBS) $(PYTEST_ARGS)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 $(VENV_NPU)/bin/python -m pytest \

@@ -81,7 +81,7 @@ def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The kernel of npu_two_loops.py with the same compile options, dealt as ours; full attention in our tile too."""
+    """The kernel of npu_two_loops.py with the same compile options and schedule; full attention in our tile too."""
     import npu_two_loops
 
     from diyfa.backends.npu.compiler import aot, cost, specs

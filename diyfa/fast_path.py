@@ -68,7 +68,8 @@ def takes_fast_path(*tensors: torch.Tensor) -> bool:
 
 def may_be_read(x: Any, other: type[torch.Tensor] = _Tensor) -> bool:
     """Whether this is a tensor, or one of the `other` type, that may be read by its address."""
-    return (type(x) is _Tensor or type(x) is other) and x.layout is _strided and not x.is_neg()
+    kind = type(x)
+    return (kind is _Tensor or kind is other) and x.layout is _strided and not x.is_neg()
 
 
 def described(x: torch.Tensor) -> Hashable:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, registry, validation
-from diyfa.fast_path import described, may_be_read
+from diyfa.fast_path import may_be_read
 from diyfa.features import ATTENTION_DTYPES
 from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, is_latent, run, run_plan
 from diyfa.options import UNBOUNDED
@@ -284,7 +284,10 @@ def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: 
         length = _capacity(k_cache, table)
     elif not isinstance(seqlens, torch.Tensor):
         length, seqlens = seqlens, None
-    batch, heads_kv = q.shape[0], k_cache.shape[2]
+    k_descale, v_descale = given["k_descale"], given["v_descale"]
+    if k_descale is not None or v_descale is not None:
+        batch, heads_kv = q.shape[0], k_cache.shape[2]
+        k_descale, v_descale = (_expanded_descale(x, q, batch, heads_kv) for x in (k_descale, v_descale))
     return KVCacheTensors(
         q,
         k_cache,
@@ -300,8 +303,8 @@ def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: 
         _vector(given["cache_leftpad"]),
         _vector(given["alibi_slopes"]),
         _vector(given["sinks"]),
-        _expanded_descale(given["k_descale"], q, batch, heads_kv),
-        _expanded_descale(given["v_descale"], q, batch, heads_kv),
+        k_descale,
+        v_descale,
     )
 
 
@@ -315,12 +318,14 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
         return None
     parts: list[Any] = []
     for x in tensors:
-        if isinstance(x, torch.Tensor):
-            if not may_be_read(x, torch.nn.Parameter):
-                return None
-            parts.append(described(x))
+        if x is None:
+            parts.append(None)
+        elif may_be_read(x, torch.nn.Parameter):
+            parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
+        elif isinstance(x, torch.Tensor):
+            return None
         else:
-            parts.append(x if x is None else type(x))
+            parts.append(type(x))
     k, v = tensors[1:3]
     return (
         isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not

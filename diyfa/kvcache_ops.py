@@ -7,7 +7,7 @@ transforms bypass the dispatcher, and an equal call runs by what an earlier one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -180,27 +180,42 @@ def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
 # ---- Running it -------------------------------------------------------------------------------------------------
 
 
+Present = Callable[[Any], Sequence[torch.Tensor]]
+
+
+def _reader_of(given: KVCacheTensors | NewKeys) -> Present:
+    """`present` for tuples with the same tensors as this one, five times as fast."""
+    names = [name for name, x in given._asdict().items() if isinstance(x, torch.Tensor)]
+    return eval(f"lambda given: ({''.join(f'given.{name}, ' for name in names)})")
+
+
 class _Step:
     """One kernel of a call with its problem, and the cheaper way to run it again, where it has one."""
 
-    __slots__ = ("has_run", "kernel", "problem", "repeat")
+    __slots__ = ("has_run", "kernel", "present", "problem", "repeat")
 
     def __init__(self, problem: KVCacheProblem, kernel: Kernel) -> None:
         self.problem, self.kernel = problem, kernel
         self.has_run = False
         self.repeat: Callable[..., Any] | None = None
+        self.present: list[Present] = []
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        if self.repeat is not None and self.repeat(tensors.length, *tensors.present(), *new.present()):
+        if new.k.numel() == 0 and new.cos is None:
             return
+        if self.repeat is not None:
+            present, present_new = self.present
+            if self.repeat(tensors.length, *present(tensors), *present_new(new)):
+                return
         self.kernel.launch(self.problem, tensors, new)
         if self.has_run and self.kernel.repeat is not None:
+            self.present = [_reader_of(tensors), _reader_of(new)]
             self.repeat = self.kernel.repeat(self.problem, tensors, new)
         self.has_run = True
 
     def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
         if self.repeat is not None:
-            pair = self.repeat(tensors.length, given, *tensors.present())
+            pair = self.repeat(tensors.length, given, *self.present[0](tensors))
             if pair is not None:
                 return pair
         problem = self.problem
@@ -211,6 +226,7 @@ class _Step:
             lse.fill_(float("inf"))
         self.kernel.launch(problem, tensors, out, lse)
         if self.has_run and self.kernel.repeat is not None:
+            self.present = [_reader_of(tensors)]
             self.repeat = self.kernel.repeat(problem, tensors, out, lse)
         self.has_run = True
         return out, lse
@@ -241,7 +257,7 @@ def _append(
     if plan is not None:
         plan.append = step
     new = _rotates(new, tensors.q)
-    if tensors.q.shape[0]:
+    if tensors.q.shape[0] and (new.cos is not None or tensors.k_cache.numel()):
         step.append(tensors, new)
     return new.rotated_q
 

@@ -12,6 +12,7 @@ This module is all that a backend may import of diyfa besides the plain data of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -269,12 +270,8 @@ class NewKeys(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
-def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
-    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have.
-
-    q, k, v become views in "bshd", as out must; packed sequences stay packed.
-    """
-    q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
+def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
+    """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
     return KVCacheProblem(
         problem.device_type,
         problem.arch,
@@ -298,7 +295,13 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
         total_q=problem.total_q,
         batch_invariant=problem.batch_invariant,
         aligned=problem.aligned,
-    ), KVCacheTensors(
+    )
+
+
+def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
+    """`as_kvcache_problem` with its tensors: q, k, v become views in "bshd", as out must; packed ones stay packed."""
+    q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
+    return as_kvcache_problem(problem), KVCacheTensors(
         q, k, v, tensors.sm_scale, problem.seqlen_k, cu_seqlens_q=tensors.cu_seqlens_q,
         cu_seqlens_k=tensors.cu_seqlens_k, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
     )  # fmt: skip
@@ -464,11 +467,32 @@ class TunedTile:
     measured: str  # date
 
 
+@dataclass(frozen=True)
+class TriedTile:
+    """A candidate before it is run (no time, no reason), and after."""
+
+    kernel: str
+    config: dict[str, Any]
+    default: bool  # what would be used untuned
+    milliseconds: float | None = None
+    reason: str = ""  # why it cannot run
+
+
 class Tuning(Protocol):
     """The autotuner of a backend, for the current device."""
 
+    enabled: bool  # whether calls use anything but the tables
+
     def unavailable(self) -> str | None:
         """Why nothing is measured now, or None."""
+        ...
+
+    def measuring(
+        self, watch: Callable[[TriedTile], None] | None = None, without: Sequence[dict[str, Any]] = ()
+    ) -> AbstractContextManager[None]:
+        """Inside this block a problem is measured when it first comes, also where calls do not do that by
+        themselves. `watch` is told before each run of a candidate and after it; candidates whose config is among
+        `without` are left out, for instance because they crashed another process."""
         ...
 
     def stored(self) -> list[TunedTile]:
@@ -485,7 +509,7 @@ class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
     A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
-    measures its tiles when they are first needed `tuning`, a `Tuning`.
+    measures its tiles `tuning`, a `Tuning`.
     """
 
     name: str

@@ -16,7 +16,7 @@ import torch
 
 from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, position_words
 from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
-from diyfa.problem import LAYOUTS, VARLEN, as_bhsd
+from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
 _INF = float("inf")
 
@@ -289,79 +289,54 @@ def _rotated(
     return turned
 
 
-def _place(cache: torch.Tensor, b: int, j: int, entries: list[int], table: torch.Tensor | None) -> tuple[int, int]:
+def _place(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
     """Where key j of sequence b lies: batch entry or page, and row."""
-    if table is None:
-        return entries[b], j
-    return int(table[b, j // cache.shape[1]]), j % cache.shape[1]
+    table, index = tensors.block_table, tensors.cache_batch_idx
+    if table is not None:
+        page_size = tensors.k_cache.shape[1]
+        return int(table[b, j // page_size]), j % page_size
+    return b if index is None else int(index[b]), j
 
 
-def reference_append(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor = 0,
-    cache_batch_idx: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    rotary_interleaved: bool = True,
-    rotates_each_query: bool = False,
-    *,
-    k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The caches after new keys and values are appended, and the rotated queries, in new memory.
-
-    Arguments are those of `diyfa.flash_attn_with_kvcache`; `rotates_each_query` says that query i is rotated by row
-    cache_seqlens + i, as with a causal mask or a window, not all by row cache_seqlens. Without v only k is written, and
-    v_cache is returned as the first features of the new k_cache. Keys beyond the cache or the table are dropped.
-
-    Returns:
-        q, k_cache, v_cache in their dtypes, products rounded once.
-    """
-    batch = q.shape[0]
-    latent = v is None
-    q, k_cache, v_cache = q.clone(), k_cache.clone(), v_cache.clone()
-    firsts = [cache_seqlens] * batch if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
-    entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    for b, first in enumerate(firsts):
-        new_k = k[b]
-        if rotary_cos is not None and rotary_sin is not None:
-            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
-            q[b] = _rotated(q[b], rotary_cos, rotary_sin, of_query, rotary_interleaved).to(q.dtype)
-            position = first + torch.arange(k.shape[1], device=q.device)
-            new_k = _rotated(new_k, rotary_cos, rotary_sin, position, rotary_interleaved)
-        for i in range(k.shape[1]):
-            if not 0 <= first + i < capacity:
-                continue
-            entry, row = _place(k_cache, b, first + i, entries, block_table)
-            if 0 <= entry < k_cache.shape[0]:
-                k_cache[entry, row] = _quantised(new_k[i], k_descale, b, k_cache.dtype)
-                if v is not None:
-                    v_cache[entry, row] = _quantised(v[b, i], v_descale, b, v_cache.dtype)
-    return q, k_cache, k_cache[..., : v_cache.shape[-1]] if latent else v_cache
+def _capacity(tensors: KVCacheTensors) -> int:
+    table = tensors.block_table
+    return tensors.k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
-def _descale_of(descale: torch.Tensor | float, b: int) -> torch.Tensor | float:
-    """The factors of sequence b: (Hk, 1), or one for all."""
-    if isinstance(descale, torch.Tensor):
-        return descale.reshape(1, 1) if descale.numel() == 1 else descale[b][:, None]
-    return descale
-
-
-def _quantised(x: torch.Tensor, descale: torch.Tensor | float | None, b: int, dtype: torch.dtype) -> torch.Tensor:
+def _quantised(x: torch.Tensor, descale: torch.Tensor | None, b: int, dtype: torch.dtype) -> torch.Tensor:
     """x (Hk, …) as a cache of `dtype` holds it."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype)
-    largest = torch.finfo(dtype).max
-    x = x.float()
-    if descale is not None:
-        x = x / _descale_of(descale, b)
-    return x.clamp(-largest, largest).to(dtype)
+    x = x.float() if descale is None else x.float() / descale[b][:, None]
+    return x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def reference_append(tensors: KVCacheTensors, new: NewKeys, rotates_each_query: bool = False) -> KVCacheTensors:
+    """`tensors` with copies of the caches, to which new keys and values are appended, and with q rotated.
+
+    `rotates_each_query`: query i is rotated by row `seqlens[b] + i`, as with a causal mask or a window, else all are by
+    row `seqlens[b]`. Without new.v only k is written, and v_cache becomes the first features of the new k_cache.
+    """
+    q, k_cache, v_cache = tensors.q.clone(), tensors.k_cache.clone(), tensors.v_cache.clone()
+    for b in range(q.shape[0]):
+        first = tensors.length if tensors.seqlens is None else int(tensors.seqlens[b])
+        k = new.k[b]
+        if new.cos is not None and new.sin is not None:
+            of_query = first + torch.arange(q.shape[1], device=q.device) * rotates_each_query
+            q[b] = _rotated(q[b], new.cos, new.sin, of_query, new.interleaved).to(q.dtype)
+            of_key = first + torch.arange(k.shape[0], device=q.device)
+            k = _rotated(k, new.cos, new.sin, of_key, new.interleaved)
+        for i in range(k.shape[0]):
+            if not 0 <= first + i < _capacity(tensors):
+                continue
+            entry, row = _place(tensors, b, first + i)
+            if 0 <= entry < k_cache.shape[0]:
+                k_cache[entry, row] = _quantised(k[i], tensors.k_descale, b, k_cache.dtype)
+                if new.v is not None:
+                    v_cache[entry, row] = _quantised(new.v[b, i], tensors.v_descale, b, v_cache.dtype)
+    if new.v is None:
+        v_cache = k_cache[..., : v_cache.shape[-1]]
+    return tensors._replace(q=q, k_cache=k_cache, v_cache=v_cache)
 
 
 def reference_kvcache(
@@ -406,36 +381,36 @@ def reference_kvcache(
     compute: Callable[..., Any] = attend or reference_attention
     dtype = dtype or q.dtype
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if cache_seqlens is None:
-        cache_seqlens = capacity
-    added = 0
+    seqlens = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
+    descales = [
+        None if x is None else torch.as_tensor(x, dtype=torch.float32).expand(batch, k_cache.shape[2])
+        for x in (k_descale, v_descale)
+    ]
+    tensors = KVCacheTensors(
+        q, k_cache, v_cache, 1.0, seqlens=seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
+        k_descale=descales[0], v_descale=descales[1],
+    )  # fmt: skip
+    capacity = _capacity(tensors)
+    if seqlens is None:
+        tensors = tensors._replace(length=capacity if cache_seqlens is None else int(cache_seqlens))
     if k is not None:
         is_local = causal or any(0 <= bound < capacity for bound in window_size)
-        q, k_cache, v_cache = reference_append(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table,
-            rotary_interleaved, is_local, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-        added = k.shape[1]
-    lengths = [cache_seqlens] * batch if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
-    entries = list(range(batch)) if cache_batch_idx is None else cache_batch_idx.tolist()
+        tensors = reference_append(tensors, NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved), is_local)
+    lengths = [tensors.length] * batch if seqlens is None else seqlens.tolist()
     pads = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
     ends = [b * q.shape[1] for b in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
-    rows = q.flatten(0, 1) if cu_seqlens_q is None else q
+    rows = tensors.q.flatten(0, 1) if cu_seqlens_q is None else tensors.q
     out = torch.zeros((len(rows), q.shape[-2], v_cache.shape[-1]), dtype=dtype, device=q.device)
     lse = torch.full((q.shape[-2], len(rows)), _INF, dtype=torch.promote_types(dtype, torch.float32), device=q.device)
     for b, (q0, q1) in enumerate(pairwise(ends)):
         if q0 == q1:
             continue
-        places = [
-            _place(k_cache, b, j, entries, block_table) for j in range(pads[b], min(lengths[b] + added, capacity))
-        ]
+        stop = min(lengths[b] + (0 if k is None else k.shape[1]), capacity)
+        places = [_place(tensors, b, j) for j in range(pads[b], stop)]
         keys_and_values = []
-        for cache, descale in ((k_cache, k_descale), (v_cache, v_descale)):
+        for cache, descale in zip((tensors.k_cache, tensors.v_cache), descales, strict=True):
             x = torch.stack([cache[place] for place in places]) if places else cache.new_empty(0, *cache.shape[2:])
-            x = x.to(dtype)
-            if descale is not None:
-                x = x * _descale_of(descale, b)
+            x = x.to(dtype) if descale is None else x.to(dtype) * descale[b][:, None]
             keys_and_values.append(x[None])
         slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         part, part_lse = compute(

@@ -9,14 +9,26 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
-from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, Tuning, refuse_features
+from diyfa.problem import (
+    AttentionProblem,
+    CompileReport,
+    Kernel,
+    KVCacheProblem,
+    MatmulProblem,
+    Tuning,
+    as_kvcache_problem,
+    refuse_features,
+)
 
 FEATURES = frozenset(
     {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"}
 )
+# Of the forward kernels only split_kv has a result that does not depend on a batch.
+ALL_FEATURES = FEATURES | {"batch_invariant"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
 DTYPES = ("float16", "bfloat16", "float32")
+FLOAT8 = "float8_e4m3fn"
 
 
 def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
@@ -43,7 +55,7 @@ def _sm90_repeat(*arguments: Any) -> Any:
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    from diyfa.backends.cuda.attention import bwd, configs, fwd, fwd_v1
+    from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
@@ -64,7 +76,7 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             launch=fwd.attention_forward,
-            unsupported=lambda problem: _needs_tile(problem, "fwd"),
+            unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
             config=lambda problem: configs.default_config("fwd", problem),
             repeat=fwd.repeat if known else None,
         ),
@@ -84,6 +96,31 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
             repeat=bwd.repeat if known else None,
+        ),
+        Kernel(
+            name="split_kv",
+            op="attention_fwd",
+            summary="all keys of a row in order, by the kernel over a cache: bitwise as from there",
+            launch=decode.attention_forward,
+            unsupported=decode.attention_unsupported,
+            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
+        ),
+        Kernel(
+            name="split_kv",
+            op="kvcache_fwd",
+            summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
+            launch=decode.kvcache_forward,
+            unsupported=decode.unsupported,
+            config=decode.decode_config,
+            repeat=decode.repeat if known else None,
+        ),
+        Kernel(
+            name="append",
+            op="kvcache_append",
+            summary="new keys and values, and the queries, rotated on the way, in one launch",
+            launch=append.kvcache_append,
+            unsupported=append.unsupported,
+            repeat=append.repeat if known else None,
         ),
         *matmul.KERNELS,
     )
@@ -113,7 +150,7 @@ class CudaBackend:
             self._arch[device] = gpu_arch_name(*torch.cuda.get_device_capability(device))
         return self._arch[device]
 
-    def unsupported(self, problem: AttentionProblem | MatmulProblem) -> str | None:
+    def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
         spec = gpu_spec(problem.arch)
         if spec is None or int(problem.arch[3:]) < 75:
             return f"{problem.arch} is not supported: Triton's kernels need sm_75 or later"
@@ -121,13 +158,17 @@ class CudaBackend:
             return f"dtype {problem.dtype} is not supported: float16, bfloat16 or float32"
         if problem.dtype == "bfloat16" and not spec.has_bf16:
             return f"bfloat16 needs sm_80 or later, this is {problem.arch}"
+        if isinstance(problem, KVCacheProblem) and problem.cache_dtype == FLOAT8 and not spec.has_fp8:
+            return f"a cache of float8 needs sm_89 or later, this is {problem.arch}"
+        if isinstance(problem, MatmulProblem):
+            return None
+        if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
+            return (
+                f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
+                f"{problem.head_dim} and {problem.head_dim_v}"
+            )
         if isinstance(problem, AttentionProblem):
-            if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
-                return (
-                    f"Unsupported head_dim: up to {MAX_HEAD_DIM} for q and k and {MAX_HEAD_DIM_V} for v, got "
-                    f"{problem.head_dim} and {problem.head_dim_v}"
-                )
-            return refuse_features(problem, FEATURES, "the cuda backend")
+            return refuse_features(problem, ALL_FEATURES, "the cuda backend")
         return None
 
     @property

@@ -15,7 +15,7 @@ import torch
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
-from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, Tuning, refuse_features
 
 FEATURES = frozenset(
     {
@@ -114,6 +114,11 @@ class NPUBackend:
             configs.matmul_tile,
         ),
     )
+
+    @property
+    def tuning(self) -> Tuning:
+        """The autotuner."""
+        return _kernel_module("runtime.tune").tuning
 
     def accepts(self, device: torch.device) -> str | None:
         if device.type == "npu":

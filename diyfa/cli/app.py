@@ -174,6 +174,29 @@ def tune(
     raise typer.Exit((show_tiles if show else clear_tiles if clear else run)(request, json))
 
 
+@app.command("first-run")
+def first_run(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this stage, may be repeated: small tiles, float16, bfloat16, float32, dtypes, operator, tiles, "
+            "speed."
+        ),
+    ] = None,
+    smoke: Annotated[bool, typer.Option(help="Tiny sizes, one repetition: does it run?")] = False,
+    again: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for one step, or one tile.")] = 600,
+    output: Annotated[
+        Path | None, typer.Option(callback=writable, help="The JSON file; the page stands beside it as text.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Ascend: check, tune and time everything on this machine; say where it stands; go on where it was cut off."""
+    from diyfa.cli.first_run import Request, run
+
+    raise typer.Exit(run(Request(output, only or (), smoke, again, limit), json))
+
+
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files that benchmarks have written.")],

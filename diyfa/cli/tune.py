@@ -115,7 +115,8 @@ def run(request: Request, json: bool) -> int:
         raise ValueError(f"nothing can be tuned: {reason}")
     before = tuning.stored()
     calls = _calls(request, device)
-    with progress_bar(not json) as progress, use_backend(name) if request.backend else nullcontext():
+    backend = use_backend(name) if request.backend else nullcontext()
+    with progress_bar(not json) as progress, backend, tuning.measuring():
         task = progress.add_task(f"tuning on {device.type}", total=len(calls), note="")
         for what, call in calls:
             progress.update(task, note=what)

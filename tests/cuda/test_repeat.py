@@ -14,12 +14,14 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, ops
-from diyfa.backends.cuda.attention import bwd, configs, fwd
+from diyfa import fast_path, flash_attn_interface, kvcache, ops
+from diyfa.backends.cuda.attention import append, bwd, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import replay, tune
+from diyfa.features import GRADIENTS
+from diyfa.problem import AttentionProblem, example_tensors
 
 if not replay.IS_KNOWN:
     pytest.skip("calls are not repeated with this Triton", allow_module_level=True)
@@ -66,6 +68,10 @@ def recorder(monkeypatch):
     kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
+    for module, kernel in ((decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel")):
+        monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kvcache, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fast_path, "plans", {})
@@ -391,6 +397,16 @@ def test_what_was_decided_is_decided_anew_after_a_change(recorder, ways, change,
     assert [step() for _ in range(3)][-1] is False
 
 
+@pytest.mark.parametrize("feature", GRADIENTS, ids=lambda feature: feature.name)
+def test_optional_tensors_have_their_gradient_each_time(recorder, feature):
+    q, k, v = qkv(grad=True)
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 2, 4, 4, 96, 96, 64, 64, **feature.example)
+    tensor = example_tensors(problem, "cpu")[feature.name].zero_().requires_grad_()
+    for _ in range(5):
+        out = attend(q, k, v, **{feature.name: tensor})
+        assert torch.autograd.grad(out, tensor, torch.zeros_like(out))[0].shape == tensor.shape
+
+
 def test_a_tile_that_is_forced_is_launched(recorder, ways):
     q, k, v = qkv()
     for _ in range(3):
@@ -536,3 +552,35 @@ def test_on_the_device_a_repeated_call_gives_the_same_bits(shape):
             x.mul_(0.5)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_a_repeated_call_with_a_cache_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
+    launched = []  # by Triton's launcher
+    for module in (decode, append):
+        launch = module.launch_kernel
+        spy = lambda described, launch=launch: launched.append(described.grid) or launch(described)  # noqa: E731
+        monkeypatch.setattr(module, "launch_kernel", spy)
+    cos, sin = torch.zeros(2, 256, 16, dtype=torch.bfloat16)
+    passes = []
+    for length in (100, 100, 101, 102):
+        q, k_cache, v_cache = (
+            torch.zeros(2, rows, heads, 64, dtype=torch.bfloat16) for rows, heads in ((1, 8), (256, 2), (256, 2))
+        )
+        k, v = torch.zeros(2, 2, 1, 2, 64, dtype=torch.bfloat16)
+        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+        out = torch.zeros_like(q) if gives_out else None
+        with diyfa.use_backend("cuda"):
+            result, lse = diyfa.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, out=out
+            )
+        assert out is None or result is out
+        own = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "out": result, "lse": lse, "cos": cos}
+        own |= {"lengths": lengths} if by == "tensor" else {}
+        calls = [named(call, **own) for call in recorder.calls]
+        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
+        recorder.calls.clear()
+    assert [len(calls) for calls in passes] == [3, 3, 3, 3]
+    assert len(launched) == 6  # of two calls
+    assert are_same(*passes)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from diyfa.backends.cuda.runtime import tune
+from diyfa.tuning import bucket_size
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def test_candidates_are_measured_in_turns():
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 + 1, 2**32)])
 def test_bucket_size(n, expected):
-    assert tune.bucket_size(n) == expected
+    assert bucket_size(n) == expected
 
 
 def test_measures_once_and_picks_the_fastest():
@@ -166,6 +167,39 @@ def test_new_version_starts_afresh(own_cache, monkeypatch, changed):
 def test_candidate_that_cannot_run_is_left_out(error):
     kernel = FakeKernel({**DURATION_MS, 64: error})
     assert make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0]) == Tile(128)
+
+
+def test_the_fastest_of_the_others_where_the_default_cannot_run():
+    kernel = FakeKernel({**DURATION_MS, 32: OutOfResources(300, 200, "shared memory")})
+    assert make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0]) == Tile(64)
+
+
+class AskedTuner(tune.Tuner):
+    """One that measures where it is asked to only."""
+
+    measures_unasked = False
+
+
+def test_a_tuner_that_waits_to_be_asked(own_cache):
+    kernel = FakeKernel()
+    tuner = AskedTuner(kernel.timer, device=lambda: (0, "Test GPU"), may_measure=lambda: True, rounds=1)
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and kernel.runs == []
+    with tuner.measuring():
+        assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64)
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(64)
+    assert tuner.best("k", 2, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
+    tuner.clear()
+    assert tuner.best("k", 1, TILES, kernel.run, Tile(32)) == Tile(32) and len(kernel.runs) == 3
+
+
+def test_where_nothing_is_kept_the_file_is_read_once(monkeypatch):
+    kernel = FakeKernel()
+    tuner = AskedTuner(kernel.timer, device=lambda: (0, "Test GPU"), may_measure=lambda: True)
+    reads = []
+    monkeypatch.setattr("diyfa.tuning.TuneFile.read", lambda self: reads.append(1) or {})
+    for _ in range(3):
+        tuner.best("k", 1, TILES, kernel.run, Tile(32))
+    assert len(reads) == 1
 
 
 def test_other_errors_are_raised_and_nothing_is_remembered(own_cache):

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from strategies import cases as random_cases
 
 import diyfa
-from diyfa import fast_path, options, registry, yardstick
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Feature, Shape
+from diyfa import fast_path, options, registry, testing, yardstick
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
@@ -232,6 +232,20 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
 
 
+@by_name(OPTIONAL)
+def test_what_errors_are_measured_by_is_right(feature: Feature) -> None:
+    """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
+    case = case_of(feature)
+    exact = testing.expected_results(case)
+    for name, found, want in zip(
+        Results._fields, testing._run_plain(yardstick.plain_flash_attention, case, torch.float64, "cpu"), exact,
+        strict=True,
+    ):  # fmt: skip
+        assert (found is None) == (want is None), name
+        if found is not None and want is not None:
+            torch.testing.assert_close(found.double(), want.double(), rtol=1e-9, atol=1e-9, msg=name)
+
+
 def test_the_cpu_backend_has_every_feature() -> None:
     for feature in OPTIONAL:
         for kernel in registry.load_backend("cpu").kernels:
@@ -348,15 +362,9 @@ def test_random_cases_have_each_feature_unless_it_is_left_out() -> None:
 @by_name(OPTIONAL)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    import sys
-
+    from diyfa.cli.first_run_cases import SMOKE, features_in
     from diyfa.cli.validate import CASES as VALIDATED
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from ascend_cases import SMOKE, numerics_cases
-    finally:
-        sys.path.pop(0)
     small = [
         replace(
             case, heads=2, heads_kv=case.heads_kv and 1, seqlen_q=40, seqlen_k=-1 if case.seqlen_k < 0 else 44,
@@ -365,8 +373,7 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
         for case in VALIDATED
     ]  # fmt: skip
     assert any(feature.uses in problem_of(case).features for case in small), "diyfa validate"
-    first = [case for variant, case in numerics_cases(SMOKE) if variant == "auto" and case.dtype == "float16"]
-    assert any(feature.uses in problem_of(case).features for case in first), "benchmarks/ascend_cases.py"
+    assert any(feature.uses in problem_of(case).features for case in features_in("float16", SMOKE)), "first run"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -377,6 +384,7 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
     from diyfa.backends.cuda import FEATURES as IMPLEMENTED
     from diyfa.backends.cuda.attention import bwd_dbias, fwd
     from diyfa.backends.cuda.attention.configs import default_config
+    from diyfa.backends.cuda.attention.launch import UNALIGNED_POINTERS
     from diyfa.backends.cuda.compile import specs
 
     if feature.uses not in IMPLEMENTED:
@@ -408,7 +416,12 @@ def test_kernels_of_cuda_are_compiled_with_it_and_are_given_it(feature: Feature,
     base: dict[str, Any] = {"bias": "float16", "bias_grad": True} if kernel == "dbias" else {}
     if kernel == "dbias" and feature.name == "cu_seqlens_q":
         pytest.skip("packed sequences have no bias")
-    check_launches(feature, *launch(**base), *launch(**{**base, **feature.example}), backward=kernel != "fwd")
+    described, tensors = launch(**{**base, **feature.example})
+    check_launches(feature, *launch(**base), described, tensors, backward=kernel != "fwd")
+    vectors = [x for x in TENSORS if type(x.shape) is not Broadcast and getattr(tensors, x.name) is not None]
+    for name, x in described.arguments.items():
+        if any(x is getattr(tensors, vector.name) for vector in vectors):
+            assert name in UNALIGNED_POINTERS, f"{name}: another kernel for each alignment"
 
 
 def check_launches(

@@ -13,6 +13,7 @@ import torch._dynamo.testing
 import diyfa
 import diyfa.ops
 from diyfa import fast_path, registry
+from diyfa.options import AttentionOptions, Lengths, pack
 
 CPU = {"backend": "cpu"}
 
@@ -24,8 +25,11 @@ def tensors(*shapes, dtype=torch.float32, seed=0, grad=True):
 
 def features(seq_lens=None, slopes=None, bias=None, sinks=None, layout="bhsd", window=(-1, -1), softcap=0.0):
     """What follows q, k, v in the schema of attention_fwd."""
-    tensors = (None, None, seq_lens, slopes, bias, sinks, None)
-    return (*tensors, 0, 0, 0.25, *window, softcap, 0.0, layout, False, True, bias is not None, "cpu", "auto")
+    checked = AttentionOptions(
+        layout, 0.25, *window, softcap, alibi_slopes=slopes, attn_bias=bias, sinks=sinks, needs_grad=True,
+        bias_grad=bias is not None, backend="cpu",
+    )  # fmt: skip
+    return pack(Lengths(seq_lens=seq_lens), checked)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -1,4 +1,4 @@
-"""`benchmarks/ascend_first_run.py` from end to end on real torch_npu, at its smallest."""
+"""`diyfa first-run` from end to end on real torch_npu, at its smallest: all of it, and with faults planted."""
 
 from __future__ import annotations
 
@@ -8,118 +8,186 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="the script itself is for a real NPU")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="the command itself is for a real NPU")
+WORKER = Path(__file__).parents[1] / "support" / "first_run_worker.py"
 
 
-def run_the_script(path: Path, *arguments: str) -> dict:
-    """What it writes."""
-    from npu_interpreter import HostArithmetic
+@pytest.fixture(autouse=True)
+def own_tuning_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("DIYFA_NPU_TILE", raising=False)
 
-    from diyfa.bench import timing
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        patch.setattr(timing, "FLUSH_BYTES", 4096)  # there is no cache to flush
-        import ascend_first_run
+def first_run(path: Path, *faults: str, stages: tuple[str, ...] = (), **options) -> tuple[int, dict, str]:
+    """(exit status, the JSON file, the page)."""
+    from diyfa.cli import first_run
 
-        with HostArithmetic():
-            status = ascend_first_run.main(["--smoke", "--output", str(path), *arguments])
-        sys.modules.pop("ascend_first_run"), sys.modules.pop("ascend_cases")
-    assert status == 0, "numerics failed"
-    return json.loads(path.read_text())
+    request = first_run.Request(path, stages, smoke=True, **options)
+    status = first_run.run(request, True, (sys.executable, str(WORKER), *faults))
+    return status, json.loads(path.read_text()), path.with_suffix(".txt").read_text()
 
 
 def rows(document: dict, table: str) -> list[dict]:
     return [row for row in document["rows"] if row["table"] == table]
 
 
-def check_it_says_where_it_ran(document: dict) -> None:
+def test_all_of_it(npu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, document, page = first_run(tmp_path / "out.json")
+    assert status == 0, [row for row in document["rows"] if row.get("status") not in (None, "pass")]
+    assert json.loads(capsys.readouterr().out) == document
     assert document["benchmark"] == "ascend first run" and document["smoke"] is True
     assert document["device"] == "Ascend910B3" and document["chip"]["cube_cores"] == 20
-    assert document["versions"]["torch_npu"] and {row["table"] for row in document["rows"]} == {
-        "numerics", "equivalence", "tiles", "attention"
-    }  # fmt: skip
+    assert document["versions"]["torch_npu"] and "backends" in document["info"]
+    assert {row["table"] for row in document["rows"]} == {"numerics", "dtypes", "equivalence", "tiles", "attention"}
 
-
-def check_numerics_pass_in_every_dtype(document: dict) -> None:
     found = rows(document, "numerics")
-    assert {row["status"] for row in found} == {"pass"}, [row for row in found if row["status"] != "pass"]
-    assert {row["dtype"] for row in found} == {"float16", "bfloat16", "float32"}
-    assert all(0 <= row["share"] <= 1 for row in found if "share" in row)
-    assert {row["variant"] for row in found} == {"auto", "v1"} and len(found) >= 54
+    assert {row["status"] for row in found} == {"pass"} and all(0 <= row.get("share", 0) <= 1 for row in found)
+    for stage in ("small tiles", "float16", "bfloat16", "float32"):
+        assert len([row for row in found if row["stage"] == stage]) >= 4
+    assert {row["variant"] for row in found} == {"auto", "v1"} and document["replaced"] == []
 
-
-def check_the_operator_is_refused_with_the_reason(document: dict) -> None:
-    """Compute operators do not exist on the shim, so the vendor's cannot be compared here; diyfa's form of it can."""
-    found = rows(document, "equivalence")
-    theirs = [row for row in found if row["implementation"] == "torch_npu"]
-    ours = [row for row in found if row["implementation"] == "diyfa"]
+    # Compute operators do not exist on the shim, so the vendor's cannot be compared here; diyfa's form of it can.
+    operator = rows(document, "equivalence")
+    theirs = [row for row in operator if row["implementation"] == "torch_npu"]
+    ours = [row for row in operator if row["implementation"] == "diyfa"]
     assert len(theirs) == len(ours) >= 18
     assert all(row["unavailable"].startswith("refused: RuntimeError") for row in theirs), theirs
-    for row in ours:
-        assert max(row["max_error"].values()) < 2e-2, row
+    assert all(max(row["max_error"].values()) < 2e-2 for row in ours)
 
+    tiles = rows(document, "tiles")
+    assert {row["kernel"] for row in tiles} == {"fwd", "dq", "dkdv"} and all(row["ms"] > 0 for row in tiles)
+    assert sum(row["default"] for row in tiles) == 6 and len(tiles) > 12
 
-def check_tiles_are_timed(document: dict) -> None:
-    found = rows(document, "tiles")
-    assert {row["kernel"] for row in found} == {"fwd", "dq", "dkdv"}
-    assert all(row["ms"] > 0 for row in found) and sum(row["default"] for row in found) == 6
-    assert len(found) > 6
-
-
-def check_attention_is_timed_beside_the_operator(document: dict) -> None:
-    found = rows(document, "attention")
-    names = {"diyfa", "diyfa tuned", "torch_npu"}
+    timed = rows(document, "attention")
     for causal in (False, True):
-        assert {row["implementation"] for row in found if row["causal"] is causal} == names
-    for row in found:
-        if row["implementation"] == "torch_npu":
-            assert row["unavailable"].startswith("refused: RuntimeError")
-        else:
-            assert row["ms"] > 0 and row["pass"] in ("forward", "backward")
+        names = {row["implementation"] for row in timed if row["causal"] is causal}
+        assert names == {"diyfa", "diyfa tuned", "torch_npu"}
+    assert {(row["implementation"], row["pass"]) for row in timed if "ms" in row} == {
+        (who, direction) for who in ("diyfa", "diyfa tuned") for direction in ("forward", "backward")
+    }
+    assert "all 4 right" in page and "out.json" in page and "attach both" in page
 
 
-def check_the_table_of_tiles_is_as_before(document: dict) -> None:
-    from diyfa.backends.npu.tables import configs
+def test_faults(npu, tmp_path: Path) -> None:
+    """A process that dies costs its step or its tile; a refused tile and a slow dtype are told, with what to do."""
+    faults = ("crash", "tile", "candidate", "bf16")
+    status, document, page = first_run(
+        tmp_path / "out.json", *faults, stages=("small tiles", "dtypes", "tiles"), limit_s=120
+    )
+    assert status == 1
+    told = {row["case"].split(",")[0]: row for row in rows(document, "numerics")}
+    assert {name: row["status"] for name, row in told.items()} == {
+        "plain": "pass", "causal": "error", "grouped heads": "pass", "window": "pass"
+    }  # fmt: skip
+    assert told["causal"]["reason"] == "the process ended with signal 11; last printed: EZ9999: inner error"
+    assert "1 of 4 wrong or failed" in page and "EZ9999" in page
 
-    assert dict(configs._rows()) == configs.ATTENTION_TILES
+    (_, bfloat, _) = (row for row in rows(document, "dtypes") if row["pass"] == "forward")
+    assert bfloat["dtype"] == "bfloat16" and bfloat["ms"] > 250
+    assert "bfloat16 takes" in page and "q.float()" in page and "q.half()" in page
+
+    assert document["replaced"] and "conservative tile 64x64" in document["replaced"][0]
+    assert "ub overflow: needs 292 KiB of 192" in page
+    tiles = rows(document, "tiles")
+    died = [row for row in tiles if row.get("unavailable", "").startswith("the process ended with signal 11")]
+    assert {(row["kernel"], row["block_m"], row["block_n"], row["causal"]) for row in died} == {
+        ("fwd", 32, 256, False), ("fwd", 32, 256, True)
+    }  # fmt: skip
+    refused = [row for row in tiles if "ub overflow" in row.get("unavailable", "")]
+    assert refused and {row["kernel"] for row in refused} == {"fwd"}
+    assert {row["kernel"] for row in tiles if "ms" in row} == {"fwd", "dq", "dkdv"}
+    assert {(row["block_m"], row["block_n"]) for row in tiles if "ms" in row and row["kernel"] == "fwd"} == {(64, 64)}
 
 
-def test_first_run(npu: torch.device, tmp_path: Path) -> None:
-    """One run, for which one process is enough."""
-    document = run_the_script(tmp_path / "out.json")
-    check_it_says_where_it_ran(document)
-    check_numerics_pass_in_every_dtype(document)
-    check_the_operator_is_refused_with_the_reason(document)
-    check_tiles_are_timed(document)
-    check_attention_is_timed_beside_the_operator(document)
-    check_the_table_of_tiles_is_as_before(document)
+# A worker that computes nothing: what the command makes of its answers.
+FAKE = """
+import json, sys, time
+def answer(**what):
+    print("noise @diyfa " + json.dumps(what), flush=True)
+answer(ready={"device": "Ascend910B3", "date": "today", "versions": {}, "chip": {"cube_cores": 20, "vector_cores": 40}})
+for line in sys.stdin:
+    step = json.loads(line)
+    name = step["name"]
+    if name in sys.argv and sys.argv[1] == "hang":
+        time.sleep(60)
+    if name in sys.argv and sys.argv[1] == "crash":
+        sys.exit(7)
+    if step["kind"] == "tiles":
+        for tile in ("a", "b", "c"):
+            if {"tile": tile} in step["arguments"].get("without", []):
+                continue
+            answer(trying={"tile": tile}, row={"table": "tiles", "kernel": "fwd", "block_m": 1, "block_n": 1, "D": 1})
+            if tile in sys.argv:
+                sys.exit(7)
+    if name in sys.argv and sys.argv[1] == "poison":
+        answer(failed="aicore exception")
+        answer(done=True, goes_on=False)
+        time.sleep(60)
+    answer(row={"table": "done", "name": name, "environment": step["environment"]})
+    answer(done=True, goes_on=True)
+"""
 
 
-def test_a_tile_that_does_not_compile_is_reported(
-    npu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The table's forward tile: the other tiles are timed, and with the best of them both passes."""
-    from diyfa.backends.npu.attention import fwd
-    from diyfa.backends.npu.tables import configs
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs with that worker: (what it shall do, to which steps) -> the JSON file's rows of each stage asked for."""
+    from diyfa.cli import first_run
 
-    shipped = dict(configs.ATTENTION_TILES)
+    monkeypatch.setattr(first_run, "_info", dict)
 
-    def refusing(problem):
-        tile = configs.fwd_tile(problem)
-        if tile == shipped[configs.attention_key(problem, "fwd")]:
-            raise RuntimeError("ub overflow")
-        return tile
+    def run(*arguments: str, stages: tuple[str, ...] = ("small tiles",), **options) -> dict:
+        path = tmp_path / "fake.json"
+        command = (sys.executable, "-c", FAKE, *arguments)
+        first_run.run(first_run.Request(path, stages, smoke=True, limit_s=3, **options), True, command)
+        return json.loads(path.read_text())
 
-    monkeypatch.setattr(fwd, "fwd_tile", refusing)
-    document = run_the_script(tmp_path / "out.json", "--only", "tiles", "attention")
-    tiles = [row for row in rows(document, "tiles") if row["kernel"] == "fwd"]
-    refused = [row for row in tiles if "unavailable" in row]
-    assert refused and all("ub overflow" in row["unavailable"] and row["default"] for row in refused)
-    assert len(refused) < len(tiles)
-    assert all("ms" in row for row in rows(document, "tiles") if row["kernel"] != "fwd")
-    timed = {(row["implementation"], row["pass"]) for row in rows(document, "attention") if "ms" in row}
-    assert timed >= {("diyfa tuned", "forward"), ("diyfa tuned", "backward")}
+    run.path = tmp_path / "fake.json"
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("hang", "no answer within 3 s"),
+        ("crash", "the process ended with exit status 7"),
+        ("poison", "aicore exception"),
+    ],
+)
+def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
+    document = fake(fault, "causal")
+    failed, *others = sorted(document["rows"], key=lambda row: row["table"] == "done")
+    assert (failed["case"], failed["status"], failed["reason"]) == ("causal, tile 32x32", "error", reason)
+    assert [row["name"] for row in others] == ["plain", "grouped heads", "window"] and len(document["done"]) == 4
+    assert all(row["environment"] == {"DIYFA_NPU_TILE": "32x32"} for row in others)
+
+
+def test_a_tile_search_goes_on_without_the_tile_that_ended_it(fake) -> None:
+    document = fake("tile", "a", "c", stages=("tiles",))
+    died = [row for row in document["rows"] if "exit status 7" in row.get("unavailable", "")]
+    assert len(died) == 4 and len([row for row in document["rows"] if row["table"] == "done"]) == 2
+
+
+def test_it_goes_on_where_it_was(fake) -> None:
+    before = fake()
+    after = fake("crash", "plain", "causal", "grouped heads", "window")  # nothing is done again
+    assert after["rows"] == before["rows"] and len(after["done"]) == 4
+    fake.path.write_text(json.dumps({**before, "done": before["done"][:3], "rows": before["rows"][:3]}))
+    assert fake()["rows"] == before["rows"]
+    for change in ({"smoke": False}, {"device": "Ascend910B1"}):
+        fake.path.write_text(json.dumps({**before, **change}))
+        with pytest.raises(ValueError, match=r"another device.*--again"):
+            fake()
+    fake.path.write_text("{}")
+    with pytest.raises(ValueError, match="is no file of a first run"):
+        fake()
+    assert len(fake(again=True)["rows"]) == 4
+
+
+def test_a_machine_without_an_npu(tmp_path: Path) -> None:
+    from diyfa.cli import first_run
+
+    command = (sys.executable, "-c", "print('libascendcl.so: cannot open shared object file'); raise SystemExit(3)")
+    with pytest.raises(ValueError, match=r"cannot be used: the process ended with exit status 3(.|\n)*libascendcl"):
+        first_run.run(first_run.Request(tmp_path / "out.json"), True, command)
+    assert not (tmp_path / "out.json").exists()

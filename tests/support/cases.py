@@ -278,7 +278,9 @@ PEAKED = [
 
 # Each feature alone where kernels have code of their own: a scale below 0, heads too wide for one product on Ascend.
 EACH_FEATURE = [
-    Case(f"{x.uses}_wide", heads_kv=1, seqlen_q=20, head_dim=576, head_dim_v=16, sm_scale=-0.1, **x.case)
+    Case(
+        f"{x.uses}_wide", heads_kv=1, seqlen_q=20, head_dim=576, head_dim_v=16, sm_scale=-0.1, dtype="float32", **x.case
+    )
     for x in COMPOSABLE
 ]
 

@@ -12,8 +12,8 @@ import torch
 
 from diyfa.testing import AttentionCase
 
-# Kernels for a few large problems, which refuse most cases of `cases.py`; they have tests of their own.
-SPECIALISED = frozenset({"sm90"})
+# Kernels for a few large problems, or for a mode, which refuse most cases of `cases.py`; they have tests of their own.
+SPECIALISED = frozenset({"sm90", "split_kv"})
 
 
 @dataclass(frozen=True)

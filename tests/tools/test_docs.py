@@ -227,6 +227,16 @@ def test_the_readmes_example_runs(readme):
         exec(code, {})
 
 
+def test_the_inference_guide_runs():
+    """Its blocks one after another, on the CPU."""
+    blocks = python_blocks("docs/inference.md")
+    assert len(blocks) == 9
+    namespace = {}
+    with diyfa.use_backend("cpu"), torch.no_grad():
+        for block in blocks:
+            exec(block.replace('device = "cuda"', 'device = "cpu"'), namespace)
+
+
 def test_the_fused_attention_example_runs():
     exec(python_blocks("docs/npu-fusion-attention.md")[0], {})
 

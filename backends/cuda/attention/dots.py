@@ -34,9 +34,16 @@ def dot_add(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """float32 `x` in DTYPE, rounded to nearest even. The interpreter cuts the low half off where DTYPE is bfloat16,
-    so there, and only there, the rounding is done on the bits first."""
+    and loses carries and small numbers where it is float8, so there, and only there, the rounding is done first."""
     if _INTERPRETING and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
         x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)  # a NaN keeps its bits
+    if _INTERPRETING and DTYPE == tl.float8e4nv:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + (0x7FFFF + ((bits >> 20) & 1))) & ~0xFFFFF).to(tl.float32, bitcast=True)
+        # Below 2**-6 there are multiples of 2**-9, which adding 1.5 * 2**14 rounds to; a zero keeps its sign.
+        small = ((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | ((bits >> 31) << 31)
+        small = small.to(tl.float32, bitcast=True)
+        x = tl.where(x == x, tl.where(tl.abs(x) < 0.015625, small, rounded), x)
     return x.to(DTYPE)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -18,9 +18,20 @@ from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.features import ADJUSTING
-from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, AttentionTensors, Launch, bhsd_strides
+from diyfa.problem import (
+    LAYOUTS,
+    VARLEN,
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheTensors,
+    Launch,
+    NewKeys,
+    bhsd_strides,
+)
+from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}
+Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
 
 # Arguments whose value no kernel is compiled for: they change from call to call. Lengths are not among them: Triton
@@ -187,8 +198,8 @@ def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[s
 
 @contextmanager
 def use_config(kind: str, config: Any) -> Iterator[None]:
-    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90") with this config inside the block: for sweeps and
-    tests. It may be a function of the problem."""
+    """Launch every kernel of `kind` ("fwd", "dkdv", "dq", "sm90", "decode") with this config inside the block: for
+    sweeps and tests. It may be a function of the problem."""
     outer = _forced.get(kind)
     _forced[kind] = config
     try:
@@ -205,7 +216,7 @@ def choice() -> object:
     return tune.state() if not _forced else object()
 
 
-def forced_config(kind: str, problem: AttentionProblem) -> Any:
+def forced_config(kind: str, problem: Any) -> Any:
     """The config that `use_config` names, or None."""
     config = _forced.get(kind) if _forced else None
     return config(problem) if callable(config) else config
@@ -225,14 +236,14 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     return (
         problem.dtype,
         problem.layout,
-        tune.bucket_size(problem.batch * problem.heads_q),
-        tune.bucket_size(problem.heads_q // problem.heads_kv),
-        tune.bucket_size(problem.seqlen_q),
-        tune.bucket_size(problem.seqlen_k),
+        bucket_size(problem.batch * problem.heads_q),
+        bucket_size(problem.heads_q // problem.heads_kv),
+        bucket_size(problem.seqlen_q),
+        bucket_size(problem.seqlen_k),
         problem.head_dim,
         problem.head_dim_v,
         tuple(sorted(problem.features)),
-        tune.bucket_size(problem.window_left + 1),
+        bucket_size(problem.window_left + 1),
         problem.aligned,
         problem.bias,
     )
@@ -258,7 +269,7 @@ def tuned_config(kind: str, problem: AttentionProblem, run: Callable[[AttentionC
     return tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0])
 
 
-def own_objects(tensors: AttentionTensors) -> AttentionTensors:
+def own_objects(tensors: Tensors) -> Tensors:
     """The same tensors as different objects, also where a call was given one of them twice: `replay_of` tells them
     apart by that."""
     given: Any = {name: x.detach() for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import bwd, bwd_dbias, fwd, fwd_v1
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, decode, fwd, fwd_v1
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -26,7 +26,17 @@ from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.features import EVERYTHING
-from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors, Launch, example_tensors
+from diyfa.problem import (
+    VARLEN,
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheProblem,
+    KVCacheTensors,
+    Launch,
+    NewKeys,
+    empty_output,
+    example_tensors,
+)
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
@@ -232,9 +242,90 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
 
 
+def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
+    """Calls with a cache: head dims, pages, dtypes, many rows with every feature, a latent cache, the mode."""
+    spec = gpu_spec(arch)
+    has_bf16, has_fp8 = (False, False) if spec is None else (spec.has_bf16, spec.has_fp8)
+    half = "bfloat16" if has_bf16 else "float16"
+
+    def problem(d: int, dtype: str, heads: int = 32, heads_kv: int = 8, **changes: Any) -> KVCacheProblem:
+        of_call = {"window_right": 0, "lengths": True, **changes}
+        return KVCacheProblem("cuda", arch, dtype, dtype, "bshd", 16, heads, heads_kv, 1, 8192, d, d).replace(**of_call)
+
+    yield problem(64, "float16")
+    yield problem(128, half, page_size=16)
+    features: dict[str, Any] = {"window_left": 256, "softcap": 30.0, "alibi": True, "sinks": True, "leftpad": True}
+    yield problem(128, "float16", seqlen_q=64, layout=VARLEN, total_q=1024, page_size=64, **features)
+    yield problem(256, "float16", cache_batch_idx=True)
+    if has_bf16:
+        yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
+    if has_fp8:
+        yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
+    yield problem(128, half, page_size=16, batch_invariant=True)
+
+
+def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
+    """Tensors of a call with a cache that is not packed, out and lse, without memory."""
+
+    def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    batch, heads_kv, page = problem.batch, problem.heads_kv, problem.page_size
+    rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
+    q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
+    cache = (page * batch, page) if page else (batch, problem.capacity)
+    k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
+    v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
+    of_batch = empty(batch)
+    descale = empty(batch, heads_kv, dtype="float32") if problem.descales else None
+    tensors = KVCacheTensors(
+        q, k, k[..., : problem.head_dim_v] if problem.latent else v, 0.125,
+        seqlens=of_batch,
+        cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
+        block_table=empty(batch, problem.capacity // page) if page else None,
+        cache_batch_idx=of_batch if problem.cache_batch_idx else None,
+        leftpad=of_batch if problem.leftpad else None,
+        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
+        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
+        k_descale=descale,
+        v_descale=descale,
+    )  # fmt: skip
+    return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
+
+
+def _kvcache_case(problem: KVCacheProblem) -> str:
+    cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
+    d, dv = problem.head_dim, problem.head_dim_v
+    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant")
+    names = "".join(f" {name}" for name in used if getattr(problem, name))
+    pages = f" page {problem.page_size}" if problem.paged else ""
+    return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
+
+
+def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
+    """The kernels over a cache; the combine and the append of one call, which cover all that they do."""
+    for problem in kvcache_problems(arch):
+        tensors, out, lse = kvcache_tensors_of(problem)
+        config = decode.config_of(problem)
+        memory = decode.workspace(problem, config, out.device)
+        main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
+        case = _kvcache_case(problem)
+        tile = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+        yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}")
+        if problem.sinks:
+            yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
+        if problem.cache_batch_idx or problem.descales:
+            new = tensors.q.new_empty(problem.batch, 4, problem.heads_kv, problem.head_dim)
+            angles = tensors.q.new_empty(problem.capacity, 32)
+            launch = append.launch_of(problem, tensors, NewKeys(new, new, angles, angles, True, tensors.q))
+            assert launch is not None, "there are new keys"
+            yield spec_of(launch, "kvcache_append/append", f"{case} rotary")
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
+    yield from _kvcache_specs(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

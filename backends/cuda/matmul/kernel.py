@@ -34,6 +34,7 @@ from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import Kernel, Launch, MatmulProblem
+from diyfa.tuning import bucket_size
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -283,7 +284,7 @@ def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tenso
 
 @lru_cache(maxsize=4096)
 def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
-    sizes = tuple(tune.bucket_size(x) for x in (problem.m, problem.n, problem.k))
+    sizes = tuple(bucket_size(x) for x in (problem.m, problem.n, problem.k))
     kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
     return (*kinds, *sizes, a_transposed, b_transposed)
 

@@ -195,6 +195,7 @@ def replay_of(
     choice: Callable[[], object],
     filled: Sequence[tuple[int, float]] = (),
     own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    numbers: Sequence[str] = (),
 ) -> Replay | None:
     """How to run `launches`, which are compiled, again -> a function of the addresses of `given`, or None.
 
@@ -206,15 +207,18 @@ def replay_of(
         made: tensors that a call allocates; arguments that are not `given` lie in one of them.
         filled: (index in `made`, value) of those that are filled before the launches.
         own: by an argument's name, what makes a tensor for it, from the first of `made`.
+        numbers: arguments that are numbers of the call, which it gives behind the addresses. A kernel takes them behind
+            its tensors, and is not compiled for their value.
     """
     if not all(hasattr(launch.kernel, "warmup") for launch in launches):  # interpreted
         return None
-    # Addresses are kept in one list: those of `given`, None, those of `made`, of `own`, and of what lies inside of one
-    # of `made`.
+    # Addresses are kept in one list: those of `given`, `numbers`, None, the addresses of `made`, of `own`, and of what
+    # lies inside of one of `made`.
     own = own or {}
     makers, names_of_own = list(own.values()), list(own)
     slots_of_given = {id(x): i for i, x in enumerate(given)}
-    nothing, first_made = len(given), len(given) + 1
+    nothing = len(given) + len(numbers)
+    first_made = nothing + 1
     first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
     inside: list[tuple[int, int]] = []  # (index in `made`, bytes from its beginning)
 
@@ -241,6 +245,7 @@ def replay_of(
         slots = {name: slot(name, x) for name, x in bases.items() if x is None or isinstance(x, torch.Tensor)}
         if None in slots.values():
             return None
+        slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.kernel.arg_names}
         options = COMPILE_OPTIONS | launch.options
         compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **options, grid=(launch.grid,))
         relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
@@ -248,7 +253,7 @@ def replay_of(
             return None
         again.append(relaunch)
     like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
-    device = made[0]
+    device = (*made, *given)[0]
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
     chosen, stream_of = choice(), driver.active.get_current_stream
 

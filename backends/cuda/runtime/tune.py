@@ -1,40 +1,20 @@
-"""The autotuner: which of a kernel's candidate tiles is fastest, measured once for each bucket of problems.
+"""The autotuner of the CUDA backend: `diyfa.tuning` with Triton's timer and errors, and the current CUDA device.
 
-`best` answers from a dict in this process, then from a file that all processes share, and only then measures. The
-file holds the rows of one device model under one set of versions (diyfa, Triton, CUDA), so that an upgrade starts
-afresh. Where nothing can be measured (no GPU, interpreter, CUDA-graph capture) or tuning is off, it answers the
-default and remembers nothing.
-
-Switches: the environment variable DIYFA_AUTOTUNE=0, or `set_enabled`. DIYFA_CACHE_DIR moves the file.
+Problems are measured when they first come; `best` says what is answered where nothing can be measured. Switches: the
+environment variable DIYFA_AUTOTUNE=0, or `set_enabled`. DIYFA_CACHE_DIR moves the file.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
-import logging
-import os
-import re
-import statistics
-import tempfile
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import torch
 import triton
 
+from diyfa import tuning as shared
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-from diyfa.problem import TunedTile, Tuning
-
-try:
-    import fcntl
-except ImportError:  # Windows: files stay whole (os.replace), but two processes writing at once may lose a row
-    fcntl = None  # type: ignore[assignment]
+from diyfa.problem import Tuning
+from diyfa.tuning import ROUNDS, diyfa_version
 
 try:
     from triton.errors import TritonError
@@ -46,42 +26,14 @@ except ImportError:  # Triton 3.2 has no common base class
 else:
     _KERNEL_ERRORS = (TritonError,)
 
-log = logging.getLogger(__name__)
-Config = TypeVar("Config")  # a frozen dataclass of plain values
-Rows = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> {"config", "ms", "measured"}
-FILE_FORMAT = 1
 WARMUP_MS, MEASURE_MS = 20, 60
-ROUNDS = 3  # every candidate is measured so often, in turns, so that a drifting clock meets them all alike
-# How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
-# same kernel timed twice differs by up to 5 % on an H200, whose clock follows its power.
-MARGIN = 0.05
-
-
-def bucket_size(n: int) -> int:
-    """The size class of a length: the next power of two, at least 1."""
-    return 1 << (max(n, 1) - 1).bit_length()
-
-
-def cache_dir() -> Path:
-    """Folder of the tuning files: DIYFA_CACHE_DIR, or `diyfa` in the user's cache folder; then `tune`."""
-    if explicit := os.environ.get("DIYFA_CACHE_DIR"):
-        return Path(explicit) / "tune"
-    base = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "diyfa" / "tune"
-
-
-def _diyfa_version() -> str:
-    try:
-        return importlib.metadata.version("diyfa")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "source"
 
 
 def identity(device_name: str) -> dict[str, str]:
     """What a measurement depends on besides the problem: one cache file for each distinct value."""
     return {
         "device": device_name,
-        "diyfa": _diyfa_version(),
+        "diyfa": diyfa_version(),
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),
     }
@@ -99,71 +51,10 @@ def cannot_run(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "PassManager::run failed" in str(error)
 
 
-class TuneFile:
-    """Rows of one `identity`, shared by processes: read whole, replaced whole, merged under a lock."""
+class Tuner(shared.Tuner):
+    """`diyfa.tuning.Tuner` on CUDA. `device` and `may_measure`: other answers than the current device's, for tests."""
 
-    def __init__(self, folder: Path, versions: dict[str, str]) -> None:
-        self.versions = versions
-        stem = re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(versions.values()))
-        self.path = folder / f"{stem}.json"
-
-    def read(self) -> Rows:
-        """The rows on disk; none when there is no file, or it is not one of ours."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return {}
-        except (OSError, UnicodeDecodeError) as error:
-            log.warning("cannot read %s, measuring again: %s", self.path, error)
-            return {}
-        try:
-            content = json.loads(text)
-            if content["format"] != FILE_FORMAT or content["identity"] != self.versions:
-                raise ValueError("made by another version or for another device")
-            return {
-                kernel: {bucket: row for bucket, row in rows.items() if isinstance(row["config"], dict)}
-                for kernel, rows in content["rows"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("ignoring %s, measuring again: %s", self.path, error)
-            return {}
-
-    def add(self, kernel: str, bucket: str, row: dict[str, Any]) -> None:
-        """Add or replace one row, keeping those that other processes wrote meanwhile."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            rows = self.read()
-            rows.setdefault(kernel, {})[bucket] = row
-            content = {"format": FILE_FORMAT, "identity": self.versions, "rows": rows}
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as f:
-                    json.dump(content, f, indent=1, sort_keys=True)
-                os.replace(temporary, self.path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-
-    def clear(self) -> int:
-        """Remove the file; returns how many rows it had."""
-        if not self.path.parent.is_dir():
-            return 0
-        with self._locked():
-            count = sum(len(rows) for rows in self.read().values())
-            self.path.unlink(missing_ok=True)
-        return count
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        # A file of its own: the data file is replaced, and a lock on a replaced file locks nothing.
-        with open(self.path.with_suffix(".lock"), "w") as f:
-            if fcntl is not None:
-                fcntl.flock(f, fcntl.LOCK_EX)
-            yield
-
-
-class Tuner:
-    """State of the autotuner of one process. `timer` measures a call in milliseconds."""
+    device_needed = "there is no CUDA device to measure on"
 
     def __init__(
         self,
@@ -172,131 +63,21 @@ class Tuner:
         may_measure: Callable[[], bool] | None = None,
         rounds: int = ROUNDS,
     ) -> None:
-        self._timer, self._rounds = timer, rounds
-        self._device = device or _current_device
-        self._may_measure = may_measure or _not_capturing
-        self._known: dict[tuple[int, str, Hashable], Any] = {}
-        self._renew_lock()
-        self.enabled = os.environ.get("DIYFA_AUTOTUNE", "1") != "0"
-        self.cleared = 0  # how often
+        super().__init__(timer, rounds)
+        self._current_device = device or _current_device
+        self._measurable = may_measure or _not_capturing
 
-    def _renew_lock(self) -> None:
-        # Re-entrant: a candidate's run may itself launch a tuned kernel.
-        self._lock = threading.RLock()
+    def _device(self) -> tuple[int, str] | None:
+        return self._current_device()
 
-    def best(
-        self,
-        kernel: str,
-        bucket: Hashable,
-        candidates: Sequence[Config],
-        run: Callable[[Config], None],
-        default: Config,
-    ) -> Config:
-        """See `diyfa.backends.cuda.runtime.tune.best`."""
-        if not self.enabled:
-            return default
-        device = self._device()
-        if device is None:
-            return default
-        key = (device[0], kernel, bucket)
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                return known
-            candidates = list(dict.fromkeys([default, *candidates]))
-            file = TuneFile(cache_dir(), identity(device[1]))
-            config = self._stored(file, kernel, bucket, candidates)
-            if config is None:
-                if not self._may_measure():
-                    return default
-                config = self._measure(file, kernel, bucket, candidates, run, default)
-            self._known[key] = config
-            return config
+    def _may_measure(self) -> bool:
+        return self._measurable()
 
-    def is_settled(self, kernel: str, bucket: Hashable) -> bool:
-        """See `diyfa.backends.cuda.runtime.tune.is_settled`."""
-        device = self._device() if self.enabled else None
-        return device is None or (device[0], kernel, bucket) in self._known
+    def _identity(self, device_name: str) -> dict[str, str]:
+        return identity(device_name)
 
-    def unavailable(self) -> str | None:
-        """Why `best` answers the default now, or None."""
-        if not self.enabled:
-            return "tuning is off (DIYFA_AUTOTUNE=0)"
-        return "there is no CUDA device to measure on" if self._device() is None else None
-
-    def stored(self) -> list[TunedTile]:
-        """The rows on disk for the current device and these versions."""
-        device = self._device()
-        if device is None:
-            return []
-        rows = TuneFile(cache_dir(), identity(device[1])).read()
-        return [
-            TunedTile(kernel, bucket, row["config"], row["ms"], row["measured"])
-            for kernel, buckets in sorted(rows.items())
-            for bucket, row in sorted(buckets.items())
-        ]
-
-    def clear(self) -> int:
-        """Forget the rows of the current device and these versions; returns how many were on disk."""
-        device = self._device()
-        if device is None:
-            return 0
-        with self._lock:
-            self._known = {key: config for key, config in self._known.items() if key[0] != device[0]}
-            self.cleared += 1
-            return TuneFile(cache_dir(), identity(device[1])).clear()
-
-    @staticmethod
-    def _stored(file: TuneFile, kernel: str, bucket: Hashable, candidates: Sequence[Config]) -> Config | None:
-        row = file.read().get(kernel, {}).get(repr(bucket))
-        if row is None:
-            return None
-        # A row that is no longer among the candidates was measured against another table.
-        return next((c for c in candidates if asdict(c) == row["config"]), None)  # type: ignore[call-overload]
-
-    def _measure(
-        self,
-        file: TuneFile,
-        kernel: str,
-        bucket: Hashable,
-        candidates: Sequence[Config],
-        run: Callable[[Config], None],
-        default: Config,
-    ) -> Config:
-        rounds: dict[int, list[float]] = {i: [] for i in range(len(candidates))}
-        for _ in range(self._rounds):
-            for i in list(rounds):
-                config = candidates[i]
-                try:
-                    rounds[i].append(self._timer(lambda config=config: run(config)))  # type: ignore[misc]
-                except Exception as error:
-                    if not cannot_run(error):
-                        raise
-                    log.info("%s %r: %r cannot run: %s", kernel, bucket, config, error)
-                    del rounds[i]
-        times = [(statistics.median(ms), i) for i, ms in rounds.items()]
-        if not times:
-            log.warning("%s %r: none of %d candidates could run", kernel, bucket, len(candidates))
-            return default
-        ms, index = min(times)
-        default_ms = next((t for t, i in times if candidates[i] == default), ms)
-        if ms > default_ms * (1 - MARGIN):  # a tie, as far as a short measurement can tell
-            ms, index = default_ms, candidates.index(default)
-        chosen = candidates[index]
-        log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))
-        row = {
-            "config": asdict(chosen),  # type: ignore[call-overload]
-            "ms": ms,
-            "measured": datetime.date.today().isoformat(),
-        }
-        try:
-            file.add(kernel, repr(bucket), row)
-        except OSError as error:
-            log.warning("cannot write %s; the result holds for this process only: %s", file.path, error)
-        return chosen
+    def _cannot_run(self, error: Exception) -> bool:
+        return cannot_run(error)
 
 
 def _current_device() -> tuple[int, str] | None:
@@ -320,38 +101,7 @@ def _not_capturing() -> bool:
 _device_names: dict[int, str] = {}
 _tuner = Tuner()
 tuning: Tuning = _tuner
-if hasattr(os, "register_at_fork"):  # a lock held by another thread at the fork would never be released
-    os.register_at_fork(after_in_child=_tuner._renew_lock)
-
-
-def best(
-    kernel: str, bucket: Hashable, candidates: Sequence[Config], run: Callable[[Config], None], default: Config
-) -> Config:
-    """The fastest of `candidates` and `default` for a bucket of problems.
-
-    Args:
-        kernel: name under which results are kept.
-        bucket: everything the choice depends on besides the device: plain values with a stable `repr`.
-        candidates: frozen dataclasses of plain values.
-        run: launches the kernel once with a config, on the current device and stream. It is called many times, so it
-            must give the same result each time; output buffers may be overwritten.
-        default: what to use when nothing may be measured; always among those measured.
-
-    Returns:
-        The config. While a CUDA graph is captured, one that was measured before, else `default`. A candidate that
-        does not compile or fit is left out; any other error of `run` is raised.
-    """
-    return _tuner.best(kernel, bucket, candidates, run, default)
-
-
-def is_settled(kernel: str, bucket: Hashable) -> bool:
-    """Whether `best` will answer the same again without measuring, while `state` stays."""
-    return _tuner.is_settled(kernel, bucket)
-
-
-def state() -> tuple[bool, int]:
-    """Whether `best` measures, or returns the default, and how often results were cleared: equal while answers hold."""
-    return _tuner.enabled, _tuner.cleared
+best, is_settled, state = _tuner.best, _tuner.is_settled, _tuner.state
 
 
 def set_enabled(on: bool) -> bool:

@@ -13,6 +13,7 @@ loop, the padding) is said there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from diyfa.backends.npu.attention.bwd_dq import QueryGradientConstants, _bwd_dq_
 from diyfa.backends.npu.attention.bwd_dsinks import SinkGradientConstants, _bwd_dsinks_kernel
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
+from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables.configs import PREPROCESS_ROWS, AttentionTile, attention_tile, preprocess_rows
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch
 
@@ -124,9 +126,24 @@ def attention_bwd(
     `dout` is shaped like `out`, `dlse` like `lse`; any strides but the last of `dout`.
     """
     dbias = gradients.dbias
+    if gradients.delta is None:  # one for all kernels, whatever their tiles
+        gradients = gradients._replace(delta=torch.empty_like(lse))
+
+    def launch_with(kernel: str, tile: AttentionTile) -> Launch:
+        if tile is tiles.get(kernel):
+            return launches[kernel]
+        return launches_of(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]
+
+    tiles: dict[str, AttentionTile] = {}
     with device_guard(tensors.q):
-        for launch in launches_of(problem, tensors, out, lse, dout, dlse, gradients).values():
-            run(launch)
+        tiled = ("dkdv", "dq", "dbias") if dbias is not None and "k" in as_written(dbias).dims else ("dkdv", "dq")
+        tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled}
+        launches = launches_of(problem, tensors, out, lse, dout, dlse, gradients, tiles)
+        for kernel, launch in launches.items():
+            if kernel in tiles:
+                launch = run_tiled(problem, kernel, tiles[kernel], partial(launch_with, kernel))
+            else:
+                run(launch)
             written = launch.arguments.get("dbias_ptr")
             if dbias is not None and written is not None and written is not dbias:
                 dbias.copy_(written)

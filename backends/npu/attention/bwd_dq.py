@@ -63,13 +63,13 @@ def _bwd_dq_kernel(
     KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    dealt = 0
+    first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
-            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
+        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
+            b, h, block = task_of(task_in(turn) - first_task, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * c.BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -107,7 +107,9 @@ def _bwd_dq_kernel(
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
             dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-            for n0 in range(lo, hi, c.BLOCK_N):
+            # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
+            for step in range(0, hi - lo, c.BLOCK_N):
+                n0 = lo + step
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 if c.REST:
@@ -150,4 +152,4 @@ def _bwd_dq_kernel(
                 dq_rest = first_rows(dq_rest, seen, c.BLOCK_M) * grad_scale
                 dq_rest_block = block_at(dq_base, rows, stride_dqm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
                 store_tile(dq_rest_block, narrow(dq_rest, dq_ptr.dtype.element_ty, c.INTERPRET), PAD_REST)
-        dealt += tasks
+        first_task += tasks

@@ -78,6 +78,8 @@ def attention_launch(
 ) -> Launch:
     """The launch of a kernel with matrix products, called `step` in the tile table, for `tasks` tiles of its result."""
     values = values | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "together": heads_together(problem, step)}
+    if problem.seqlen_k % tile.block_n:  # the *even* rows of the table have no mask, which another tile may need
+        values["MASKED"] = True
     if step in ("dq", "dkdv"):  # whose results have as many columns as q
         values |= cut_columns(problem.head_dim, widest_product(problem.dtype))
     grid = cube_programs(problem.arch, values["q_ptr"].device, tasks)

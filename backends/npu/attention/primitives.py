@@ -105,15 +105,15 @@ def running_max(m_i, row_max, INTERPRET: tl.constexpr):
 
 @triton.jit
 def place_of(turn):
-    """Where in `turn` a program takes its task: even turns are dealt upwards, odd ones back down."""
+    """Where in `turn` a program takes its task: even turns run upwards, odd ones back down."""
     return tl.program_id(0) + turn % 2 * (tl.num_programs(0) - 1 - 2 * tl.program_id(0))
 
 
 @triton.jit
 def turns_before(task):
-    """How many turns a program has had when `task` tasks have been dealt.
+    """How many turns a program has had when `task` tasks have been taken.
 
-    Tasks come in an order in which their work falls (or rises) steadily, so dealing back and forth evens it out.
+    Tasks come in an order in which their work falls (or rises) steadily, so going back and forth evens it out.
     """
     turn = task // tl.num_programs(0)
     return turn + (place_of(turn) < task % tl.num_programs(0)).to(tl.int32)

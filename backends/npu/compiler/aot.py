@@ -8,7 +8,8 @@ metrics.py makes the numbers of a report. What is compiled is listed in specs.py
 
 On a device it is CANN's own `bishengir-compile` that compiles, mostly an older one. DIYFA_ASCENDNPU_IR names folders
 with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel must pass
-the gate with each of them too.
+the gate with each of them too. Not with 1.0.0, which refuses most tiles of the table: the conservative ones, which then
+take their place, must compile with the oldest release there is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -34,7 +35,8 @@ from diyfa.arch import NPUArch, npu_spec
 from diyfa.backends.npu.compiler import gate, hivm, l0
 from diyfa.backends.npu.compiler.metrics import limits, metrics
 from diyfa.backends.npu.compiler.selection import selected_jobs
-from diyfa.backends.npu.compiler.specs import Job, shipped_jobs
+from diyfa.backends.npu.compiler.specs import Job, conservative_jobs, shipped_jobs
+from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
 from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
 from diyfa.problem import CompileReport, ToolMissing
@@ -77,6 +79,15 @@ class BackHalf:
     version: str
     folder: Path
 
+    @property
+    def number(self) -> tuple[int, ...]:
+        return tuple(int(part) for part in self.version.split(".")[:2])
+
+    @property
+    def shows(self) -> bool:
+        """Whether it prints the last intermediate form. Of 1.0.0 one learns whether it takes a kernel, no more."""
+        return self.number >= (1, 1)
+
     def program(self, target: str) -> Path:
         """The compiler for the chip `target`. Raises CompilerMissing where this release has none."""
         name = "bishengir-compile-a5" if configs.family(target) is NPUArch.A5 else "bishengir-compile"
@@ -95,11 +106,23 @@ def back_half() -> BackHalf:
 
 
 def back_halves(target: str) -> tuple[BackHalf, ...]:
-    """The releases that `target` is compiled with: the installed one, then those of DIYFA_ASCENDNPU_IR (folders with a
-    separator between them, as in PATH).
+    """The releases that every shipped kernel is compiled with for `target`: the installed one, then those of
+    DIYFA_ASCENDNPU_IR (folders with a separator between them, as in PATH) that show what they made.
 
     For the 950 the installed one alone: in 1.1.0 that compiler fails an assertion of its own on every attention kernel.
     """
+    found = [compiler for compiler in _known_releases() if compiler.shows]
+    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
+
+
+def oldest_back_half(target: str) -> BackHalf:
+    """The release that conservative tiles are compiled with for `target`."""
+    known = back_halves(target) if configs.family(target) is NPUArch.A5 else _known_releases()
+    return min(known, key=lambda compiler: compiler.number)
+
+
+def _known_releases() -> list[BackHalf]:
+    """The installed release, then those of DIYFA_ASCENDNPU_IR."""
     found = [back_half()]
     for folder in filter(None, os.environ.get("DIYFA_ASCENDNPU_IR", "").split(os.pathsep)):
         named = [d.version for d in metadata.distributions(path=[folder]) if d.name == "ascendnpu-ir"]
@@ -109,7 +132,7 @@ def back_halves(target: str) -> tuple[BackHalf, ...]:
                 f"--target {folder} ascendnpu-ir==1.1.0"
             )
         found.append(BackHalf(named[0], Path(folder, "ascendnpuir").absolute()))
-    return tuple(found[:1] if configs.family(target) is NPUArch.A5 else found)
+    return found
 
 
 def check_front_half() -> None:
@@ -158,13 +181,8 @@ def to_linalg(job: Job, target: str) -> tuple[str, bool]:
 
 
 def _first_error(log: str, code: int) -> str:
-    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
-    if overflow:
-        memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
-        return f"{memory} overflow: needs {needed} KiB of {there}"
-    lines = [line for line in log.splitlines() if "error" in line.lower() and "Failed to run" not in line]
-    line = lines[0] if lines else (log.strip().splitlines() or ["no output"])[-1]
-    return f"exit {code}: {' '.join(line.split())[:300]}"
+    error = first_error(log)
+    return error if " overflow: needs " in error else f"exit {code}: {error}"
 
 
 def run_back_half(
@@ -172,6 +190,8 @@ def run_back_half(
 ) -> Compiled:
     """Back half: plan memory and cores for `target` and read the result. `compiler`: the installed one by default."""
     text, error, notes = lower(linalg, target, options, compiler)
+    if compiler is not None and not compiler.shows:
+        return Compiled(error=error)
     if text is None:
         return Compiled(error=error, mixed=mixed, notes=notes)
     try:
@@ -202,14 +222,18 @@ _DUMP = re.compile(rf"^// -----// IR Dump After \w+ \({_LAST_PASS}\)[^\n]*\n(.*?
 def lower(
     linalg: str, target: str, options: dict[str, Any], compiler: BackHalf | None = None
 ) -> tuple[str | None, str, tuple[str, ...]]:
-    """Run the back half -> (last intermediate form or None, error, the compiler's notes)."""
-    program = (compiler or back_half()).program(target)
+    """Run the back half -> (last intermediate form or None, error, the compiler's notes). A release that does not show
+    the form has no error where the kernel compiled as far as to `hivmc`."""
+    compiler = compiler or back_half()
+    program = compiler.program(target)
     flags = [f"{_FLAGS[name]}={value}" for name, value in options.items() if name in _FLAGS]
     with tempfile.TemporaryDirectory(prefix="diyfa-aot-") as folder:
         source = Path(folder, "kernel.ttadapter.mlir")
         source.write_text(linalg)
         saved = Path(folder, "module.hivm.opt.mlir")
         printing = [f"--mlir-print-ir-after={_LAST_PASS}", "--mlir-print-ir-module-scope", "--mlir-disable-threading"]
+        if configs.family(target) is NPUArch.A5:
+            printing = [f"--save-temps={folder}"]
         command = [
             str(program),
             str(source),
@@ -218,7 +242,13 @@ def lower(
             "--enable-hfusion-compile=true",
             "--enable-hivm-compile=true",
             "--enable-triton-kernel-compile=true",
-            *([f"--save-temps={folder}"] if configs.family(target) is NPUArch.A5 else printing),
+            *(
+                [f"--save-temps={folder}"]
+                if configs.family(target) is NPUArch.A5
+                else printing
+                if compiler.shows
+                else []
+            ),
             "-o",
             str(Path(folder, "kernel")),
         ]
@@ -230,6 +260,8 @@ def lower(
     log = done.stdout + done.stderr
     if dumped := _DUMP.search(log):
         text, log = dumped[1], log[: dumped.start()] + log[dumped.end() :]
+    if not compiler.shows and done.returncode == 0 and "Failed to run BiShengIR pipeline" not in log:
+        return None, "", ()
     notes = tuple(dict.fromkeys(line.split("[NOTE]")[1].strip()[:160] for line in log.splitlines() if "[NOTE]" in line))
     return text, _first_error(log, done.returncode) if text is None else "", notes
 
@@ -266,14 +298,17 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
     )
 
 
-def compile_jobs(jobs: Iterable[Job], target: str) -> Iterator[CompileReport]:
-    """Reports in the order of `jobs`, of each one for every release of `back_halves`, the installed one first.
+def compile_jobs(
+    jobs: Iterable[Job], target: str, compilers: Sequence[BackHalf] | None = None
+) -> Iterator[CompileReport]:
+    """Reports in the order of `jobs`, of each one for every release of `compilers`: by default of `back_halves`, the
+    installed one first.
 
     The front half, the same for all, runs here, up to JOBS back halves beside it; each compiles a module once,
     however many jobs share it.
     """
     check_front_half()
-    compilers = back_halves(target)
+    compilers = back_halves(target) if compilers is None else compilers
     for compiler in compilers:
         compiler.program(target)
     begun: dict[tuple[str, BackHalf], Future[tuple[Compiled, float]]] = {}
@@ -328,15 +363,22 @@ def compile_all(
     yield from compile_jobs(jobs, target)
 
 
+def compile_conservative(target: str) -> Iterator[CompileReport]:
+    """Reports of every conservative tile of `target`, with the oldest release."""
+    yield from compile_jobs(conservative_jobs(target), target, [oldest_back_half(target)])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print one JSON object for each kernel; the status is 1 when one fails the gate."""
     parser = argparse.ArgumentParser(prog="python -m diyfa.backends.npu.compiler.aot", description=main.__doc__)
     parser.add_argument("target", help="chip, such as Ascend910B3 or Ascend950PR_9589")
     parser.add_argument("--only", help='keep kernels whose "kernel case" contains this')
     parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
+    parser.add_argument("--conservative", action="store_true", help="the conservative tiles, with the oldest release")
     asked = parser.parse_args(arguments)
     failed = False
-    for report in compile_all(asked.target, asked.only, asked.full):
+    reports = compile_all(asked.target, asked.only, asked.full)
+    for report in compile_conservative(asked.target) if asked.conservative else reports:
         failed |= not report.ok
         print(json.dumps(asdict(report)), flush=True)
     return int(failed)

@@ -328,6 +328,19 @@ def each_tile_once(jobs: Iterable[Job]) -> Iterator[Job]:
             yield job
 
 
+def conservative_jobs(target: str) -> Iterator[Job]:
+    """Every conservative tile, in each mode of the table with what belongs to it. They need not be bound."""
+    for dtype, head_dim, kernel in itertools.product(
+        ("float16", "float32"), configs.HEAD_DIM_CLASSES, ("fwd", "dkdv", "dq", "dbias")
+    ):
+        for mode in configs.modes(kernel):
+            if kernel == "dkdv" and mode == "tail":  # which runs as "even"
+                continue
+            problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
+            job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
+            yield replace(job, gated=False)
+
+
 def always_masked_jobs(target: str) -> Iterator[Job]:
     """Every tile that is another one with a mask in every tile, with what needs the most memory."""
     for dtype, head_dim, mode in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES, configs.MODES):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.compiler import l0
-from diyfa.backends.npu.tables import tiles
+from diyfa.backends.npu.tables import asked, tiles
 from diyfa.dropout import drop_threshold
 from diyfa.problem import AttentionProblem, MatmulProblem
 
@@ -307,30 +307,64 @@ def _own(key: TileKey, spec: NPUSpec | None) -> TileKey:
 
 
 def fwd_tile(problem: AttentionProblem) -> AttentionTile:
-    """The forward kernel's tile."""
-    return attention_tile(problem, "fwd")
+    """The forward kernel's tile, untuned."""
+    return untuned_tile(problem, "fwd")
 
 
 def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
-    """The tiles of the backward kernels with matrix products."""
+    """The tiles of the backward kernels with matrix products, untuned."""
     kernels = ("dkdv", "dq", "dbias") if problem.bias_grad else ("dkdv", "dq")
-    return {kernel: attention_tile(problem, kernel) for kernel in kernels}
+    return {kernel: untuned_tile(problem, kernel) for kernel in kernels}
+
+
+def untuned_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
+    """The tile that DIYFA_NPU_TILE asks for, else the table's."""
+    return asked_tile(problem, kernel) or attention_tile(problem, kernel)
+
+
+def asked_tile(problem: AttentionProblem, kernel: str) -> AttentionTile | None:
+    """The tile that DIYFA_NPU_TILE asks for, with the other options of the table's row. Raises ValueError for what
+    names no tile."""
+    shape = asked.shape_of(kernel)
+    if shape is None:
+        return None
+    row = attention_tile(problem, kernel)
+    buffers = shape.workspace_buffers or row.workspace_buffers
+    changes: dict[str, Any] = {"block_m": shape.block_m, "block_n": shape.block_n, "workspace_buffers": buffers}
+    return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {asked.VARIABLE}")
+
+
+# Rows and keys of the tiles for a compiler that does not take the table's row, by the largest head dim of the class:
+# for kernels in the modes that mask by position only, and for the others.
+_CONSERVATIVE = {64: (64, 32), 128: (64, 32), 256: (32, 32), 576: (16, 16)}
+_LIGHT_MODES = frozenset({"even", "tail", "causal"})
+
+
+def conservative_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
+    """A tile that every known release of the compiler takes for a call of `problem`, by rule: small, square, with the
+    compiler's default options. It may be neither bound nor pipelined. Its keys divide those of every *even* row."""
+    key = attention_key(problem, kernel)
+    side = _CONSERVATIVE[key.head_dim][key.mode not in _LIGHT_MODES]
+    return AttentionTile(
+        side, side, bound=False, pipelined=0, workspace_buffers=2,
+        measured="conservative, by rule: compiles with every known compiler; not timed on a device",
+    )  # fmt: skip
 
 
 def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
-    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering.
-
-    Smaller tiles need less of every memory, so they compile where the table's row does.
+    """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering; last
+    the conservative one, which compiles where none of these does.
     """
     row = attention_tile(problem, kernel)
     shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
-    return [
+    tiles = [
         tile
         for block_m, block_n in shapes
         if min(block_m, block_n) >= 16
         for buffers in (4, 2)
         if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
     ]
+    return [*tiles, conservative_tile(problem, kernel)]
 
 
 def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") -> bool:

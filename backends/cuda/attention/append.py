@@ -1,0 +1,285 @@
+"""New keys and values into a KV cache, rotated on the way, and the queries rotated: one launch.
+
+A program has a block of rows of one sequence: of the new keys, of the new values, or of the queries. Row
+token * heads + head. Nothing is written but the new rows: what has no place in the cache is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.dots import round_to
+from diyfa.backends.cuda.attention.launch import choice, own_objects
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
+
+FLOAT8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
+TILE_ELEMENTS = 2048  # of a program: 16 for each thread
+
+
+@dataclass(frozen=True)
+class AppendConstants(Constants):
+    """Constants of the kernel."""
+
+    rows: int
+    block_d: int
+    block_dv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int  # 0: no pages
+    rotary: int  # features that are rotated, 0: none
+    interleaved: bool
+    each_query: bool  # query i is rotated by the row of key i, not all by that of the first
+    float8: bool
+
+
+@triton.jit
+def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The features of rows, [ROWS, BLOCK_D], and where they are."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = exists[:, None] & (cols < HEAD_DIM)
+    return tl.load(x_ptr + rows[:, None] + cols, mask=mask, other=0.0), mask
+
+
+@triton.jit
+def _read_rotated(
+    x_ptr, rows, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c: tl.constexpr
+):  # fmt: skip
+    """As `_read`, in float32, turned by row `positions` of cos and sin; what has no row there is not turned."""
+    x, mask = _read(x_ptr, rows, exists, c.HEAD_DIM, c.BLOCK_D)
+    x = x.to(tl.float32)
+    cols = tl.arange(0, c.BLOCK_D)
+    if c.INTERLEAVED:  # pairs (0, 1), (2, 3), …
+        is_second = cols % 2 == 1
+        partners = tl.where(is_second, cols - 1, cols + 1)
+        angles = cols // 2
+    else:  # pairs (i, i + half)
+        HALF: tl.constexpr = c.ROTARY // 2
+        is_second = cols >= HALF
+        partners = tl.where(is_second, cols - HALF, cols + HALF)
+        angles = tl.where(is_second, cols - HALF, cols)
+    has_row = (positions >= 0) & (positions < cos_rows)
+    turned = (exists & has_row)[:, None] & (cols < c.ROTARY)[None, :]
+    other = tl.load(x_ptr + rows[:, None] + partners[None, :], mask=turned, other=0.0).to(tl.float32)
+    position = positions.to(tl.int64)[:, None]
+    cos = tl.load(cos_ptr + position * stride_cos + angles[None, :], mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * stride_sin + angles[None, :], mask=turned, other=0.0).to(tl.float32)
+    return x * cos + tl.where(is_second[None, :], other, -other) * sin, mask
+
+
+@triton.jit
+def _write_to_cache(
+    x,  # [ROWS, columns]
+    mask, cache_ptr, descale_ptr, b, heads, entries, slots, stride_b, stride_n, stride_h, stride_db, stride_dh,
+    COLUMNS: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """Rows of new keys or values to rows `slots` of `entries` (pages, or rows of the batch)."""
+    if c.FLOAT8:
+        x = x.to(tl.float32)
+        if descale_ptr is not None:
+            descale = tl.load(descale_ptr + b.to(tl.int64) * stride_db + heads.to(tl.int64) * stride_dh)
+            x = tl.div_rn(x, tl.broadcast_to(descale[:, None], x.shape))
+        # A NaN is neither, and stays.
+        x = tl.where(x > FLOAT8_LARGEST, FLOAT8_LARGEST, tl.where(x < -FLOAT8_LARGEST, -FLOAT8_LARGEST, x))
+    if x.dtype == tl.float32:
+        x = round_to(x, cache_ptr.dtype.element_ty)
+    rows = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
+    tl.store(cache_ptr + rows[:, None] + tl.arange(0, COLUMNS)[None, :], x, mask=mask)
+
+
+_RUNTIME = (
+    "length", "stride_cos", "stride_sin", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh",
+    "heads_q", "heads_kv", "seqlen_q", "seqlen_new", "blocks_k", "blocks_v", "blocks_q", "cos_rows", "entries",
+    "capacity",
+)  # fmt: skip
+_UNALIGNED = (
+    "cos_ptr", "sin_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "k_descale_ptr", "v_descale_ptr",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
+def _append_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
+    seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, k_descale_ptr, v_descale_ptr,
+    k_cache_ptr, v_cache_ptr, rotated_ptr,
+    length,  # of each sequence, without seqlens_ptr
+    stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn, stride_vch, stride_rb, stride_rm, stride_rh,
+    stride_cos, stride_sin, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
+    heads_q, heads_kv, seqlen_q, seqlen_new,
+    blocks_k, blocks_v, blocks_q,  # programs of a sequence for its keys, values, queries
+    cos_rows,
+    entries,  # pages, or batch entries of a contiguous cache
+    capacity,
+    c: tl.constexpr,
+):  # fmt: skip
+    blocks = blocks_k + blocks_v + blocks_q
+    b = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first = length
+    if seqlens_ptr is not None:
+        first = tl.load(seqlens_ptr + b)
+    if block < blocks_k + blocks_v:
+        is_v = block >= blocks_k
+        rows = tl.where(is_v, block - blocks_k, block) * c.ROWS + tl.arange(0, c.ROWS)
+        new = rows // heads_kv
+        heads = rows % heads_kv
+        positions = first + new
+        # Subtracted, which does not overflow.
+        exists = (new < seqlen_new) & (positions >= 0) & (first < capacity - new)
+        slots = tl.where(exists, positions, 0)
+        if c.PAGE_SIZE > 0:
+            table = block_table_ptr + b.to(tl.int64) * stride_table
+            entry = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
+            slots = slots % c.PAGE_SIZE
+        else:
+            row_of_batch = b
+            if cache_batch_idx_ptr is not None:
+                row_of_batch = tl.load(cache_batch_idx_ptr + b)
+            entry = row_of_batch + rows * 0
+        exists = exists & (entry >= 0) & (entry < entries)
+        if is_v:
+            if v_ptr is not None:
+                of_v = b.to(tl.int64) * stride_vb + new.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
+                v, mask = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
+                _write_to_cache(
+                    v, mask, v_cache_ptr, v_descale_ptr, b, heads, entry, slots, stride_vcb, stride_vcn, stride_vch,
+                    stride_vdb, stride_vdh, c.BLOCK_DV, c,
+                )  # fmt: skip
+        else:
+            of_k = b.to(tl.int64) * stride_kb + new.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
+            if c.ROTARY > 0:
+                k, mask = _read_rotated(
+                    k_ptr, of_k, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
+                )
+            else:
+                k, mask = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
+            _write_to_cache(
+                k, mask, k_cache_ptr, k_descale_ptr, b, heads, entry, slots, stride_kcb, stride_kcn, stride_kch,
+                stride_kdb, stride_kdh, c.BLOCK_D, c,
+            )  # fmt: skip
+    elif c.ROTARY > 0:
+        rows_q = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
+        tokens = rows_q // heads_q
+        of_head = (rows_q % heads_q).to(tl.int64)
+        of_token = tokens.to(tl.int64)
+        turns = first + tokens * 0
+        if c.EACH_QUERY:
+            turns += tokens
+        of_q = b.to(tl.int64) * stride_qb + of_token * stride_qm + of_head * stride_qh
+        q, is_query = _read_rotated(
+            q_ptr, of_q, tokens < seqlen_q, turns, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
+        )
+        of_rotated = b.to(tl.int64) * stride_rb + of_token * stride_rm + of_head * stride_rh
+        addresses = rotated_ptr + of_rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
+        tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
+
+
+def _strides(letters: str, x: torch.Tensor | None) -> dict[str, int]:
+    """The arguments `stride_…` of a (B, rows, heads, D) tensor; 0 where there is none."""
+    values = (0, 0, 0) if x is None else x.stride()[:3]
+    row = "m" if letters in ("q", "r") else "n"
+    return {f"stride_{letters}{i}": stride for i, stride in zip(("b", row, "h"), values, strict=True)}
+
+
+def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
+    """What writes `new`, or None where there is nothing."""
+    cos, sin, kd, vd, table = new.cos, new.sin, tensors.k_descale, tensors.v_descale, tensors.block_table
+    block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    c = AppendConstants(
+        rows=TILE_ELEMENTS // max(block_d, block_dv),
+        block_d=block_d,
+        block_dv=block_dv,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        page_size=problem.page_size,
+        rotary=0 if cos is None else 2 * cos.shape[1],
+        interleaved=new.interleaved,
+        each_query=problem.window_left >= 0 or problem.window_right >= 0,
+        float8=problem.cache_dtype != problem.dtype,
+    )
+    blocks_k = cdiv(new.k.shape[1] * problem.heads_kv, c.rows)
+    blocks_v = 0 if new.v is None else blocks_k
+    blocks_q = 0 if new.rotated_q is None else cdiv(problem.seqlen_q * problem.heads_q, c.rows)
+    grid = problem.batch * (blocks_k + blocks_v + blocks_q)
+    if not grid:
+        return None
+    arguments = {
+        "q_ptr": tensors.q,
+        "k_ptr": new.k,
+        "v_ptr": new.v,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
+        "seqlens_ptr": tensors.seqlens,
+        "block_table_ptr": table,
+        "cache_batch_idx_ptr": tensors.cache_batch_idx,
+        "k_descale_ptr": kd,
+        "v_descale_ptr": vd,
+        "k_cache_ptr": tensors.k_cache,
+        "v_cache_ptr": tensors.v_cache,
+        "rotated_ptr": new.rotated_q,
+        "length": tensors.length,
+        **_strides("q", tensors.q),
+        **_strides("k", new.k),
+        **_strides("v", new.v),
+        **_strides("kc", tensors.k_cache),
+        **_strides("vc", tensors.v_cache),
+        **_strides("r", new.rotated_q),
+        "stride_cos": 0 if cos is None else cos.stride(0),
+        "stride_sin": 0 if sin is None else sin.stride(0),
+        "stride_table": 0 if table is None else table.stride(0),
+        "stride_kdb": 0 if kd is None else kd.stride(0),
+        "stride_kdh": 0 if kd is None else kd.stride(1),
+        "stride_vdb": 0 if vd is None else vd.stride(0),
+        "stride_vdh": 0 if vd is None else vd.stride(1),
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_new": new.k.shape[1],
+        "blocks_k": blocks_k,
+        "blocks_v": blocks_v,
+        "blocks_q": blocks_q,
+        "cos_rows": 0 if cos is None else cos.shape[0],
+        "entries": tensors.k_cache.shape[0],
+        "capacity": problem.capacity,
+    }
+    return Launch(_append_kernel, grid, arguments, {"c": c}, {"num_warps": 4})
+
+
+def unsupported(problem: KVCacheProblem) -> str | None:
+    """Why nothing can be appended, or None."""
+    if problem.varlen or problem.packed_keys:
+        return "append writes to a cache of (B, Sq, H, D) queries, not to packed keys"
+    return None
+
+
+def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
+    """Launch the kernel that writes `new`."""
+    launch = launch_of(problem, tensors, new)
+    if launch is not None:
+        with on_device(tensors.q):
+            launch_kernel(launch)
+
+
+def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Callable[..., bool | None] | None:
+    """`Kernel.repeat`."""
+    tensors, new = own_objects(tensors), own_objects(new)
+    launch = launch_of(problem, tensors, new)
+    if launch is None:
+        return None
+    replay = replay_of([launch], [*tensors.present(), *new.present()], (), choice, numbers=("length",))
+    if replay is None:
+        return None
+
+    def again(length: int, *present: torch.Tensor) -> bool | None:
+        return None if replay([*[x.data_ptr() for x in present], length]) is None else True
+
+    return again

@@ -1,0 +1,683 @@
+"""Attention over a KV cache: split-KV decoding (flash-decoding) with a stream-K schedule, and its combine.
+
+The query heads that share a head of keys, and the new tokens of a sequence, are the rows of one tile: row
+token * group + head, so that a tile of rows is a range of tokens. The keys of a tile of rows are walked in blocks. All
+blocks of all tiles lie on one line, and each program takes an equal part of it (Osama et al. 2023, arXiv:2301.03598):
+a batch of ragged lengths is as balanced as a uniform one. How long the line is follows from lengths on the device, so
+each program adds up the batch's work itself. A program that leaves a tile unfinished, or goes on where another began,
+puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
+
+In batch-invariant mode a program walks all keys of one tile, in order, with one loop for all blocks, from the first key
+that is no padding. A block that a row does not see leaves its sums as they are, bit for bit. So nothing but a row's own
+query and keys decides on its result.
+
+Keys are gathered row by row, in pages or not: a page may have any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.decode_configs import (
+    DecodeConfig,
+    decode_config,
+    feature_blocks,
+    is_split,
+    is_widened,
+    programs,
+    reads_values_once,
+    row_blocks,
+)
+from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
+from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
+from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
+from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.problem import (
+    VARLEN,
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheProblem,
+    KVCacheTensors,
+    Launch,
+    as_bhsd,
+    as_kvcache,
+    as_kvcache_problem,
+    bhsd_strides,
+    refuse_features,
+)
+
+COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
+SCAN = tl.constexpr(128)  # tiles whose work is added up at once
+
+
+@dataclass(frozen=True)
+class DecodeConstants(Constants):
+    """Constants of both kernels."""
+
+    split: bool  # programs share the keys of a tile
+    has_left: bool
+    has_right: bool
+    softcap: bool
+    alibi: bool
+    bias: bool  # there is none
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    block_d: int
+    block_rest: int  # features of keys beyond block_d, 0: none
+    block_dv: int
+    page_size: int  # 0: no pages
+    packed_keys: bool
+    values_in_keys: bool  # the first tile of the keys is that of the values
+    widen: bool  # products are of float32, whatever the inputs are
+    parts: int  # of a tile, which the combine kernel reads at once
+    precision: str
+
+
+@triton.jit
+def _clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def _sequence(
+    b, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length, added,
+    capacity, c: tl.constexpr,
+):  # fmt: skip
+    """Sequences b -> (first row in q, queries, first row of packed keys, keys, padding before them).
+
+    Those not `inside` of the batch are not looked up. Lengths on the device cannot be checked before the launch; they
+    are clamped to the memory there is.
+    """
+    first_q = b * 0
+    n_queries = first_q + seqlen_q
+    first_k = b * 0
+    pad = b * 0
+    if cu_seqlens_q_ptr is not None:
+        first_q = _clamp(tl.load(cu_seqlens_q_ptr + b, mask=inside, other=0), 0, total_q)
+        end_q = tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1, mask=inside, other=0), total_q)
+        n_queries = _clamp(end_q - first_q, 0, seqlen_q)
+    if seqlens_ptr is not None:
+        n_keys = tl.minimum(tl.load(seqlens_ptr + b, mask=inside, other=0), capacity) + added
+    elif cu_seqlens_k_ptr is not None:
+        first_k = tl.maximum(tl.load(cu_seqlens_k_ptr + b, mask=inside, other=0), 0)
+        end_k = tl.load(cu_seqlens_k_ptr + b + 1, mask=inside, other=0)
+        if c.PACKED_KEYS:
+            first_k = tl.minimum(first_k, total_k)
+            end_k = tl.minimum(end_k, total_k)
+        n_keys = end_k - first_k
+    else:
+        n_keys = b * 0 + length + added
+    n_keys = _clamp(n_keys, 0, capacity)
+    if leftpad_ptr is not None:
+        pad = _clamp(tl.load(leftpad_ptr + b, mask=inside, other=0), 0, capacity)
+    return first_q, n_queries, first_k, n_keys, pad
+
+
+@triton.jit
+def _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c: tl.constexpr):
+    """Blocks of keys that a tile of rows sees -> (the first, counted from `pad` on, how many).
+
+    A tile that has rows has a block at least, for its results are to be written; one that has none has none.
+    """
+    row0 = block_m * c.BLOCK_M
+    rows = n_queries * group
+    offset = n_keys - n_queries
+    begin = pad
+    end = n_keys
+    if c.HAS_RIGHT:
+        last = (tl.minimum(row0 + c.BLOCK_M, rows) - 1) // group
+        end = tl.minimum(n_keys, last + offset + window_right + 1)
+    if c.HAS_LEFT:
+        begin = tl.maximum(pad, row0 // group + offset - window_left)
+    first = (begin - pad) // c.BLOCK_N
+    count = tl.cdiv(tl.maximum(end - pad, 0), c.BLOCK_N) - first
+    return first, tl.where(row0 < rows, tl.maximum(count, 1), 0)
+
+
+@triton.jit
+def _key_rows(table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c: tl.constexpr):
+    """Keys offs_n of a sequence -> (which exist, where their rows of k and v begin), [BLOCK_N] each.
+
+    A page that the cache does not have is not looked at.
+    """
+    exists = offs_n < n_keys
+    if c.PAGE_SIZE > 0:
+        page = tl.load(table + offs_n // c.PAGE_SIZE, mask=exists, other=-1)
+        exists = exists & (page >= 0) & (page < pages)
+        page = tl.where(exists, page, 0).to(tl.int64)
+        row = (offs_n % c.PAGE_SIZE).to(tl.int64)
+        k_rows = page * stride_kb + row * stride_kn
+        v_rows = page * stride_vb + row * stride_vn
+    else:
+        k_rows = offs_n.to(tl.int64) * stride_kn
+        v_rows = offs_n.to(tl.int64) * stride_vn
+    return exists, k_rows, v_rows
+
+
+@triton.jit
+def _load_rows(base, rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Features [FIRST, FIRST + WIDTH) of rows -> [rows, WIDTH]; what does not exist, or is beyond HEAD_DIM, is zero."""
+    cols = FIRST + tl.arange(0, WIDTH)
+    mask = exists[:, None]
+    if FIRST + WIDTH > HEAD_DIM:
+        mask = mask & (cols[None, :] < HEAD_DIM)
+    return tl.load(base + rows[:, None] + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_keys(
+    q,  # [BLOCK_M, BLOCK_D]
+    q_rest,  # [BLOCK_M, BLOCK_REST]
+    k_base, v_base, table, begin, end,
+    tokens,  # [BLOCK_M]
+    slopes,  # [BLOCK_M, 1]
+    n_keys, pad, offset, window_left, window_right, pages, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2."""
+    PRECISE: tl.constexpr = q.dtype == tl.float32
+    m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([c.BLOCK_M], tl.float32)
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+    for block in tl.range(begin, end):
+        offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
+        exists, k_rows, v_rows = _key_rows(table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
+        k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
+        s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if c.BLOCK_REST > 0:
+            rest = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_REST, c.HEAD_DIM).to(q.dtype)
+            s = dot_add(q_rest, tl.trans(rest), s, c.PRECISION)
+        s, _ = scores_log2(
+            s, 0, 0, tokens[:, None], offs_n[None, :], 0, n_keys, offset, scale, softcap, slopes, 0, 0, 0,
+            True, PRECISE, c,
+        )  # fmt: skip
+        visible = exists[None, :] & visible_pairs(
+            tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c
+        )
+        s = tl.where(visible, s, float("-inf"))
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
+        if c.VALUES_IN_KEYS:
+            v = k
+        else:
+            v = _load_rows(v_base, v_rows, exists, 0, c.BLOCK_DV, c.HEAD_DIM_V).to(q.dtype)
+        acc = dot_add(round_to(p, q.dtype), v, acc, c.PRECISION)
+    return acc, l_i, m_i
+
+
+@triton.jit
+def _store_rows(
+    acc,  # [rows, BLOCK_DV]
+    l_i, m_i,  # [rows]
+    rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob, stride_oh, stride_om,
+    stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """Normalise the sums of a sequence's rows and write them, and the log-sum-exp, as far as there are queries."""
+    tokens = rows // group
+    heads = hk * group + rows % group
+    exists = tokens < n_queries
+    if sinks_ptr is not None:  # a key without a value
+        sink = tl.load(sinks_ptr + heads, mask=exists, other=0.0)
+        _, m_i, l_i, acc = online_softmax_update(sink[:, None], m_i, l_i, acc, LOG2E, False)
+    # A row that saw no key: out 0, lse +inf.
+    live = l_i != 0.0
+    out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
+    if v_descale_ptr is not None:
+        out *= tl.load(v_descale_ptr + b.to(tl.int64) * stride_vdb + hk.to(tl.int64) * stride_vdh)
+    lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
+    if PACKED:
+        lse_rows = heads.to(tl.int64) * total_q + first_q + tokens
+    else:
+        lse_rows = (b.to(tl.int64) * heads_kv * group + heads) * seqlen_q + tokens
+    tl.store(lse_ptr + lse_rows, lse, mask=exists)
+    cols = tl.arange(0, c.BLOCK_DV)
+    base = o_ptr + b.to(tl.int64) * stride_ob
+    addresses = base + ((first_q + tokens).to(tl.int64) * stride_om + heads.to(tl.int64) * stride_oh)[:, None]
+    # 0 + x: a sum that cancelled has one sign of zero, however many blocks it was made of.
+    out = round_to(out + 0.0, o_ptr.dtype.element_ty)
+    tl.store(addresses + cols[None, :], out, mask=exists[:, None] & (cols[None, :] < c.HEAD_DIM_V))
+
+
+@triton.jit
+def _attend_rows(
+    b, hk, block_m, part_begin, part_end, first_q, n_queries, first_k, n_keys, pad,
+    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right, scale, softcap,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Blocks [part_begin, part_end) of keys, for one tile of rows -> (acc, l_i, m_i, rows)."""
+    rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    tokens = rows // group
+    heads = hk * group + rows % group
+    exists = tokens < n_queries
+    q_base = q_ptr + b.to(tl.int64) * stride_qb
+    q_rows = (first_q + tokens).to(tl.int64) * stride_qm + heads.to(tl.int64) * stride_qh
+    q = _load_rows(q_base, q_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM)
+    q_rest = q
+    if c.BLOCK_REST > 0:
+        q_rest = _load_rows(q_base, q_rows, exists, c.BLOCK_D, c.BLOCK_REST, c.HEAD_DIM)
+    if c.WIDEN:
+        q = q.to(tl.float32)
+        q_rest = q_rest.to(tl.float32)
+    slopes = 0.0
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + b * stride_slopeb + heads, mask=exists, other=0.0)[:, None]
+    if k_descale_ptr is not None:
+        scale *= tl.load(k_descale_ptr + b.to(tl.int64) * stride_kdb + hk.to(tl.int64) * stride_kdh)
+    offset = n_keys - n_queries
+    k_base = k_ptr + hk.to(tl.int64) * stride_kh
+    v_base = v_ptr + hk.to(tl.int64) * stride_vh
+    table = 0
+    if c.PAGE_SIZE > 0:
+        table = block_table_ptr + b.to(tl.int64) * stride_table
+    elif c.PACKED_KEYS:
+        k_base += first_k.to(tl.int64) * stride_kn
+        v_base += first_k.to(tl.int64) * stride_vn
+    else:
+        entry = b
+        if cache_batch_idx_ptr is not None:
+            entry = tl.load(cache_batch_idx_ptr + b)
+            has_entry = (entry >= 0) & (entry < entries)
+            n_keys = tl.where(has_entry, n_keys, 0)
+            entry = tl.where(has_entry, entry, 0)
+        k_base += entry.to(tl.int64) * stride_kb
+        v_base += entry.to(tl.int64) * stride_vb
+    acc, l_i, m_i = _attend_keys(
+        q, q_rest, k_base, v_base, table, part_begin, part_end, tokens, slopes, n_keys, pad, offset, window_left,
+        window_right, entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
+    )  # fmt: skip
+    return acc, l_i, m_i, rows
+
+
+_RUNTIME = (
+    "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
+    "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
+    "window_right",
+)  # fmt: skip
+_UNALIGNED = (
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
+    "slopes_ptr", "sinks_ptr", "k_descale_ptr", "v_descale_ptr", "tails_ptr",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr,
+    slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
+    o_ptr, lse_ptr,
+    sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
+    statistics_ptr,  # [2 · programs, 2, BLOCK_M]
+    tails_ptr,  # [programs, 2]: the tile that a program leaves unfinished or -1, the program that finishes it
+    length,  # of each sequence, where nothing on the device says it; a repeated call gives it with the tensors
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
+    batch, heads_kv,
+    group,  # query heads that share one key head
+    blocks_m,  # tiles of rows of the longest sequence
+    entries,  # pages, or batch entries of a contiguous cache
+    seqlen_q, total_q, total_k, added, capacity, window_left, window_right,
+    scale, softcap,
+    c: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+    if not c.SPLIT:
+        tile = pid // heads_kv
+        hk = pid % heads_kv
+        b = tile // blocks_m
+        block_m = tile % blocks_m
+        first_q, n_queries, first_k, n_keys, pad = _sequence(
+            b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
+            added, capacity, c,
+        )  # fmt: skip
+        first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+        if count > 0:
+            acc, l_i, m_i, rows = _attend_rows(
+                b, hk, block_m, first, first + count, first_q, n_queries, first_k, n_keys, pad,
+                q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
+                scale, softcap, c,
+            )  # fmt: skip
+            _store_rows(
+                acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob,
+                stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
+            )  # fmt: skip
+    else:
+        # The line of work: for each tile of rows of each sequence, for each head of keys, its blocks. A first pass adds
+        # it up, a second finds the tile that this program's part begins in.
+        total = tl.zeros([], tl.int64)
+        for start in range(0, batch * blocks_m, SCAN):
+            tiles = start + tl.arange(0, SCAN)
+            inside = tiles < batch * blocks_m
+            _, n_queries, _, n_keys, pad = _sequence(
+                tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, c,
+            )  # fmt: skip
+            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+            total += tl.sum(tl.where(inside, counts, 0).to(tl.int64) * heads_kv, 0)
+        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
+        at = tl.minimum(pid.to(tl.int64) * share, total)
+        stop = tl.minimum(at + share, total)
+        tile = 0
+        before = tl.zeros([], tl.int64)  # work before this tile
+        ahead = tl.zeros([], tl.int64)  # work before the tiles that are looked at
+        for start in range(0, batch * blocks_m, SCAN):
+            tiles = start + tl.arange(0, SCAN)
+            inside = tiles < batch * blocks_m
+            _, n_queries, _, n_keys, pad = _sequence(
+                tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, c,
+            )  # fmt: skip
+            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+            work = tl.where(inside, counts, 0).to(tl.int64) * heads_kv
+            passed = inside & (ahead + tl.cumsum(work, 0) <= at)
+            tile += tl.sum(passed.to(tl.int32), 0)
+            before += tl.sum(tl.where(passed, work, 0), 0)
+            ahead += tl.sum(work, 0)
+
+        tail = -1
+        last = -1
+        while at < stop:
+            b = tile // blocks_m
+            block_m = tile % blocks_m
+            first_q, n_queries, first_k, n_keys, pad = _sequence(
+                b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
+                length, added, capacity, c,
+            )  # fmt: skip
+            first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+            if at < before + count.to(tl.int64) * heads_kv:
+                done = (at - before).to(tl.int32)  # blocks of the tiles of rows that come first here
+                hk = done // count
+                begin = done % count
+                end = tl.minimum(count, begin + (stop - at)).to(tl.int32)
+                acc, l_i, m_i, rows = _attend_rows(
+                    b, hk, block_m, first + begin, first + end, first_q, n_queries, first_k, n_keys, pad,
+                    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
+                    scale, softcap, c,
+                )  # fmt: skip
+                if end - begin == count:
+                    _store_rows(
+                        acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+                        stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
+                        PACKED, c,
+                    )  # fmt: skip
+                else:
+                    # What goes on here is in the first of the program's two places, what begins in the other.
+                    slot = 2 * pid
+                    if begin == 0:
+                        slot += 1
+                        tail = tile * heads_kv + hk
+                        last = pid + tl.cdiv(count - end, tl.minimum(share, 1 << 30).to(tl.int32))
+                    offs_m = tl.arange(0, c.BLOCK_M)
+                    offs_d = tl.arange(0, c.BLOCK_DV)
+                    sums = sums_ptr + slot.to(tl.int64) * (c.BLOCK_M * c.BLOCK_DV)
+                    tl.store(sums + offs_m[:, None] * c.BLOCK_DV + offs_d[None, :], acc)
+                    tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + offs_m, m_i)
+                    tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + c.BLOCK_M + offs_m, l_i)
+                at += end - begin
+            else:
+                before += count.to(tl.int64) * heads_kv
+                tile += 1
+        tl.store(tails_ptr + 2 * pid, tail)
+        tl.store(tails_ptr + 2 * pid + 1, last)
+
+
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
+def _combine_kernel(
+    cu_seqlens_q_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr, statistics_ptr, tails_ptr,
+    stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q,
+    rows_per_tile, c: tl.constexpr,
+):  # fmt: skip
+    """One row of the tile that one program of `_decode_kernel` left unfinished."""
+    owner = tl.program_id(0) // rows_per_tile
+    row = tl.program_id(0) % rows_per_tile
+    tail = tl.load(tails_ptr + 2 * owner)
+    last = tl.load(tails_ptr + 2 * owner + 1)
+    tile = tail // heads_kv
+    b = tile // blocks_m
+    first_q = 0
+    n_queries = seqlen_q
+    if cu_seqlens_q_ptr is not None:
+        first_q = _clamp(tl.load(cu_seqlens_q_ptr + b, mask=tail >= 0, other=0), 0, total_q)
+        end_q = tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1, mask=tail >= 0, other=0), total_q)
+        n_queries = _clamp(end_q - first_q, 0, seqlen_q)
+    rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
+    if (tail >= 0) & (tl.max(rows, 0) < n_queries * group):
+        cols = tl.arange(0, c.BLOCK_DV)
+        m_i = tl.full([1], LOWEST, tl.float32)
+        l_i = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
+        for start in range(owner, last + 1, c.PARTS):
+            part = start + tl.arange(0, c.PARTS)
+            exists = part <= last
+            slot = tl.where(part == owner, 2 * part + 1, 2 * part)
+            statistics = statistics_ptr + slot * (2 * c.BLOCK_M) + row
+            m = tl.load(statistics, mask=exists, other=LOWEST)
+            sums_of_weights = tl.load(statistics + c.BLOCK_M, mask=exists, other=0.0)
+            sums = sums_ptr + (slot.to(tl.int64) * c.BLOCK_M + row)[:, None] * c.BLOCK_DV + cols[None, :]
+            parts = tl.load(sums, mask=exists[:, None], other=0.0)  # [PARTS, BLOCK_DV]
+            m_new = tl.maximum(m_i, tl.max(m, 0))
+            alpha = tl.math.exp2(m_i - m_new)
+            weights = tl.math.exp2(m - m_new)  # [PARTS]
+            l_i = l_i * alpha + tl.sum(sums_of_weights * weights, 0)
+            acc = acc * alpha[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
+            m_i = m_new
+        _store_rows(
+            acc, l_i, m_i, rows, b, tail % heads_kv, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
+            cu_seqlens_q_ptr is not None, c,
+        )  # fmt: skip
+
+
+def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstants:
+    """What the kernels are compiled for."""
+    block_d, block_rest = feature_blocks(problem.head_dim)
+    return DecodeConstants(
+        split=is_split(problem),
+        has_left=problem.window_left >= 0,
+        has_right=problem.window_right >= 0,
+        softcap=problem.softcap != 0.0,
+        alibi=problem.alibi,
+        bias=False,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_d=block_d,
+        block_rest=block_rest,
+        block_dv=padded_head_dim(problem.head_dim_v),
+        page_size=problem.page_size,
+        packed_keys=problem.packed_keys,
+        values_in_keys=reads_values_once(problem),
+        widen=is_widened(problem),
+        parts=max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v)),
+        precision="ieee",
+    )
+
+
+def config_of(problem: KVCacheProblem) -> DecodeConfig:
+    """The tile of a call that `unsupported` lets through, or what `use_config("decode", ...)` names."""
+    config = forced_config("decode", problem) or decode_config(problem)
+    assert config is not None, "unsupported() accepted a problem that no tile fits"
+    return config
+
+
+def workspace(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> torch.Tensor | None:
+    """Memory for the parts of tiles that programs share: two for each program, with what it says of them."""
+    if not is_split(problem):
+        return None
+    columns = padded_head_dim(problem.head_dim_v) + 2
+    count = programs(problem, config, device)
+    return torch.empty(2 * count * (config.block_m * columns + 1), dtype=torch.float32, device=device)
+
+
+def launches_of(
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: DecodeConfig,
+    memory: torch.Tensor | None,
+) -> list[Launch]:
+    """What fills out and lse, through `workspace`."""
+    q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
+    keys_layout = VARLEN if problem.packed_keys else "bshd"
+    group = problem.heads_q // problem.heads_kv
+    grid = programs(problem, config, q.device)
+    if not grid:
+        return []
+    c = constants_of(problem, config)
+    strides = {
+        f"stride_{name}{letter}": stride
+        for name, x, layout, letters in (
+            ("q", q, problem.layout, "bhm"),
+            ("k", k, keys_layout, "bhn"),
+            ("v", v, keys_layout, "bhn"),
+            ("o", out, problem.layout, "bhm"),
+        )
+        for letter, stride in zip(letters, bhsd_strides(x, layout)[:3], strict=True)
+    }
+    slopes, table = tensors.alibi_slopes, tensors.block_table
+    kd, vd = tensors.k_descale, tensors.v_descale
+    sums = statistics = tails = None
+    if memory is not None:
+        rows = 2 * grid * config.block_m
+        width = padded_head_dim(problem.head_dim_v)
+        sums, statistics, tails = memory, memory[rows * width :], memory[rows * (width + 2) :].view(torch.int32)
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
+        "seqlens_ptr": tensors.seqlens,
+        "block_table_ptr": table,
+        "cache_batch_idx_ptr": tensors.cache_batch_idx,
+        "leftpad_ptr": tensors.leftpad,
+        "slopes_ptr": slopes,
+        "sinks_ptr": tensors.sinks,
+        "k_descale_ptr": kd,
+        "v_descale_ptr": vd,
+        "o_ptr": out,
+        "lse_ptr": lse,
+        "sums_ptr": sums,
+        "statistics_ptr": statistics,
+        "tails_ptr": tails,
+        **strides,
+        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "stride_table": 0 if table is None else table.stride(0),
+        "stride_kdb": 0 if kd is None else kd.stride(0),
+        "stride_kdh": 0 if kd is None else kd.stride(1),
+        "stride_vdb": 0 if vd is None else vd.stride(0),
+        "stride_vdh": 0 if vd is None else vd.stride(1),
+        "batch": problem.batch,
+        "heads_kv": problem.heads_kv,
+        "group": group,
+        "blocks_m": row_blocks(problem, config),
+        "entries": k.shape[0],
+        "seqlen_q": problem.seqlen_q,
+        "total_q": problem.total_q,
+        "total_k": k.shape[0],
+        "length": tensors.length,
+        "added": tensors.added,
+        "capacity": problem.capacity,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": tensors.sm_scale / (problem.softcap or 1.0),
+        "softcap": problem.softcap,
+    }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launches = [Launch(_decode_kernel, grid, arguments, {"c": c}, options)]
+    if memory is not None:
+        rows_per_tile = min(config.block_m, problem.seqlen_q * group)
+        values = {**arguments, "rows_per_tile": rows_per_tile}
+        merged = {name: values[name] for name in _combine_kernel.arg_names if name in values}
+        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, {"c": c}, {"num_warps": 4}))
+    return launches
+
+
+def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the kernels that fill out and lse."""
+    config = config_of(problem)
+    with on_device(tensors.q):
+        memory = workspace(problem, config, tensors.q.device)
+        for launch in launches_of(problem, tensors, out, lse, config, memory):
+            launch_kernel(launch)
+
+
+def repeat(
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat`."""
+    config = config_of(problem)
+    tensors, out = own_objects(tensors), out.detach()
+    memory = workspace(problem, config, out.device)
+    launches = launches_of(problem, tensors, out, lse, config, memory)
+    present, made = tensors.present(), [lse] if memory is None else [lse, memory]
+    # Rows that no sequence covers are written by no kernel.
+    lse_filled = ((0, float("inf")),) if problem.varlen else ()
+    into = replay_of(launches, [*present, out], made, choice, lse_filled, numbers=("length",))
+    filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
+    replay = replay_of(launches, present, [out, *made], choice, filled, numbers=("length",))
+    if into is None or replay is None:
+        return None
+    clears_out = problem.varlen
+
+    def again(
+        length: int, out: torch.Tensor | None, *present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        addresses = [x.data_ptr() for x in present]
+        if out is None:
+            results = replay([*addresses, length])
+            return None if results is None else (results[0], results[1])
+        if clears_out:
+            out.zero_()
+        results = into([*addresses, out.data_ptr(), length])
+        return None if results is None else (out, results[0])
+
+    return again
+
+
+def attention_forward(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """The same for a forward pass, whose keys lie in a cache that holds them all."""
+    kvcache_problem, kvcache_tensors = as_kvcache(problem, tensors)
+    rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
+    kvcache_forward(kvcache_problem, kvcache_tensors, rows, lse)
+
+
+FEATURES = frozenset(
+    {"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"}
+)
+
+
+def unsupported(problem: KVCacheProblem) -> str | None:
+    """Why no tile runs a call, or None."""
+    if decode_config(problem) is None:
+        widths = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"no tile for {problem.dtype} and head_dims {widths} fits the shared memory of {problem.arch}"
+    return None
+
+
+def attention_unsupported(problem: AttentionProblem) -> str | None:
+    """Why a forward pass does not run by these kernels, or None."""
+    if not problem.batch_invariant:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

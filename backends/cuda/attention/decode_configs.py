@@ -1,0 +1,168 @@
+"""Tiles of the kernels over a KV cache, what fits a GPU, and how many programs share the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from diyfa.arch import ELEMENT_BYTES, gpu_spec
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.launch import multiprocessors
+from diyfa.problem import KVCacheProblem
+
+FLOAT8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Rows (queries of a group of heads) x keys of a block, and how the compiler schedules it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def feature_blocks(head_dim: int) -> tuple[int, int]:
+    """head_dim as one or two tiles: (features of the first, of the second or 0).
+
+    Their widths are powers of two. One tile of MLA's 576 features would be 1024 wide; two are 512 and 64, and the first
+    is what its values are.
+    """
+    whole = padded_head_dim(head_dim)
+    first = whole // 2
+    if whole == 16 or head_dim <= first:
+        return whole, 0
+    second = padded_head_dim(head_dim - first)
+    return (first, second) if first + second < whole else (whole, 0)
+
+
+# (at most this wide) -> keys of a block, warps, stages, programs of a multiprocessor. The first that fits is taken.
+# Decoding waits for memory: what counts is how many bytes are on their way, not how large a tile is. Registers let as
+# many programs run at once.
+_ROWS: tuple[tuple[int, int, int, int, int], ...] = (
+    (64, 64, 4, 4, 2),
+    (64, 64, 4, 3, 2),
+    (64, 32, 4, 2, 2),
+    (64, 16, 4, 1, 2),
+    (128, 64, 4, 3, 2),
+    (128, 64, 4, 2, 2),
+    (128, 32, 4, 2, 2),
+    (128, 16, 4, 1, 2),
+    (256, 32, 4, 3, 2),
+    (256, 32, 4, 2, 2),
+    (256, 16, 4, 2, 2),
+    (256, 16, 4, 2, 1),
+    (1024, 32, 8, 3, 1),
+    (1024, 32, 8, 2, 1),
+    (1024, 16, 8, 2, 1),
+    (1024, 16, 8, 1, 1),
+)
+TURING_BLOCK_N = 16  # more keys' products in registers spill
+RESERVED = 1024  # bytes of shared memory that the system takes for each program
+# In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
+# sequence: the layout of a tile decides in what order a row is summed.
+INVARIANT_BLOCK_M = 32
+# Beyond 32 rows Triton multiplies by wgmma where there is that. It is right for tiles that copies bring to shared
+# memory as they are, not for those that pass through registers, nor for values narrower than keys.
+MMA_BLOCK_M = 32
+
+
+def _is_turing(problem: KVCacheProblem) -> bool:
+    """Triton emits no tensor-core instructions for it, and no copies that go on beside a computation."""
+    spec = gpu_spec(problem.arch)
+    return spec is None or not spec.has_bf16
+
+
+def is_widened(problem: KVCacheProblem) -> bool:
+    """Whether products are multiply-adds of float32, which tiles become as they are read."""
+    return problem.dtype == "float32" or _is_turing(problem)
+
+
+def block_m_of(problem: KVCacheProblem) -> int:
+    """Rows of a tile."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    if is_widened(problem):
+        return 16
+    if problem.batch_invariant:
+        return INVARIANT_BLOCK_M
+    if rows <= 16:
+        return 16
+    first, second = feature_blocks(problem.head_dim)
+    passes_registers = not problem.aligned or problem.cache_dtype == FLOAT8
+    if rows <= 32 or passes_registers or second or first != padded_head_dim(problem.head_dim_v) or first > 128:
+        return MMA_BLOCK_M
+    return 64
+
+
+def reads_values_once(problem: KVCacheProblem) -> bool:
+    """Whether the first tile of the keys is that of the values."""
+    return problem.latent and feature_blocks(problem.head_dim)[0] == problem.head_dim_v
+
+
+def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
+    """Shared memory of a program: the queries, the weights, and the blocks of keys and values on their way.
+
+    Values in the keys' memory need less. That must not decide on a tile: it may not change a result.
+    """
+    d, dv = sum(feature_blocks(problem.head_dim)), padded_head_dim(problem.head_dim_v)
+    size = ELEMENT_BYTES["float32" if is_widened(problem) else problem.dtype]
+    block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
+    # float8 is converted in registers and goes through shared memory once more, beside the blocks on their way.
+    keys = block * (buffers + size) if problem.cache_dtype == FLOAT8 else block * size * buffers
+    if num_stages == 1 or _is_turing(problem):  # first keys, then values
+        keys = block_n * max(d, dv) * size
+    return keys + size * block_m * (d + block_n)
+
+
+@lru_cache(maxsize=4096)
+def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
+    """The tile for a call, or None where none fits. Keys of a block and warps depend on features and dtypes alone."""
+    spec = gpu_spec(problem.arch)
+    if spec is None:
+        return None
+    width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
+    block_m = block_m_of(problem)
+    for widest, block_n, warps, stages, several in _ROWS:
+        if _is_turing(problem) and block_n > TURING_BLOCK_N:
+            continue
+        shared = shared_bytes(problem, block_m, block_n, stages)
+        if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
+            if block_m > MMA_BLOCK_M and width > 64:
+                block_n, warps = 32, 8  # larger ones spill
+            if problem.paged and stages > 1:  # a load that waits for another takes half of the stages
+                stages = 2 * stages - 1
+            return DecodeConfig(block_m, block_n, warps, stages, several)
+    return None
+
+
+FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
+INTERPRETED = 2  # and of the interpreter, where programs run one after another
+# How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
+MAX_WAVES = 16
+
+
+def is_split(problem: KVCacheProblem) -> bool:
+    """Whether programs share the keys of a sequence. With one split, and in batch-invariant mode, none does."""
+    return not problem.batch_invariant and problem.num_splits != 1
+
+
+def row_blocks(problem: KVCacheProblem, config: DecodeConfig) -> int:
+    """Tiles of rows that one head of keys has in the longest sequence."""
+    return cdiv(problem.seqlen_q * (problem.heads_q // problem.heads_kv), config.block_m)
+
+
+def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
+    """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
+    tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
+    if not is_split(problem):
+        return tiles
+    blocks = max(1, cdiv(problem.capacity, config.block_n))
+    absent = FULL_GPU if device.type == "meta" else INTERPRETED
+    at_once = config.programs_per_sm * (multiprocessors(device) or absent)
+    if problem.num_splits > 1:
+        return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
+    return min(tiles * blocks, at_once)

@@ -1,0 +1,52 @@
+"""This machine's Ascend compiler, CANN's `bishengir-compile`: its version, and what it says of a kernel it refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+
+PROGRAM = "bishengir-compile"
+HOW_TO_FIND_IT = (
+    f"{PROGRAM} is not in PATH: source CANN's set_env.sh (/usr/local/Ascend/cann/set_env.sh, before CANN 8.5 "
+    "/usr/local/Ascend/ascend-toolkit/set_env.sh)"
+)
+
+
+@cache
+def compiler_version() -> str:
+    """Version of the compiler in PATH as it gives it, such as "0.1.0 (e4e2ba9841d1 2026-01-16)"; "" without one."""
+    program = shutil.which(PROGRAM)
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    found = re.search(rf"{PROGRAM} (?:version )?(\S+)(?: \(.*?(\w+ \d+-\d+-\d+)\))?", done.stdout + done.stderr)
+    return "unknown" if found is None else f"{found[1]} ({found[2]})" if found[2] else found[1]
+
+
+def is_compile_failure(error: BaseException) -> bool:
+    """Whether Triton raised `error` because a kernel does not compile or fit, before it launched anything."""
+    from triton.compiler import errors
+    from triton.runtime.errors import OutOfResources
+
+    names = ("CompilationError", "MLIRCompilationError")  # the second is triton-ascend's
+    known = [getattr(errors, name) for name in names if hasattr(errors, name)]
+    # With TRITON_ASCEND_COMPILE_SPEED_OPT triton-ascend remembers failures, and has no type of its own for that.
+    return isinstance(error, (*known, OutOfResources)) or str(error) == "already failed once"
+
+
+def first_error(log: str) -> str:
+    """What the compiler's output says is wrong, in one line."""
+    overflow = re.search(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log)
+    if overflow:
+        memory, needed, there = overflow[1], int(overflow[2]) // 8192, int(overflow[3]) // 8192
+        return f"{memory} overflow: needs {needed} KiB of {there}"
+    # Triton's exception has lines of its own around the compiler's.
+    lines = [x for x in log.splitlines() if x.strip() and not x.startswith(("///", "[INFO]")) and "encounters" not in x]
+    errors = [x for x in lines if "error" in x.lower() and "Failed to run" not in x]
+    line = errors[0] if errors else (lines or ["no output"])[-1]
+    return " ".join(line.split())[:300]

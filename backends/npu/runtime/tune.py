@@ -1,0 +1,92 @@
+"""The autotuner of the NPU backend: `diyfa.tuning` with the NPU's events, and its compiler among the versions.
+
+A call never measures by itself, since every candidate is compiled, some in minutes: `diyfa tune` does, and calls use
+what it kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from diyfa import tuning as shared
+from diyfa.backends.npu.runtime.compat import INTERPRETED
+from diyfa.backends.npu.runtime.compiler import compiler_version, is_compile_failure
+from diyfa.problem import Tuning
+
+MEASURE_MS = 60  # of each candidate, in each round
+FEWEST, MOST = 3, 50  # runs
+
+
+def _npu() -> Any:
+    return getattr(torch, "npu", None)
+
+
+def _time(run: Callable[[], None]) -> float:
+    """Median milliseconds of a run. The first one, which may compile, does not count."""
+    npu = _npu()
+    run()
+    times: list[float] = []
+    while len(times) < FEWEST or (len(times) < MOST and sum(times) < MEASURE_MS):
+        start, end = (npu.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        npu.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+class Tuner(shared.Tuner):
+    """`diyfa.tuning.Tuner` on NPUs. `device`: another answer than the current device's, for tests."""
+
+    measures_unasked = False
+    device_needed = "there is no NPU to measure on"
+
+    def __init__(
+        self,
+        timer: Callable[[Callable[[], None]], float] = _time,
+        device: Callable[[], tuple[int, str] | None] | None = None,
+        rounds: int = shared.ROUNDS,
+    ) -> None:
+        super().__init__(timer, rounds)
+        self.device = device or _current_device
+
+    def _device(self) -> tuple[int, str] | None:
+        return self.device()
+
+    def _identity(self, device_name: str) -> dict[str, str]:
+        try:
+            triton = metadata.version("triton-ascend")
+        except metadata.PackageNotFoundError:
+            triton = ""
+        return {
+            "device": device_name,
+            "diyfa": shared.diyfa_version(),
+            "triton": triton,
+            "compiler": compiler_version(),
+        }
+
+    def _cannot_run(self, error: Exception) -> bool:
+        return isinstance(error, torch.OutOfMemoryError) or is_compile_failure(error)
+
+
+def _current_device() -> tuple[int, str] | None:
+    """(index, model) of the current NPU; None without one, and in the interpreter, whose times mean nothing."""
+    npu = _npu()
+    if INTERPRETED or npu is None or not npu.is_available():
+        return None
+    index = npu.current_device()
+    name = _device_names.get(index)
+    if name is None:
+        name = _device_names[index] = npu.get_device_name(index)
+    return index, name
+
+
+_device_names: dict[int, str] = {}
+tuner = Tuner()
+tuning: Tuning = tuner

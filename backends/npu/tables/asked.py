@@ -1,0 +1,70 @@
+"""DIYFA_NPU_TILE: tiles that the user asks for in place of those of the table, tuned or not.
+
+    DIYFA_NPU_TILE=64x128                  every attention kernel: 64 query rows by 128 keys
+    DIYFA_NPU_TILE=fwd=64x128,dq=64x64     those named; the others keep theirs
+    DIYFA_NPU_TILE=fwd=64x128x2            with two workspace buffers between cube and vector cores
+
+It is read at every call. Whether the compiler takes the tile shows when it compiles: one that was asked for is not
+replaced by another.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+VARIABLE = "DIYFA_NPU_TILE"
+KERNELS = ("fwd", "dq", "dkdv", "dbias")
+MOST = 1024  # rows or keys: more fit no memory of any chip
+_SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
+
+
+class Shape(NamedTuple):
+    """What is asked for of one kernel."""
+
+    block_m: int
+    block_n: int
+    workspace_buffers: int | None  # None: as many as the table's row has
+
+
+def shape_of(kernel: str) -> Shape | None:
+    """What DIYFA_NPU_TILE asks for of `kernel`, or None. Raises ValueError for what names no tile."""
+    text = os.environ.get(VARIABLE)
+    return parse(text).get(kernel) if text else None
+
+
+@lru_cache(maxsize=64)
+def parse(text: str) -> dict[str, Shape]:
+    """Shapes by kernel. Raises ValueError."""
+    found: dict[str, Shape] = {}
+    for part in text.split(","):
+        name, equals, shape = (x.strip() for x in part.rpartition("="))
+        if equals and name not in KERNELS:
+            raise _wrong(text, f"there is no kernel {name!r}, but {', '.join(KERNELS)}")
+        tile = _shape(text, shape)
+        named = (name,) if equals else KERNELS
+        if again := [kernel for kernel in named if kernel in found]:
+            raise _wrong(text, f"{again[0]} is named twice")
+        found |= dict.fromkeys(named, tile)
+    return found
+
+
+def _shape(text: str, shape: str) -> Shape:
+    match = _SHAPE.fullmatch(shape)
+    if match is None:
+        raise _wrong(text, f"{shape!r} is no tile")
+    rows, keys, buffers = (None if x is None else int(x) for x in match.groups())
+    assert rows is not None and keys is not None
+    for name, size in (("rows", rows), ("keys", keys)):
+        if size % 16 or not 16 <= size <= MOST:
+            raise _wrong(text, f"{size} {name}: the cube unit takes multiples of 16, at most {MOST}")
+    if buffers is not None and not 1 <= buffers <= 8:
+        raise _wrong(text, f"{buffers} workspace buffers: expected 1 to 8")
+    return Shape(rows, keys, buffers)
+
+
+def _wrong(text: str, why: str) -> ValueError:
+    expected = f"expected ROWSxKEYS or ROWSxKEYSxBUFFERS for all, such as {VARIABLE}=64x128, or by kernel"
+    return ValueError(f"{VARIABLE}={text!r}: {why}; {expected}, such as fwd=64x128,dq=64x64")

@@ -1,0 +1,206 @@
+"""The CUDA kernels over a KV cache: how programs share the work, and what a row's result may depend on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from targets import TARGETS
+
+import diyfa
+from diyfa.testing import poisoned_allocations
+
+if "cuda" not in TARGETS:
+    pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
+
+from diyfa.backends.cuda import backend as cuda
+from diyfa.backends.cuda.attention import decode, decode_configs
+from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
+from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.problem import AttentionProblem, KVCacheProblem
+
+DEVICE = TARGETS["cuda"].device
+BLOCK_N = 16
+
+
+def problem(arch: str = "sm_90", **changes) -> KVCacheProblem:
+    plain = KVCacheProblem("cuda", arch, "float16", "float16", "bshd", 4, 32, 8, 1, 8192, 128, 128)
+    return plain.replace(**changes)
+
+
+def attend(*tensors: torch.Tensor, **options):
+    """`flash_attn_with_kvcache` on the cuda backend, which allocates nothing but NaN."""
+    on_device = [x.to(DEVICE) for x in tensors]
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with diyfa.use_backend("cuda"), poisoned_allocations():
+        out, lse = diyfa.flash_attn_with_kvcache(*on_device, return_softmax_lse=True, **options)
+    return out.cpu(), lse.cpu()
+
+
+def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Tensor:
+    """Some of them 0, some ends of blocks, some one beyond."""
+    lengths = torch.randint(0, most + 1, (batch,), generator=generator)
+    kind = torch.randint(0, 4, (batch,), generator=generator)
+    whole = lengths // BLOCK_N * BLOCK_N
+    lengths = torch.where(kind == 0, 0, torch.where(kind == 1, whole, torch.where(kind == 2, whole + 1, lengths)))
+    return lengths.clamp(max=most).int()
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_each_block_of_keys_is_seen_once(monkeypatch, draw):
+    """Scores are all 0, and the value of a key is one at its block's feature: the sums of weights count keys."""
+    generator = torch.Generator().manual_seed(draw)
+    programs = 2 * draw + 1
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    batch, most, heads_kv, seqlen_q = 5, 12 * BLOCK_N, 2, 3
+    lengths = drawn_lengths(generator, batch, most)
+    q = torch.zeros(batch, seqlen_q, 14, 32)
+    k, v = torch.full((batch, most, heads_kv, 32), float("nan")), torch.full((batch, most, heads_kv, 32), float("nan"))
+    blocks = torch.nn.functional.one_hot(torch.arange(most) // BLOCK_N, 32).float()
+    for b, n in enumerate(lengths.tolist()):
+        k[b, :n], v[b, :n] = 1.0, blocks[:n, None]
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):  # 21 rows: two tiles of them
+        out, lse = attend(q, k, v, cache_seqlens=lengths, causal=True)
+    visible = (lengths[:, None] - seqlen_q + 1 + torch.arange(seqlen_q)).clamp(min=0)  # of each query
+    for b in range(batch):
+        for i, n in enumerate(visible[b].tolist()):
+            if n == 0:
+                assert bool((out[b, i] == 0).all()) and bool((lse[b, :, i] == float("inf")).all())
+                continue
+            counts = out[b, i] * lse[b, :, i].exp()[:, None]
+            torch.testing.assert_close(counts, blocks[:n].sum(0).expand(14, 32), rtol=1e-5, atol=1e-5)
+
+
+def test_one_program_shares_with_nobody(monkeypatch):
+    """Its part is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 1, 4, 32, generator=generator)
+    k, v = torch.randn(2, 3, 200, 2, 32, generator=generator)
+    lengths = torch.tensor([200, 0, 150], dtype=torch.int32)
+    results = []
+    for programs, splits in ((1, 0), (1, 1), (5, 0)):
+        monkeypatch.setattr(decode_configs, "multiprocessors", lambda device, programs=programs: programs)
+        with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+            results.append(attend(q, k, v, cache_seqlens=lengths, num_splits=splits))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert not torch.equal(results[0][0], results[2][0])
+    torch.testing.assert_close(results[0][0], results[2][0], rtol=1e-5, atol=1e-6)
+
+
+def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
+    """(B, rows, Hk, D) as pages that `table` names; rows beyond are NaN."""
+    pages = torch.full((table.numel() + 1, page_size, *x.shape[2:]), float("nan"), dtype=x.dtype)
+    for b, j in torch.cartesian_prod(torch.arange(x.shape[0]), torch.arange(x.shape[1])).tolist():
+        pages[table[b, j // page_size], j % page_size] = x[b, j]
+    return pages
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_a_row_is_bitwise_the_same_in_any_call(draw):
+    """The sequence's training forward decides; then its last tokens come from caches, in drawn company."""
+    generator = torch.Generator().manual_seed(draw)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    n, heads, heads_kv, dim = number(100, 180), 4, 2, 32
+    options = [{}, {"window_size": (number(5, 90), 0)}, {"softcap": 2.0, "alibi_slopes": torch.rand(heads)}][draw % 3]
+    q, k, v = random(1, n, heads, dim), random(1, n, heads_kv, dim), random(1, n, heads_kv, dim)
+    of_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with ExitStack() as stack:
+        for context in (diyfa.use_backend("cuda"), diyfa.batch_invariant(), torch.no_grad()):
+            stack.enter_context(context)
+        whole = diyfa.flash_attn_func(
+            *(x.to(DEVICE) for x in (q, k, v)), causal=True, return_attn_probs=True, **of_device
+        )
+        out, lse = whole[0].cpu()[0], whole[1].cpu()[0]
+        for page_size in (0, (1, 3, 16, 64)[draw % 4]):
+            batch, seqlen_q, pad = number(1, 4), number(1, 7), 0 if page_size else number(0, 20)
+            capacity = 200
+            caches = [random(batch, capacity, heads_kv, dim) for _ in range(2)]
+            queries = random(batch, seqlen_q, heads, dim)
+            mine = number(0, batch)
+            queries[mine] = q[0, n - seqlen_q :]
+            for cache, rows in zip(caches, (k, v), strict=True):
+                cache[mine] = float("nan")
+                cache[mine, pad : pad + n] = rows[0]
+            lengths = torch.randint(1, capacity, (batch,), generator=generator).int()
+            lengths[mine] = n + pad
+            arguments = {"cache_seqlens": lengths, "num_splits": number(0, 5), **options}
+            if page_size:
+                columns = -(-capacity // page_size)
+                table = torch.randperm(batch * columns, generator=generator).reshape(batch, columns).int()
+                caches = [paged(cache, page_size, table) for cache in caches]
+                arguments["block_table"] = table
+            elif pad:
+                arguments["cache_leftpad"] = torch.where(torch.arange(batch) == mine, pad, 0).int()
+            got, got_lse = attend(queries, *caches, causal=True, **arguments)
+            bits = got[mine].view(torch.int16)
+            assert torch.equal(bits, out[n - seqlen_q :].contiguous().view(torch.int16))
+            assert torch.equal(got_lse[mine], lse[:, n - seqlen_q :])
+
+
+def test_a_page_that_there_is_not_is_absent():
+    """On a GPU nobody can check the table: entries outside the cache are never followed."""
+    pages, page_size = 5, 16
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
+    table = torch.tensor([[2, -1, 4, 2**30]], dtype=torch.int32)
+    tensors = decode.KVCacheTensors(
+        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k.to(DEVICE), v.to(DEVICE), 0.2, 60,
+        block_table=table.to(DEVICE),
+    )  # fmt: skip
+    call = problem(
+        batch=1, heads_q=2, heads_kv=1, capacity=64, head_dim=32, head_dim_v=32, page_size=page_size,
+        arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    out, lse = torch.empty_like(tensors.q), torch.empty(call.lse_shape, device=DEVICE)
+    decode.kvcache_forward(call, tensors, out, lse)
+    rows = [torch.cat([x[2], x[4]])[None] for x in (k, v)]
+    wide = [x.float() for x in (tensors.q.cpu(), *rows)]
+    expected = diyfa.reference_attention(*wide, sm_scale=0.2, layout="bshd", return_lse=True)
+    torch.testing.assert_close(out.cpu().float(), expected[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone():
+    mode = problem(batch_invariant=True)
+    same = [
+        mode.replace(seqlen_q=2000), mode.replace(heads_q=8), mode.replace(batch=300, capacity=64),
+        mode.replace(page_size=1), mode.replace(aligned=False), mode.replace(num_splits=7),
+        mode.replace(layout="thd", packed_keys=True),
+    ]  # fmt: skip
+    for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
+        tiles = {
+            (config.block_m, config.block_n, config.num_warps)
+            for config in (decode_config(each.replace(arch=arch)) for each in [mode, *same])
+        }
+        assert len(tiles) == 1
+    latent = problem(batch_invariant=True, head_dim=576, head_dim_v=512)
+    assert decode_config(latent.replace(latent=True)) == decode_config(latent)
+
+
+def test_refusals():
+    def refused(op, call, name="split_kv"):
+        kernel = next(kernel for kernel in cuda.kernels if (kernel.op, kernel.name) == (op, name))
+        return cuda.unsupported(call) or kernel.unsupported(call)
+
+    float8 = problem(cache_dtype="float8_e4m3fn")
+    assert refused("kvcache_fwd", float8) is None
+    assert (
+        refused("kvcache_fwd", float8.replace(arch="sm_80")) == "a cache of float8 needs sm_89 or later, this is sm_80"
+    )
+    wide = problem(head_dim=576, head_dim_v=512, arch="sm_75")
+    assert "no tile for float16 and head_dims 576 and 512 fits" in refused("kvcache_fwd", wide)
+    assert "not to packed keys" in refused("kvcache_append", problem(layout="thd"), "append")
+    training = AttentionProblem("cuda", "sm_90", "float16", "bhsd", 2, 8, 4, 1024, 1024, 128, 128)
+    assert refused("attention_fwd", training) == "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    mode = training.replace(batch_invariant=True)
+    assert refused("attention_fwd", mode) is None
+    assert refused("attention_fwd", mode.replace(bias="float16")) == "split_kv does not implement attn_bias"
+    for name in ("sm90", "v2", "v1"):
+        assert "batch_invariant" in refused("attention_fwd", mode, name)

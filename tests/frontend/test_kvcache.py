@@ -1,0 +1,518 @@
+"""`flash_attn_with_kvcache` and packed queries over pages: signature, refusals before anything is written, operators,
+torch.compile, plans, the mode `batch_invariant`. What they compute is in tests/numerics/test_kvcache_matrix.py."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import diyfa
+from diyfa import kvcache, kvcache_ops, registry
+from diyfa.flash_attn_interface import _flash_attn_varlen_forward
+from diyfa.problem import KVCacheProblem, KVCacheTensors, NewKeys
+from diyfa.reference import reference_kvcache
+
+B, SQ, H, HK, D = 2, 3, 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_backend() -> Iterator[None]:
+    with diyfa.use_backend("cpu"), torch.no_grad():
+        yield
+
+
+def call(rows: int = 40, **changes: Any) -> dict[str, Any]:
+    """The arguments of a call that appends."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given = {
+        "q": random(B, SQ, H, D), "k_cache": random(B, rows, HK, D), "v_cache": random(B, rows, HK, D),
+        "k": random(B, SQ, HK, D), "v": random(B, SQ, HK, D),
+        "cache_seqlens": torch.tensor([5, 30], dtype=torch.int32), "causal": True, **changes,
+    }  # fmt: skip
+    return {name: x for name, x in given.items() if x is not ...}
+
+
+def paged(**changes: Any) -> dict[str, Any]:
+    """The same in pages of 8 rows."""
+    given = call(k_cache=torch.randn(12, 8, HK, D), v_cache=torch.randn(12, 8, HK, D))
+    given["block_table"] = torch.randperm(12)[: B * 5].view(B, 5).int()
+    return {**given, **changes}
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    """Packed queries over pages."""
+    return {
+        "q": torch.randn(7, H, D), "k": torch.randn(12, 8, HK, D), "v": torch.randn(12, 8, HK, D),
+        "cu_seqlens_q": torch.tensor([0, 2, 7], dtype=torch.int32), "cu_seqlens_k": None,
+        "max_seqlen_q": 5, "max_seqlen_k": 33, "causal": True,
+        "block_table": torch.arange(10, dtype=torch.int32).view(B, 5),
+        "seqused_k": torch.tensor([9, 33], dtype=torch.int32), **changes,
+    }  # fmt: skip
+
+
+def test_the_signature_is_flash_attns() -> None:
+    """Names, order and defaults of 2.8; then what diyfa adds, by keyword only."""
+    parameters = inspect.signature(diyfa.flash_attn_with_kvcache).parameters.values()
+    ours = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    assert ours == (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False, sinks=None, k_descale=None, v_descale=None, out=None"
+    )
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["sinks", "k_descale", "v_descale", "out"]
+    assert diyfa.flash_attn_interface.flash_attn_with_kvcache is diyfa.flash_attn_with_kvcache
+
+
+# ---- Refusals ---------------------------------------------------------------------------------------------------
+
+INT = torch.tensor([1, 2], dtype=torch.int32)
+COS = torch.ones(40, 4)
+FLOAT8 = torch.zeros(B, 40, HK, D).to(torch.float8_e4m3fn)
+REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q_rank": ({"q": torch.ones(B, H, D)}, ValueError, r"q must be \(batch, seqlen, heads, head_dim\)"),
+    "q_type": ({"q": None}, TypeError, r"q must be a torch\.Tensor"),
+    "cache_dtype": ({"k_cache": torch.ones(B, 40, HK, D).half()}, TypeError, r"k_cache and v_cache must both be"),
+    "cache_dtypes": ({"k_cache": FLOAT8}, TypeError, r"k_cache and v_cache must both be"),
+    "q_dtype": ({"q": torch.ones(B, SQ, H, D).int()}, TypeError, "Unsupported dtype"),
+    "head_dims": ({"k_cache": torch.ones(B, 40, HK, 8)}, ValueError, "q and k_cache must have the same head_dim"),
+    "cache_shapes": ({"v_cache": torch.ones(B, 41, HK, D)}, ValueError, "same shape but for the head_dim"),
+    "heads": ({"q": torch.ones(B, SQ, 3, D)}, ValueError, "positive multiple of the key/value heads"),
+    "cache_stride": ({"k_cache": torch.ones(B, 40, D, HK).mT}, ValueError, "last dimension of k_cache must have"),
+    "small_cache": ({"k_cache": torch.ones(1, 40, HK, D), "v_cache": torch.ones(1, 40, HK, D)}, ValueError,
+                    "1 rows for a batch of 2: name them by cache_batch_idx"),
+    "k_alone": ({"v": None}, ValueError, "k comes without v"),
+    "v_alone": ({"k": None}, ValueError, "v is appended beside k, which is None"),
+    "k_without_lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens, which is None"),
+    "k_shape": ({"k": torch.ones(B, SQ, HK, 8)}, ValueError, r"k must have shape \(2, 3, 2, 16\), got \(2, 3, 2, 8\)"),
+    "v_shape": ({"v": torch.ones(B, 2, HK, D)}, ValueError, r"v must have shape \(2, 3, 2, 16\)"),
+    "k_dtype": ({"k": torch.ones(B, SQ, HK, D).half()}, TypeError, "k must be float32, got float16"),
+    "k_stride": ({"k": torch.ones(B, SQ, D, HK).mT}, ValueError, "last dimension of k must have stride 1"),
+    "cos_alone": ({"rotary_cos": COS}, ValueError, "belong together"),
+    "cos_without_k": ({"k": None, "v": None, "rotary_cos": COS, "rotary_sin": COS}, ValueError, "but k is None"),
+    "cos_rows": ({"rotary_cos": COS[:9], "rotary_sin": COS[:9]}, ValueError, "a row for each of the 40 keys"),
+    "cos_wide": ({"rotary_cos": torch.ones(40, 9), "rotary_sin": torch.ones(40, 9)}, ValueError, "rotary_dim at most"),
+    "cos_dtype": ({"rotary_cos": COS.half(), "rotary_sin": COS.half()}, TypeError, "rotary_cos must be float32"),
+    "sin_shape": ({"rotary_cos": COS, "rotary_sin": COS[:, :2]}, ValueError, "rotary_sin must have shape"),
+    "lengths_dtype": ({"cache_seqlens": INT.long()}, TypeError, "cache_seqlens must be int32"),
+    "lengths_shape": ({"cache_seqlens": INT[:1]}, ValueError, r"cache_seqlens must have shape \(2,\)"),
+    "lengths_kind": ({"cache_seqlens": 2.5}, TypeError, "cache_seqlens must be an integer"),
+    "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must not be negative"),
+    "length_beyond": ({"cache_seqlens": 38}, ValueError, "cache_seqlens=38 and 3 new keys are beyond .* 40"),
+    "lengths_beyond": ({"cache_seqlens": torch.tensor([38, 0]).int()}, ValueError, "got 0 to 38 and 3 new keys"),
+    "lengths_negative": ({"cache_seqlens": -INT}, ValueError, "cache_seqlens must be from 0"),
+    "index_dtype": ({"cache_batch_idx": INT.long()}, TypeError, "cache_batch_idx must be int32"),
+    "index_beyond": ({"cache_batch_idx": INT}, ValueError, "cache_batch_idx must be from 0"),
+    "leftpad_negative": ({"cache_leftpad": -INT}, ValueError, "cache_leftpad must be from 0"),
+    "scale": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be 0"),
+    "window": ({"window_size": 3}, TypeError, "window_size must be a pair"),
+    "causal": ({"causal": 1}, TypeError, "causal must be True or False"),
+    "interleaved": ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved must be True or False"),
+    "lse": ({"return_softmax_lse": None}, TypeError, "return_softmax_lse must be True or False"),
+    "splits": ({"num_splits": -1}, ValueError, "num_splits must not be negative"),
+    "alibi": ({"alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes must have shape"),
+    "sinks": ({"sinks": torch.ones(H).half()}, TypeError, "sinks must be float32"),
+    "descale": ({"k_descale": 0.5}, ValueError, "k_descale belongs to a cache of torch.float8_e4m3fn"),
+    "descale_shape": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "v_descale": torch.ones(3)}, ValueError,
+                      r"v_descale must have shape \(2, 2\)"),
+    "out_shape": ({"out": torch.ones(B, SQ, H, 8)}, ValueError, "out must have shape"),
+    "out_dtype": ({"out": torch.ones(B, SQ, H, D).half()}, TypeError, "out must be float32"),
+    "out_stride": ({"out": torch.ones(B, SQ, D, H).mT}, ValueError, "last dimension of out must have stride 1"),
+    "gradient": ({"sinks": torch.ones(H, requires_grad=True)}, ValueError, "no backward pass, but sinks requires"),
+}  # fmt: skip
+TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
+OF_PAGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "table_shape": ({"block_table": TABLE[:1]}, ValueError, r"block_table must have shape \(2, 5\)"),
+    "table_dtype": ({"block_table": TABLE.long()}, TypeError, "block_table must be int32"),
+    "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11 .* got 12 in column 4 of row 1"),
+    "table_negative": ({"block_table": TABLE - 1}, ValueError, "got -1 in column 0 of row 0"),
+    "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
+    "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "beyond what block_table holds, 40"),
+}
+OF_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
+    "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p belongs to training"),
+    "no_lengths": ({"seqused_k": None}, ValueError, "cu_seqlens_k may be None only where"),
+    "no_table": ({"block_table": None, "k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D)}, ValueError,
+                 "cu_seqlens_k may be None only where"),
+    "seqused_shape": ({"seqused_k": INT[:1]}, ValueError, r"seqused_k must have shape \(2,\)"),
+    "max_k": ({"max_seqlen_k": 20}, ValueError, "must be from 0 to max_seqlen_k=20"),
+    "max_q": ({"max_seqlen_q": 4}, ValueError, "beyond max_seqlen_q=4"),
+    "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11"),
+    "out": ({"out": torch.ones(7, H, 8)}, ValueError, r"out must have shape \(7, 4, 16\)"),
+    "gradient": ({"q": torch.ones(7, H, D, requires_grad=True)}, ValueError, "no backward pass, but q requires"),
+    "variant": ({"variant": "v2"}, ValueError, "no kvcache_fwd kernel called 'v2'"),
+}  # fmt: skip
+
+
+def _refused(function: Callable[..., Any], given: dict[str, Any], error: type[Exception], pattern: str) -> None:
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    before = {name: x.detach().float().clone() for name, x in tensors.items()}
+    with torch.enable_grad(), pytest.raises(error, match=pattern):
+        function(**given)
+    for name, x in tensors.items():
+        assert torch.equal(x.detach().float(), before[name]), f"{name} was written"
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_write_nothing(name: str) -> None:
+    changes, error, pattern = REFUSALS[name]
+    _refused(diyfa.flash_attn_with_kvcache, call(**changes), error, pattern)
+
+
+@pytest.mark.parametrize("name", OF_PAGES)
+def test_refusals_of_pages_write_nothing(name: str) -> None:
+    changes, error, pattern = OF_PAGES[name]
+    _refused(diyfa.flash_attn_with_kvcache, paged(**changes), error, pattern)
+
+
+@pytest.mark.parametrize("name", OF_PACKED)
+def test_refusals_of_packed_queries(name: str) -> None:
+    changes, error, pattern = OF_PACKED[name]
+    _refused(diyfa.flash_attention_varlen, packed(**changes), error, pattern)
+
+
+def test_values_are_refused_by_a_repeated_call_too() -> None:
+    for _ in range(3):
+        diyfa.flash_attn_with_kvcache(**call())
+    _refused(diyfa.flash_attn_with_kvcache, call(cache_seqlens=INT + 37), ValueError, "cache_seqlens must be from 0")
+
+
+def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is refused before anything is appended."""
+    backend = registry.load_backend("cpu")
+    kernels = tuple(
+        replace(k, unsupported=lambda problem: "not today") if k.op == "kvcache_fwd" else k for k in backend.kernels
+    )
+    stub = type("Stub", (type(backend),), {"kernels": kernels})()
+    monkeypatch.setitem(registry._loaded, "cpu", stub)
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(kvcache, "plans", {})
+    _refused(diyfa.flash_attn_with_kvcache, call(), ValueError, "not today")
+
+
+def test_values_in_a_latent_cache_come_with_the_keys() -> None:
+    given = call()
+    given["v_cache"] = given["k_cache"][..., :8]
+    given["v"] = torch.ones(B, SQ, HK, 8)
+    _refused(diyfa.flash_attn_with_kvcache, given, ValueError, "v must be None where v_cache is a view of k_cache")
+
+
+# ---- Operators, torch.compile, plans ----------------------------------------------------------------------------
+
+
+def test_the_schema_has_every_field_once() -> None:
+    fields = {*KVCacheTensors._fields, *kvcache_ops.KVCacheOptions._fields}
+    forward = torch.ops.diyfa.kvcache_fwd.default._schema
+    append = torch.ops.diyfa.kvcache_append.default._schema
+    assert [a.name for a in forward.arguments] == [*KVCacheTensors._fields, *kvcache_ops.KVCacheOptions._fields]
+    assert {a.name for a in append.arguments} == fields | set(NewKeys._fields) - {"rotated_q"}
+    assert [a.name for a in append.arguments if a.alias_info is not None] == ["k_cache", "v_cache"]
+
+
+def test_operators() -> None:
+    given = call()
+    tensors = KVCacheTensors(given["q"], given["k_cache"], given["v_cache"], 0.25, seqlens=given["cache_seqlens"])
+    options = kvcache_ops.KVCacheOptions("bshd", window_right=0)
+    flat = kvcache_ops._pack(tensors, options)
+    torch.library.opcheck(torch.ops.diyfa.kvcache_fwd.default, flat)
+    torch.library.opcheck(torch.ops.diyfa.kvcache_fwd_out.default, (torch.empty_like(given["q"]), *flat))
+    flat = kvcache_ops._pack(tensors, options, NewKeys(given["k"], given["v"], COS, COS))
+    torch.library.opcheck(torch.ops.diyfa.kvcache_append.default, flat)
+
+
+def _step(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
+    return out * 2, lse
+
+
+def _latent(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return _step({**given, "v_cache": given["k_cache"][..., :8], "v": None})
+
+
+def _gives_out(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty_like(given["q"])
+    with diyfa.batch_invariant():
+        _, lse = _step({**given, "out": out})
+    return out, lse
+
+
+def _packed(given: dict[str, Any]) -> torch.Tensor:
+    return diyfa.flash_attention_varlen(**given)
+
+
+COMPILED: dict[str, tuple[Callable[..., Any], Callable[[int], dict[str, Any]]]] = {
+    "append": (_step, lambda n: call(n, rotary_cos=torch.ones(n, 4), rotary_sin=torch.ones(n, 4))),
+    "latent": (_latent, call),
+    "out": (_gives_out, call),
+    "pages": (_step, lambda n: paged()),
+    "packed": (_packed, lambda n: packed(max_seqlen_k=n)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [*((name, None) for name in COMPILED), ("append", True), ("packed", True)]
+)
+def test_compile(name: str, dynamic: bool | None) -> None:
+    torch.compiler.reset()
+    function, make = COMPILED[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (40, 48):
+        given = make(rows)
+        other = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+        torch.testing.assert_close(compiled(other), function(given))
+        for key, x in given.items():
+            assert not isinstance(x, torch.Tensor) or torch.equal(x, other[key]), f"{key} differs"
+
+
+def test_a_compiled_call_follows_the_mode() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(_step, fullgraph=True, backend="aot_eager")
+    given = call(k=None, v=None)
+    for _ in range(2):
+        assert torch.equal(compiled(given)[0], _step(given)[0])
+        with diyfa.batch_invariant():
+            assert torch.equal(compiled(given)[0], _step(given)[0])
+
+
+def test_nothing_is_read_from_a_device() -> None:
+    """Meta tensors have no values: reading a length, a table or an index would raise."""
+    given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in paged(num_splits=2).items()}
+    given["cache_leftpad"] = INT.to("meta")
+    out, lse = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
+    assert (out.shape, lse.shape, out.device.type) == ((B, SQ, H, D), (B, H, SQ), "meta")
+    given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in packed().items()}
+    assert diyfa.flash_attention_varlen(**given).shape == (7, H, D)
+
+
+def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+    """The CPU backend, whose kernels say how they are called, and offer to be repeated."""
+    backend = registry.load_backend("cpu")
+
+    def recorded(kernel: Any) -> Any:
+        def launch(problem: KVCacheProblem, *rest: Any) -> None:
+            seen.append((kernel.op, "launched"))
+            kernel.launch(problem, *rest)
+
+        def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, *results: Any) -> Any:
+            appends = kernel.op == "kvcache_append"
+
+            def again(length: int, *rest: Any) -> Any:
+                seen.append((kernel.op, "repeated", length))
+                given, present = (None, rest) if appends else (rest[0], rest[1:])
+                names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
+                same = tensors._replace(length=length, **dict(zip(names, present, strict=False)))
+                if appends:
+                    names = [name for name, x in results[0]._asdict().items() if isinstance(x, torch.Tensor)]
+                    new = results[0]._replace(**dict(zip(names, present[len(present) - len(names) :], strict=True)))
+                    kernel.launch(problem, same, new)
+                    return True
+                out, lse = torch.empty_like(results[0]) if given is None else given, torch.empty_like(results[1])
+                kernel.launch(problem, same, out, lse)
+                return out, lse
+
+            return again
+
+        return replace(kernel, launch=launch, repeat=repeat)
+
+    kernels = tuple(recorded(k) if k.op.startswith("kvcache") else k for k in backend.kernels)
+    monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
+    monkeypatch.setattr(registry, "_choices", {})
+    monkeypatch.setattr(kvcache, "plans", {})
+
+
+@pytest.mark.parametrize("by", ["tensor", "int"])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
+    """With other values and another length: the second call prepares, the third is repeated, all as the reference."""
+    seen: list[Any] = []
+    _recording(monkeypatch, seen)
+    for step in range(4):
+        given = call(k_cache=torch.randn(B, 40, HK, D), alibi_slopes=torch.rand(H))
+        given["cache_seqlens"] = step if by == "int" else torch.tensor([step, 30], dtype=torch.int32)
+        if rotary:
+            given["rotary_cos"] = given["rotary_sin"] = torch.rand(40, 4)
+        want = reference_kvcache(return_softmax_lse=True, **given)
+        got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
+        torch.testing.assert_close(got, want)
+    how = [call[1] for call in seen]
+    assert how == ["launched"] * 4 + ["repeated"] * 4
+    assert len(kvcache.plans) == 1
+    assert [call[2] for call in seen[4:]] == ([2, 2, 3, 3] if by == "int" else [0] * 4)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "latent": lambda g: {**g, "v_cache": g["k_cache"]},
+    "stride": lambda g: {**g, "k_cache": torch.zeros(B, 40, HK, D + 16)[..., :D].copy_(g["k_cache"])},
+    "alignment": lambda g: {**g, "q": torch.zeros(B * SQ * H * D + 1)[1:].view(B, SQ, H, D).copy_(g["q"])},
+    "causal": lambda g: {**g, "causal": False},
+    "window": lambda g: {**g, "window_size": (3, 0)},
+    "scale": lambda g: {**g, "softmax_scale": 0.5},
+    "softcap": lambda g: {**g, "softcap": 2.0},
+    "splits": lambda g: {**g, "num_splits": 3},
+    "full": lambda g: {**g, "cache_seqlens": None},
+    "int": lambda g: {**g, "cache_seqlens": 7},
+    "leftpad": lambda g: {**g, "cache_leftpad": INT},
+    "index": lambda g: {**g, "cache_batch_idx": INT - 1},
+    "alibi": lambda g: {**g, "alibi_slopes": torch.rand(H)},
+    "sinks": lambda g: {**g, "sinks": torch.rand(H)},
+    "rows": lambda g: {**g, "k_cache": g["k_cache"][:, :35], "v_cache": g["v_cache"][:, :35]},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_call_that_differs_gets_another_plan(name: str) -> None:
+    given = call(k=..., v=...)
+    for _ in range(3):
+        diyfa.flash_attn_with_kvcache(**given)
+    plans = len(kvcache.plans)
+    changed = CHANGES[name](given)
+    for _ in range(3):
+        torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**changed), reference_kvcache(**changed))
+    assert len(kvcache.plans) == plans + 1
+
+
+def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache, "plans", {})
+    for longest in range(33, 65):
+        diyfa.flash_attention_varlen(**packed(max_seqlen_k=longest))
+    assert len(kvcache.plans) == 1
+
+
+def test_problems_say_what_the_call_is() -> None:
+    given = paged(window_size=(64, 2), causal=False)
+    tensors = KVCacheTensors(given["q"], given["k_cache"], given["v_cache"], 0.25, block_table=given["block_table"])
+    options = kvcache_ops.KVCacheOptions("bshd", 40, 2, num_splits=3)
+    problem = kvcache_ops.describe_kvcache(registry.load_backend("cpu"), tensors, options)
+    assert (problem.capacity, problem.page_size, problem.window_left, problem.window_right) == (40, 8, -1, 2)
+    assert not problem.lengths and not problem.latent and problem.num_splits == 3
+    view = tensors._replace(v_cache=given["k_cache"][..., :8])
+    assert kvcache_ops.describe_kvcache(registry.load_backend("cpu"), view, options).latent
+
+
+# ---- What else it says ------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_other_kinds() -> None:
+    """A full cache, an int and a tensor say the same."""
+    given = call(k=..., v=..., cache_seqlens=40)
+    want = diyfa.flash_attn_with_kvcache(**given)
+    for lengths in (None, torch.full((B,), 40, dtype=torch.int32), torch.full((2 * B,), 40, dtype=torch.int32)[::2]):
+        assert torch.equal(diyfa.flash_attn_with_kvcache(**{**given, "cache_seqlens": lengths}), want)
+
+
+def test_descales_of_other_kinds() -> None:
+    given = call(k=..., v=..., k_cache=torch.randn(B, 40, HK, D).to(torch.float8_e4m3fn))
+    given["v_cache"] = given["k_cache"].clone()
+    want = diyfa.flash_attn_with_kvcache(**given, k_descale=0.5, v_descale=2)
+    for shape in ((), (1,), (1, 1), (B, HK)):
+        descales = {"k_descale": torch.full(shape, 0.5), "v_descale": torch.full(shape, 2.0)}
+        assert torch.equal(diyfa.flash_attn_with_kvcache(**given, **descales), want)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_nothing_to_see(sinks: bool) -> None:
+    """Caches without rows or pages, batches without sequences: shapes stay, lse is +inf or the sink."""
+    extra = {"sinks": torch.arange(4.0)} if sinks else {}
+    given = call(0, k=..., v=..., cache_seqlens=0)
+    out, lse = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given, **extra)
+    assert out.shape == (B, SQ, H, D) and not out.any()
+    assert torch.equal(
+        lse, torch.arange(4.0)[:, None].expand(B, H, SQ) if sinks else torch.full_like(lse, float("inf"))
+    )
+    empty = {name: x[:0] if isinstance(x, torch.Tensor) and name != "sinks" else x for name, x in call().items()}
+    assert diyfa.flash_attn_with_kvcache(**empty, **extra).shape == (0, SQ, H, D)
+    none = packed(block_table=TABLE[:, :0], seqused_k=INT * 0, out=torch.full((7, H, D), float("nan")), **extra)
+    assert not diyfa.flash_attention_varlen(**none).any()
+
+
+def test_the_private_varlen_forward_takes_pages() -> None:
+    """As vLLM-like callers use it: block_table and seqused_k by position or name, no autograd."""
+    given = packed()
+    out, lse, dmask, _ = _flash_attn_varlen_forward(
+        given["q"], given["k"], given["v"], given["cu_seqlens_q"], torch.zeros(3, dtype=torch.int32), 5, 33, 0.0, 0.25,
+        True, block_table=given["block_table"], seqused_k=given["seqused_k"],
+    )  # fmt: skip
+    want, want_lse = diyfa.flash_attention_varlen(**given, return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and dmask.numel() == 0
+
+
+def test_packed_keys_without_pages() -> None:
+    """seqused_k and out serve packed keys, too: the same as cutting the sequences."""
+    given = packed(block_table=None, k=torch.randn(40, HK, D), v=torch.randn(40, HK, D))
+    given |= {"cu_seqlens_k": torch.tensor([0, 12, 40], dtype=torch.int32), "seqused_k": torch.tensor([9, 28]).int()}
+    got = diyfa.flash_attention_varlen(**given)
+    rows = [slice(0, 9), slice(12, 40)]
+    k, v = (torch.cat([given[name][r] for r in rows]) for name in ("k", "v"))
+    plain = given | {
+        "k": k,
+        "v": v,
+        "cu_seqlens_k": torch.tensor([0, 9, 37]).int(),
+        "seqused_k": None,
+        "block_table": None,
+    }
+    torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
+
+
+def test_the_kernels_are_listed() -> None:
+    assert diyfa.kernels_for("cpu", "kvcache_fwd") == ["split_kv"]
+    assert diyfa.kernels_for("cpu", "kvcache_append") == ["append"]
+
+
+# ---- The mode ---------------------------------------------------------------------------------------------------
+
+
+def test_the_mode_belongs_to_its_thread_and_nests() -> None:
+    seen = []
+    with diyfa.batch_invariant(), diyfa.batch_invariant():
+        thread = threading.Thread(target=lambda: seen.append(registry.is_batch_invariant()))
+        thread.start()
+        thread.join()
+        seen.append(registry.is_batch_invariant())
+    assert seen == [False, True] and not registry.is_batch_invariant()
+
+
+def test_the_mode_chooses_its_kernel() -> None:
+    x = torch.randn(1, 2, 9, 16)
+    with diyfa.batch_invariant():
+        assert diyfa.explain(x, x, x).kernel == "split_kv"
+        with pytest.raises(ValueError, match="split_kv runs a forward pass"):
+            diyfa.flash_attention(x, x, x, variant="v2")
+    with pytest.raises(ValueError, match=r"inside diyfa\.batch_invariant\(\) only"):
+        diyfa.flash_attention(x, x, x, variant="split_kv")
+    assert diyfa.explain(x, x, x).kernel == "v2"
+
+
+@pytest.mark.parametrize("extra", [
+    {"attn_bias": torch.zeros(9, 9)}, {"dropout_p": 0.5}, {"seq_lens": torch.tensor([9], dtype=torch.int32)},
+])  # fmt: skip
+def test_the_mode_refuses_what_a_cache_has_not(extra: dict[str, Any]) -> None:
+    x = torch.randn(1, 2, 9, 16)
+    with diyfa.batch_invariant(), pytest.raises(ValueError, match=f"takes no {next(iter(extra))}"):
+        diyfa.flash_attention(x, x, x, **extra)
+
+
+def test_a_repeated_call_follows_the_mode() -> None:
+    """Plans of inside and outside are two, forward and backward."""
+    q, k = torch.randn(1, 40, 2, 16), torch.randn(1, 90, 2, 16)
+    with torch.enable_grad():
+        leaf = q.clone().requires_grad_()
+        outside = [diyfa.flash_attn_func(leaf, k, k) for _ in range(3)][-1]
+        with diyfa.batch_invariant():
+            inside = [diyfa.flash_attn_func(leaf, k, k) for _ in range(3)][-1]
+            alone = diyfa.flash_attn_func(leaf[:, 7:8], k, k)
+        for out in (outside, inside):
+            assert torch.autograd.grad(out.sum(), leaf)[0].isfinite().all()
+    assert torch.equal(inside[:, 7:8], alone)
+    assert not torch.equal(outside, inside)

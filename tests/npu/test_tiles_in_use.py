@@ -1,0 +1,313 @@
+"""Which tile a call gets: one that is asked for, one that was tuned, the table's, or the conservative one where the
+compiler does not take that. Kernels run in the interpreter; refusals of the compiler are planted."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import diyfa
+from diyfa.backends.npu.compiler import specs
+from diyfa.backends.npu.tables import asked, configs
+from diyfa.problem import Launch
+from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
+
+A2 = "Ascend910B3"
+CASE = AttentionCase("small", seqlen_q=70, seqlen_k=90, head_dim=16, causal=True)
+OVERFLOW = "loc(...): error: ub overflow, requires 2400000 bits while 1572864 bits avaliable"
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch, npu: torch.device):
+    """The module under test, with nothing remembered."""
+    module = importlib.import_module("diyfa.backends.npu.runtime.tiles")
+    monkeypatch.setattr(module, "_refused", {})
+    monkeypatch.delenv(asked.VARIABLE, raising=False)
+    monkeypatch.setattr(module.compiler, "compiler_version", lambda: "0.1.0 (e4e2ba9841d1 2026-01-16)")
+    return module
+
+
+def shape_of(launch: Launch) -> tuple[int, int]:
+    """Query rows and keys of its tile."""
+    constants = launch.constants["c"]
+    return constants.block_m, constants.block_n
+
+
+class Compiler:
+    """Runs launches of tiles that it takes, and raises what triton-ascend raises for others."""
+
+    def __init__(self, run: Callable[[Launch], None], takes: Callable[[str, str], bool]) -> None:
+        self.run, self.takes = run, takes
+        self.tried: list[tuple[str, str]] = []  # kernel, tile
+
+    def __call__(self, launch: Launch) -> None:
+        from triton.compiler.errors import MLIRCompilationError
+
+        kernel = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel").removeprefix("bwd_")
+        tile = "{}x{}".format(*shape_of(launch))
+        self.tried.append((kernel, tile))
+        if not self.takes(kernel, tile):
+            raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
+        self.run(launch)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tiles) -> Callable[..., Compiler]:
+    """Installs a compiler that takes what it is told to."""
+
+    def install(takes: Callable[[str, str], bool]) -> Compiler:
+        planted = Compiler(tiles.run, takes)
+        monkeypatch.setattr(tiles, "run", planted)
+        return planted
+
+    return install
+
+
+def run(case: AttentionCase, npu: torch.device) -> None:
+    """Forward and gradients, against the reference."""
+    assert_within_budget(run_case(attention_function(case), make_inputs(case, npu)), case)
+
+
+# --- DIYFA_NPU_TILE ---------------------------------------------------------------------------------------------------
+
+
+def test_tiles_by_name() -> None:
+    every = asked.parse("64x128")
+    assert set(every) == set(asked.KERNELS) and set(every.values()) == {(64, 128, None)}
+    assert asked.parse("fwd=64x128x2, dq=32x16") == {"fwd": (64, 128, 2), "dq": (32, 16, None)}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("64", "'64' is no tile"),
+        ("64x", "'64x' is no tile"),
+        ("64x128x2x2", "is no tile"),
+        ("-64x64", "is no tile"),
+        ("fwd=", "'' is no tile"),
+        ("fwd=64x64,", "'' is no tile"),
+        ("forward=64x64", "there is no kernel 'forward', but fwd, dq, dkdv, dbias"),
+        ("64x100", "100 keys: the cube unit takes multiples of 16"),
+        ("0x64", "0 rows"),
+        ("2048x64", "at most 1024"),
+        ("64x64x0", "0 workspace buffers"),
+        ("fwd=64x64,fwd=32x32", "fwd is named twice"),
+        ("64x64,dq=32x32", "dq is named twice"),
+    ],
+)
+def test_what_names_no_tile(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match="DIYFA_NPU_TILE") as caught:
+        asked.parse(text)
+    assert reason in str(caught.value) and "fwd=64x128,dq=64x64" in str(caught.value)
+
+
+def test_a_wrong_name_is_refused_before_any_launch(npu: torch.device, compiler, monkeypatch) -> None:
+    planted = compiler(lambda kernel, tile: True)
+    monkeypatch.setenv(asked.VARIABLE, "64*64")
+    with pytest.raises(ValueError, match="is no tile"):
+        run(CASE, npu)
+    assert planted.tried == []
+
+
+def test_an_asked_tile_is_launched_and_explained(npu: torch.device, compiler, monkeypatch) -> None:
+    planted = compiler(lambda kernel, tile: True)
+    monkeypatch.setenv(asked.VARIABLE, "fwd=32x48,dkdv=16x32")
+    run(CASE, npu)
+    table = configs.attention_tile(specs.example(A2, head_dim=16, window_right=0), "dq")
+    assert planted.tried == [("fwd", "32x48"), ("dkdv", "16x32"), ("dq", f"{table.block_m}x{table.block_n}")]
+    q = torch.empty(1, 2, 32, 16, dtype=torch.float16, device=npu)
+    assert "block_m=32, block_n=48" in str(diyfa.explain(q, q, q))
+
+
+def test_keys_that_fill_the_table_s_tile_but_not_the_asked_one(npu: torch.device, tiles, monkeypatch) -> None:
+    """There the table's kernel has no mask; one with 48 keys needs it for the last tile."""
+    case = AttentionCase("even", seqlen_q=20, seqlen_k=512, heads=1, head_dim=16)
+    problem = specs.example(A2, head_dim=16, seqlen_k=512)
+    assert configs.attention_key(problem, "fwd").mode == "even"
+    monkeypatch.setenv(asked.VARIABLE, "16x48")
+    run(case, npu)
+
+
+def test_an_asked_tile_that_does_not_compile_is_not_replaced(npu: torch.device, compiler, monkeypatch) -> None:
+    planted = compiler(lambda kernel, tile: False)
+    monkeypatch.setenv(asked.VARIABLE, "96x96")
+    with pytest.raises(RuntimeError, match=r"the tile 96x96 of attention fwd .*ub overflow: needs 292 KiB of 192") as e:
+        run(CASE, npu)
+    assert "DIYFA_NPU_TILE asks for this tile" in str(e.value) and planted.tried == [("fwd", "96x96")]
+
+
+# --- the conservative tile --------------------------------------------------------------------------------------------
+
+
+def test_the_conservative_tile_takes_the_place_of_one_that_does_not_compile(npu: torch.device, compiler) -> None:
+    """Once warned of for each kernel, then without a word; equal calls then use the same tile at once."""
+    planted = compiler(lambda kernel, tile: kernel == "dkdv" or tile == "64x64")
+    with pytest.warns(RuntimeWarning) as caught:
+        run(CASE, npu)
+    told = [str(w.message) for w in caught if "conservative" in str(w.message)]
+    assert len(told) == 2
+    for text, kernel in zip(told, ("fwd", "dq"), strict=True):
+        assert f"attention {kernel} (float16, D = 16, causal) does not compile" in text
+        for part in ("0.1.0 (e4e2ba9841d1 2026-01-16)", "needs 292 KiB of 192", "64x64", "diyfa tune --head-dim 16"):
+            assert part in text
+        assert f"DIYFA_NPU_TILE={kernel}=64x64" in text
+    assert [kernel for kernel, _ in planted.tried] == ["fwd", "fwd", "dkdv", "dq", "dq"]
+    planted.tried.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run(CASE, npu)
+    assert [tile for kernel, tile in planted.tried if kernel != "dkdv"] == ["64x64"] * 2 and len(planted.tried) == 3
+
+
+def test_another_variant_of_the_kernel_keeps_its_tile(npu: torch.device, compiler) -> None:
+    """What was refused is a compiled kernel; which tile another call gets does not depend on what came before."""
+    refused = []
+
+    def takes(kernel: str, tile: str) -> bool:
+        if not refused:
+            refused.append(tile)
+            return False
+        return True
+
+    planted = compiler(takes)
+    with pytest.warns(RuntimeWarning, match="conservative"):
+        run(CASE, npu)
+    planted.tried.clear()
+    run(AttentionCase("other", seqlen_q=20, seqlen_k=30, head_dim=16, causal=True, softcap=5.0), npu)
+    assert ("fwd", "64x64") not in planted.tried
+
+
+def test_both_reasons_where_nothing_compiles(npu: torch.device, compiler, monkeypatch, tiles) -> None:
+    planted = compiler(lambda kernel, tile: False)
+    monkeypatch.setattr(tiles.compiler, "compiler_version", lambda: "")
+    for _ in range(2):  # nothing is remembered that did not work
+        planted.tried.clear()
+        with pytest.raises(RuntimeError, match="conservative tile does not compile either: the tile 64x64") as caught:
+            run(CASE, npu)
+        assert len(planted.tried) == 2 and str(caught.value).count("ub overflow") == 2
+        assert "set_env.sh" in str(caught.value)
+
+
+def test_what_goes_wrong_on_the_device_is_raised(npu: torch.device, compiler, tiles, monkeypatch) -> None:
+    launched = []
+
+    def crash(launch: Launch) -> None:
+        launched.append(launch)
+        raise RuntimeError("The device execution failed: aicore exception, error code 507015")
+
+    monkeypatch.setattr(tiles, "run", crash)
+    with pytest.raises(RuntimeError, match="aicore exception"):
+        run(CASE, npu)
+    assert len(launched) == 1 and not tiles._refused
+
+
+def test_what_is_remembered_is_bounded(npu: torch.device, compiler, tiles, monkeypatch) -> None:
+    monkeypatch.setattr(tiles, "MOST_REFUSED", 2)
+    compiler(lambda kernel, tile: kernel != "fwd" or tile == "64x64")
+    with pytest.warns(RuntimeWarning):
+        for head_dim in (16, 24, 32, 40):
+            q = torch.empty(1, 1, 20, head_dim, dtype=torch.float16, device=npu)
+            diyfa.flash_attention(q, q, q)
+    assert len(tiles._refused) == 2
+
+
+def every_key() -> Iterator[tuple[str, str, int, str]]:
+    for key in configs.ATTENTION_TILES:
+        yield key.kernel, {2: "float16", 4: "float32"}[key.width], key.head_dim, key.mode
+
+
+def test_the_conservative_tile_of_each_row() -> None:
+    """No larger than the table's, and it needs no mask where the table's needs none."""
+    for kernel, dtype, head_dim, mode in every_key():
+        for arch in (A2, "Ascend950PR_9589"):
+            problem, _ = specs.case_of(arch, {**specs.mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
+            tile, even = configs.conservative_tile(problem, kernel), configs.candidates(problem, kernel)[0]
+            assert configs.fits(tile, problem, kernel) and configs.candidates(problem, kernel)[-1] == tile
+            if mode == "even":
+                assert even.block_n % tile.block_n == 0 or kernel == "dkdv", (arch, kernel, dtype, head_dim)
+
+
+# --- tuned tiles ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path, tiles):
+    """The NPU's tuner with a device and a timer of its own: fewer scores take less time."""
+    from diyfa.backends.npu.runtime import tune
+
+    monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
+    launched: list[Launch] = []
+    plain = tiles.run
+
+    def timer(call: Callable[[], None]) -> float:
+        call()
+        launch = launched[-1]
+        rows, keys = shape_of(launch)
+        return rows * keys + launch.options["set_workspace_multibuffer"]
+
+    def noted(launch: Launch) -> None:
+        launched.append(launch)
+        plain(launch)
+
+    monkeypatch.setattr(tiles, "run", noted)
+    tuner = tune.Tuner(timer, device=lambda: (0, "Ascend910B3"), rounds=1)
+    monkeypatch.setattr(tiles, "tuner", tuner)
+    tuner.launched = launched
+    return tuner
+
+
+def test_a_call_uses_what_was_tuned_and_measures_nothing_itself(npu: torch.device, tuner) -> None:
+    case = AttentionCase("tuned", seqlen_q=20, seqlen_k=40, heads=1, head_dim=16)
+    run(case, npu)
+    assert len(tuner.launched) == 3 and tuner.stored() == []  # preprocess has no tile
+    with tuner.measuring():
+        run(case, npu)
+    assert {tile.kernel for tile in tuner.stored()} == {"attention_fwd", "attention_dkdv", "attention_dq"}
+    best = {tile.kernel.removeprefix("attention_"): tile.config for tile in tuner.stored()}
+    tuner.launched.clear()
+    run(case, npu)
+    for launch, kernel in zip(tuner.launched, ("fwd", "dkdv", "dq"), strict=True):
+        assert shape_of(launch) == (best[kernel]["block_m"], best[kernel]["block_n"]), kernel
+    assert tuner.clear() == 3
+
+
+def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch) -> None:
+    """Where the table's tile does not, and without a word: it is not in use any more."""
+    noted, conservative = tiles.run, (64, 64)
+
+    def refusing(launch: Launch) -> None:
+        if shape_of(launch) != conservative:
+            from triton.compiler.errors import MLIRCompilationError
+
+            raise MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW)
+        noted(launch)
+
+    monkeypatch.setattr(tiles, "run", refusing)
+    q = torch.zeros(1, 1, 20, 16, dtype=torch.float16, device=npu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with tuner.measuring():
+            diyfa.flash_attention(q, q, q)
+        diyfa.flash_attention(q, q, q)
+    (kept,) = tuner.stored()
+    assert (kept.config["block_m"], kept.config["block_n"]) == conservative
+
+
+def test_a_deterministic_call_is_not_tuned(npu: torch.device, tuner) -> None:
+    q = torch.zeros(1, 1, 20, 16, dtype=torch.float16, device=npu)
+    with tuner.measuring():
+        diyfa.flash_attention(q, q, q, deterministic=True)
+    assert tuner.stored() == [] and len(tuner.launched) == 1
+
+
+def test_an_asked_tile_comes_before_a_tuned_one(npu: torch.device, tuner, monkeypatch) -> None:
+    q = torch.zeros(1, 1, 20, 16, dtype=torch.float16, device=npu)
+    with tuner.measuring():
+        diyfa.flash_attention(q, q, q)
+    monkeypatch.setenv(asked.VARIABLE, "fwd=16x80")
+    diyfa.flash_attention(q, q, q)
+    assert shape_of(tuner.launched[-1]) == (16, 80)

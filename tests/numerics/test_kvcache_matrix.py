@@ -1,0 +1,166 @@
+"""Every case of `kvcache_cases.py` on every backend with a kernel for it, against the float64 reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kvcache_cases import KVCACHE_CASES, CacheCase, assert_appended, assert_in_budget, run_case
+from refusals import refusal
+from targets import TARGETS
+
+import diyfa
+from diyfa import registry, testing
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations
+
+BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def _check(backend: str, case: CacheCase) -> None:
+    target = TARGETS[backend]
+    with registry.use_backend(target.backend), poisoned_allocations():
+        out, lse, k_cache, v_cache = run_case(case, target.device)
+    assert_in_budget(case, out, lse)
+    assert_appended(case, k_cache, v_cache)
+
+
+@pytest.mark.parametrize("combination", [(b, name) for b in BACKENDS for name in KVCACHE_CASES], ids="-".join)
+def test_kvcache(combination: tuple[str, str]) -> None:
+    backend, name = combination
+    target = TARGETS[backend]
+    reason = refusal(backend, registry.load_backend(backend).arch(torch.device(target.device)), "auto", name)
+    if reason is None:
+        _check(backend, KVCACHE_CASES[name])
+        return
+    with registry.use_backend(target.backend), pytest.raises(ValueError, match="cannot run") as error:
+        run_case(KVCACHE_CASES[name], target.device)
+    assert reason in str(error.value)
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> CacheCase:
+    """Any lengths in pages of any size, in any order."""
+    batch = draw(st.integers(1, 4))
+    page_size = draw(st.sampled_from((0, 1, 2, 5, 16, 48)))
+    added = draw(st.integers(0, 3))
+    lens = tuple(draw(st.integers(0, 70)) for _ in range(batch))
+    shared = draw(st.integers(0, min(lens) // page_size)) if page_size else 0
+    return CacheCase(
+        "drawn", lens, draw(st.integers(1, 5)), added, heads=4, heads_kv=draw(st.sampled_from((1, 2))), head_dim=16,
+        dtype=draw(st.sampled_from(("float16", "float32"))), page_size=page_size, shared=shared,
+        spare=draw(st.integers(0, 20)) + (not any(lens) and not added), causal=draw(st.booleans()),
+        window=draw(st.sampled_from(((-1, -1), (6, 2)))), num_splits=draw(st.integers(0, 4)),
+        seed=draw(st.integers(0, 2**20)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drawn_page_tables(backend: str) -> None:
+    examples = 5 if TARGETS[backend].interpreted else 40
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(drawn_cases())
+    def check(case: CacheCase) -> None:
+        _check(backend, case)
+
+    check()
+
+
+# ---- The mode diyfa.batch_invariant -----------------------------------------------------------------------------
+
+H, HK, D = 4, 2, 32
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "features": {"window": (40, 0), "softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+}
+
+
+def _sequences() -> list[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randn((n, heads, D), generator=generator).to(torch.bfloat16) for heads in (H, HK, HK))
+        for n in (70, 1, 130, 65, 64)
+    ]
+
+
+def _as_trained(options: dict[str, Any], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """out (n, H, D) and lse (H, n) of every sequence, from one training forward."""
+    sequences = _sequences()
+    q, k, v = (torch.cat(x).to(device).requires_grad_() for x in zip(*sequences, strict=True))
+    lens = [len(x) for x, *_ in sequences]
+    offsets = torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
+    with torch.enable_grad():
+        out, lse = diyfa.flash_attention_varlen(
+            q, k, v, offsets, offsets, max(lens), max(lens), return_lse=True, **options
+        )
+    assert out.requires_grad
+    out, lse = out.detach().cpu(), lse.detach().cpu()
+    return list(zip(out.split(lens), lse.split(lens, 1), strict=True))
+
+
+def _drawn_batch(rng: random.Random, options: dict[str, Any], device: str) -> Iterator[tuple[int, int, Any, Any]]:
+    """For each row of a batch of some sequences: which sequence, how many last queries, and their out and lse."""
+    sequences = _sequences()
+    chosen = [rng.randrange(len(sequences)) for _ in range(rng.randint(1, 3))]
+    lens = [len(sequences[s][0]) for s in chosen]
+    new = rng.randint(1, min(*lens, 5))
+    page_size = rng.choice((0, 1, 16, 64))
+    columns = max(-(-n // page_size) for n in lens) if page_size else 0
+    shape = (columns * len(chosen) + 1, page_size) if page_size else (len(chosen), max(lens))
+    caches = [torch.full((*shape, HK, D), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
+    pages = rng.sample(range(shape[0]), columns * len(chosen)) if page_size else []
+    table = torch.tensor(pages, dtype=torch.int32).reshape(len(chosen), columns)
+    for b, s in enumerate(chosen):
+        for cache, x in zip(caches, sequences[s][1:], strict=True):
+            for j in range(lens[b]):
+                cache[(int(table[b, j // page_size]), j % page_size) if page_size else (b, j)] = x[j]
+    q = torch.stack([sequences[s][0][len(sequences[s][0]) - new :] for s in chosen])
+    given = {"block_table": table.to(device)} if page_size else {}
+    out, lse = diyfa.flash_attn_with_kvcache(
+        *(x.to(device) for x in (q, *caches)), cache_seqlens=torch.tensor(lens, dtype=torch.int32).to(device),
+        num_splits=rng.randint(0, 4), return_softmax_lse=True, causal=options.get("causal", False),
+        window_size=options.get("window", (-1, -1)), softcap=options.get("softcap", 0.0), sinks=options.get("sinks"),
+        **given,
+    )  # fmt: skip
+    for b, s in enumerate(chosen):
+        yield s, new, out[b].cpu(), lse[b].cpu()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_do_not_depend_on_their_batch(backend: str, name: str) -> None:
+    """Bitwise: the batch, the number of new tokens, pages, splits; and equal to the training forward."""
+    target, rng = TARGETS[backend], random.Random(0)
+    options = {key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
+    with registry.use_backend(target.backend), diyfa.batch_invariant():
+        trained = _as_trained(options, target.device)
+        for _ in range(2 if target.interpreted else 50):
+            for s, new, out, lse in _drawn_batch(rng, options, target.device):
+                want, want_lse = trained[s]
+                assert torch.equal(out, want[len(want) - new :])
+                assert torch.equal(lse, want_lse[:, len(want) - new :])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_mode_is_as_exact_and_may_be_differentiated(backend: str) -> None:
+    """A training step in the mode: results in the error budget, gradients as outside."""
+    target = TARGETS[backend]
+    case = AttentionCase("invariant", seqlen_q=70, seqlen_k=90, heads=4, heads_kv=2, causal=True, sinks=True)
+    with torch.enable_grad():
+        with registry.use_backend(target.backend), diyfa.batch_invariant(), poisoned_allocations():
+            results = testing.run_case(testing.attention_function(case), make_inputs(case, target.device))
+        assert_within_budget(results, case, target.oracle_device)
