@@ -20,7 +20,7 @@ import torch
 
 import diyfa
 from diyfa.bench.record import environment
-from diyfa.bench.timing import quantiles_of, synchronize, time_calls
+from diyfa.bench.timing import device_module, quantiles_of, synchronize, time_calls
 from diyfa.bench.work import BACKWARD_FACTOR, attention_flops, tflops
 from diyfa.cli.first_run_cases import OperatorCase
 from diyfa.integrations.npu_fusion_arguments import compressed_mask, fusion_attention_arguments
@@ -45,8 +45,9 @@ def answer(**what: Any) -> None:
 def first_line(error: BaseException) -> str:
     """What went wrong, in one line: of a compiler's message the line that says what."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("///")] or [""]
-    telling = [line for line in lines if "overflow" in line or "rror:" in line]
-    return f"{type(error).__name__}: {' '.join((telling or lines)[0].split())[:400]}"
+    telling = [line for line in lines if "rror:" in line and "encounters error:" not in line]
+    telling = [line for line in lines if "overflow" in line] or telling or lines
+    return f"{type(error).__name__}: {' '.join(telling[0].split())[:400]}"
 
 
 # ---- numerics ----------------------------------------------------------------------------------------------------
@@ -54,7 +55,8 @@ def first_line(error: BaseException) -> str:
 
 def _case(fields: dict[str, Any]) -> AttentionCase:
     """An AttentionCase that went through JSON, where tuples become lists."""
-    return AttentionCase(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return AttentionCase(**given)
 
 
 def numerics(device: torch.device, case: dict[str, Any], variant: str = "auto") -> Iterator[Row]:
@@ -81,7 +83,7 @@ def determinism(device: torch.device, case: dict[str, Any]) -> Iterator[Row]:
         yield {**row, "status": "error", "reason": first_line(error)}
         raise
     pairs = zip(first._fields, first, second, strict=True)
-    differ = [name for name, a, b in pairs if a is not None and not torch.equal(a, b)]
+    differ = [name for name, a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
     yield {**row, "status": "FAIL" if differ else "pass", "reason": f"differ: {differ}" if differ else ""}
 
 
@@ -195,13 +197,15 @@ class Timed:
     def passes(self) -> dict[str, Callable[[], Any]]:
         """The two passes of diyfa. Nothing is launched before."""
 
+        q, k, v = self.leaves
+
         def forward() -> None:
             with torch.no_grad():
-                diyfa.flash_attention(*self.leaves, self.causal)
+                diyfa.flash_attention(q, k, v, self.causal)
 
         @cache
         def output() -> Any:
-            return diyfa.flash_attention(*self.leaves, self.causal)
+            return diyfa.flash_attention(q, k, v, self.causal)
 
         def backward() -> Any:
             return torch.autograd.grad(output(), self.leaves, self.dout, retain_graph=True)
@@ -225,7 +229,8 @@ def dtype(device: torch.device, **size: Any) -> Iterator[Row]:
 
 def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
     """The two passes of `torch_npu.npu_fusion_attention` on the same tensors."""
-    arguments = fusion_attention_arguments(*leaves, causal)
+    q, k, v = leaves
+    arguments = fusion_attention_arguments(q, k, v, causal)
     out = vendors_operator(**arguments)[0]
     dout = torch.randn(out.shape).to(out.dtype).to(out.device)
 
@@ -282,7 +287,7 @@ def tiles(device: torch.device, without: list[dict[str, Any]] | None = None, **s
 
 # ---- the process -------------------------------------------------------------------------------------------------
 
-KINDS = {
+KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "numerics": numerics, "determinism": determinism, "operator": operator, "dtype": dtype, "speed": speed,
     "tiles": tiles,
 }  # fmt: skip
@@ -320,7 +325,7 @@ def main() -> int:
     """Do the steps that come, until there are no more or this process should not go on."""
     import torch_npu  # noqa: F401  # registers the device where autoloading is off
 
-    device = torch.device("npu", torch.npu.current_device())
+    device = torch.device("npu", device_module(torch.device("npu")).current_device())
     chip = asdict(diyfa.detect_npu(device.index or 0))
     chip["arch"] = chip["arch"].value
     answer(ready={**environment(device), "chip": chip})
