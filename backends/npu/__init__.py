@@ -15,14 +15,23 @@ import torch
 from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
-from diyfa.problem import AttentionProblem, CompileReport, Kernel, MatmulProblem, Tuning, refuse_features
+from diyfa.problem import (
+    AttentionProblem,
+    CompileReport,
+    Kernel,
+    KVCacheProblem,
+    MatmulProblem,
+    Tuning,
+    refuse_features,
+)
 
 FEATURES = frozenset(
     {
         "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa",
-        "head_dim_v",
+        "head_dim_v", "batch_invariant",
     }
 )  # fmt: skip
+SPLIT_KV_FEATURES = FEATURES - {"seq_lens", "attn_bias", "dropout"}
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 _triton_checked = False
@@ -56,13 +65,39 @@ def _launcher(module: str, function: str) -> Callable[..., Any]:
     return lambda *args: getattr(_kernel_module(module), function)(*args)
 
 
-def _attention_unsupported(problem: AttentionProblem) -> str | None:
+def _shape_unsupported(problem: AttentionProblem | KVCacheProblem) -> str | None:
     if problem.dtype not in ELEMENT_BYTES:
         return f"Ascend NPUs have no {problem.dtype} matrix product: use one of {', '.join(ELEMENT_BYTES)}"
     widest, most = max(problem.head_dim, problem.head_dim_v), configs.HEAD_DIM_CLASSES[-1]
     if widest > most:
         return f"head_dim {widest} is beyond {most}, the most that the tile table covers"
-    return configs.always_mask_unfit(problem) or refuse_features(problem, FEATURES, "the npu backend")
+    return configs.always_mask_unfit(problem)
+
+
+def _attention_unsupported(problem: AttentionProblem) -> str | None:
+    return _shape_unsupported(problem) or refuse_features(problem, FEATURES, "the npu backend")
+
+
+def _fwd_unsupported(problem: AttentionProblem) -> str | None:
+    if problem.batch_invariant:
+        return "its tiles follow the shape of the call, so it is not batch invariant: split_kv is"
+    return _attention_unsupported(problem)
+
+
+def _split_kv_unsupported(problem: AttentionProblem) -> str | None:
+    if not problem.batch_invariant:
+        return "split_kv computes a forward pass in diyfa.batch_invariant() only"
+    return _shape_unsupported(problem) or refuse_features(problem, SPLIT_KV_FEATURES, "split_kv")
+
+
+def _kvcache_unsupported(problem: KVCacheProblem) -> str | None:
+    if problem.cache_dtype != problem.dtype:
+        return f"the npu kernels read no cache of {problem.cache_dtype}: 910B and 910_93 have no such type"
+    return _shape_unsupported(problem)
+
+
+def _append_unsupported(problem: KVCacheProblem) -> str | None:
+    return "new keys come with queries in (B, Sq, H, D)" if problem.varlen else _kvcache_unsupported(problem)
 
 
 def _matmul_unsupported(problem: MatmulProblem) -> str | None:
@@ -86,7 +121,7 @@ class NPUBackend:
             "attention_fwd",
             "FlashAttention-2: query tiles over one loop of keys, persistent on the cube cores",
             _launcher("attention.fwd", "attention_fwd"),
-            _attention_unsupported,
+            _fwd_unsupported,
             configs.fwd_tile,
         ),
         Kernel(
@@ -94,8 +129,16 @@ class NPUBackend:
             "attention_fwd",
             "FlashAttention: key/value blocks outermost, the running output in memory, whole heads for each cube core",
             _launcher("attention.fwd_v1", "attention_fwd"),
-            lambda problem: _attention_unsupported(problem) or configs_v1.v1_unsupported(problem),
+            lambda problem: _fwd_unsupported(problem) or configs_v1.v1_unsupported(problem),
             configs_v1.v1_tile,
+        ),
+        Kernel(
+            "split_kv",
+            "attention_fwd",
+            "the cache's kernel with all keys in one split: rows bitwise the same whatever the batch",
+            _launcher("attention.decode", "attention_fwd"),
+            _split_kv_unsupported,
+            configs.batch_invariant_tile,
         ),
         Kernel(
             "v2",
@@ -104,6 +147,21 @@ class NPUBackend:
             _launcher("attention.bwd", "attention_bwd"),
             _attention_unsupported,
             configs.bwd_tiles,
+        ),
+        Kernel(
+            "split_kv",
+            "kvcache_fwd",
+            "the keys of a sequence in splits, persistent on the cube cores, and a kernel that combines them",
+            _launcher("attention.decode", "kvcache_fwd"),
+            _kvcache_unsupported,
+            configs.decode_tile,
+        ),
+        Kernel(
+            "append",
+            "kvcache_append",
+            "one token at a time on the vector cores, rotated on the way",
+            _launcher("attention.append", "kvcache_append"),
+            _append_unsupported,
         ),
         Kernel(
             "persistent",

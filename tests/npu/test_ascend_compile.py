@@ -31,7 +31,7 @@ FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
 TIMEOUT_S = 1500
 # Without matrix products: there is nothing to split between cube and vector cores, or to pipeline.
-VECTOR_KERNELS = ("preprocess", "dsinks", "dbias_rows", "finish", "sum")
+VECTOR_KERNELS = ("preprocess", "dsinks", "dbias_rows", "finish", "sum", "pack", "combine", "append")
 
 
 def _missing() -> str:
@@ -127,6 +127,10 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         "attention_bwd/v2/dbias",
         "attention_bwd/v2/dbias_rows",
         "attention_bwd/v2/dsinks",
+        "kvcache_fwd/split_kv",
+        "kvcache_fwd/split_kv/pack",
+        "kvcache_fwd/split_kv/combine",
+        "kvcache_append/append",
         "matmul/persistent",
     }
 
@@ -146,6 +150,23 @@ def test_every_conservative_tile_compiles_with_the_oldest_compiler() -> None:
     assert not unknown, "\n".join(unknown)
     if oldest.endswith(" 1.0.0"):
         assert all(any(f"{r['kernel']} {r['case']}".startswith(k) for r in failed) for k in known), "remove it"
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("target", [A2, A3])
+def test_decoding_is_bound_and_pipelined(target: str) -> None:
+    """With keys in one piece and in pages of each size, without the table of exceptions."""
+    found = [r for r in reports(target) if r["kernel"] == "kvcache_fwd/split_kv"]
+    for version, head_dim in itertools.product(releases(target), (64, 128) if target == A2 else (128,)):
+        for keys in ("contiguous", *(f"page={size}" for size in (16, 32, 64, 128, 256))):
+            case = f"float16 D={head_dim} {keys} Sq=1 "
+            (one,) = [
+                r
+                for r in found
+                if r["case"].startswith(case) and r["case"].count(" ") == 4 and version in r["compiler"]
+            ]
+            assert "bound, pipeline 4" in one["notes"], _describe(one)
 
 
 @needs_compilers

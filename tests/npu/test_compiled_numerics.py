@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
+from kvcache_cases import CacheCase, assert_appended, assert_in_budget
+from kvcache_cases import run_case as run_cache_case
 from nonfinite import same_nonfinite
 
-from diyfa import triton_matmul
+from diyfa import triton_matmul, use_backend
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     Results,
@@ -93,6 +95,37 @@ def test_v1_forward() -> None:
     results, log = run(case, variant="v1")
     assert_within_budget(results, case)
     assert "_fwd_v1_kernel" in log.launches
+    assert not log.races, "\n".join(log.races)
+
+
+# One and several splits, heads and queries packed together, keys in one piece, in pages and gathered from pages.
+CACHE_CASES = [
+    CacheCase("even-d128", (384, 384), heads=16, heads_kv=2, head_dim=128),
+    CacheCase("page-16", (300, 17), page_size=16, leftpad=(100, 5)),
+    CacheCase("page-128-d64", (500, 0), page_size=128, heads=4, head_dim=64, seqlen_q=4, dtype="bfloat16",
+              num_splits=3),
+    CacheCase("page-3", (70, 5), page_size=3, seqlen_q=2),
+    CacheCase("chunk", (150,), seqlen_q=70, page_size=32, num_splits=1),
+    CacheCase("features", (200, 40), seqlen_q=5, alibi="bh", sinks=True, page_size=64, causal=False, window=(90, 2),
+              softcap=4.0, num_splits=2),
+    CacheCase("latent", (150,), heads=16, head_dim=96, head_dim_v=64, latent=True, page_size=64, dtype="float32"),
+    CacheCase("packed-single", (130, 9), lens_q=(1, 1), heads=6, heads_kv=2, page_size=64, by="used"),
+    CacheCase("append", (20, 33), seqlen_q=3, added=3, rotary=32, page_size=16),
+    CacheCase("append-halves", (20, 33), added=1, rotary=16, head_dim=40, interleaved=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CACHE_CASES, ids=lambda case: case.name)
+def test_kvcache(case: CacheCase) -> None:
+    """Attention over a cache, and appending to it."""
+    from simulators.hivm.launch import compiled_on_cpu
+
+    with compiled_on_cpu() as log, poisoned_allocations(), use_backend("npu"):
+        out, lse, *caches = run_cache_case(case, "cpu")
+    assert_in_budget(case, out, lse)
+    assert_appended(case, *caches)
+    assert "_decode_kernel" in log.launches
+    assert ("_append_kernel" in log.launches) == bool(case.added)
     assert not log.races, "\n".join(log.races)
 
 

@@ -103,9 +103,11 @@ def write_refusals(backends: list[str]) -> None:
     head, *sections = re.split(r"\n(?=# [A-Z]+\n)", FILE.read_text())
     text = {re.match(r"# ([A-Z]+)", section).group(1).lower(): section for section in sections}
     for backend in backends:
-        kept = [line for line in text.get(backend, "").splitlines() if line.startswith(f"{backend}@")]
+        own = text.get(backend, "").splitlines()
+        kept = [line for line in own if line.startswith(f"{backend}@")]
+        cache = [line for line in own if line.startswith(f"{backend} * kvcache_")]  # written by hand
         lines = [f"{backend} {variant} {case}: {reason}" for variant, case, reason in _refused_now(backend)]
-        text[backend] = "\n".join([f"# {backend.upper()}", *kept, *lines, ""])
+        text[backend] = "\n".join([f"# {backend.upper()}", *kept, *lines, *cache, ""])
     FILE.write_text("\n".join([head, *text.values()]))
 
 

@@ -51,7 +51,7 @@ EXCEPTIONS: tuple[GateException, ...] = (
     ),
     GateException(
         _A5,
-        r"^(attention|matmul)",
+        r"^(attention|matmul|kvcache)",
         False,
         0,
         "bishengir-compile-a5 of ascendnpu-ir 1.2.0 binds and pipelines no kernel with matrix products",

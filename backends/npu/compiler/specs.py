@@ -21,8 +21,11 @@ from diyfa.problem import (
     VARLEN,
     AttentionProblem,
     AttentionTensors,
+    KVCacheProblem,
+    KVCacheTensors,
     Launch,
     MatmulProblem,
+    NewKeys,
     example_gradients,
     example_tensors,
 )
@@ -147,6 +150,89 @@ def attention_job(
     launch = launch._replace(constants={"c": replace(launch.constants["c"], always_mask=always_mask)})
     name = "attention_fwd/v2" if kernel == "fwd" else f"attention_bwd/v2/{kernel}"
     return job_of(name, _case(problem, tile, bias, always_mask), launch, problem=problem, step=kernel, tile=tile)
+
+
+def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
+    """A decoding step whose compiled kernels stand for all sizes."""
+    base = KVCacheProblem("npu", target, "float16", "float16", "bshd", 2, 8, 2, 1, 4096, 128, 128, lengths=True)
+    problem = base.replace(**changes)
+    return problem.replace(
+        cache_dtype=problem.dtype,
+        head_dim_v=changes.get("head_dim_v", problem.head_dim),
+        total_q=problem.batch * problem.seqlen_q if problem.varlen else 0,
+    )
+
+
+def kvcache_call(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
+    """(inputs, out, lse) of a call of `problem`, without memory."""
+    empty = partial(torch.empty, device="meta")
+    numbers = partial(empty, dtype=torch.int32)
+    dtype, batch, capacity = getattr(torch, problem.dtype), problem.batch, problem.capacity
+    queries = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
+    pages = -(-capacity // problem.page_size) if problem.paged else 0
+    keys: tuple[int, ...] = (batch * pages, problem.page_size) if problem.paged else (batch, capacity)
+    if problem.packed_keys:
+        keys = (batch * capacity,)
+    tensors = KVCacheTensors(
+        empty((*queries, problem.heads_q, problem.head_dim), dtype=dtype),
+        empty((*keys, problem.heads_kv, problem.head_dim), dtype=dtype),
+        empty((*keys, problem.heads_kv, problem.head_dim_v), dtype=dtype),
+        problem.head_dim**-0.5,
+        length=capacity,
+        seqlens=numbers(batch) if problem.lengths and not problem.packed_keys else None,
+        cu_seqlens_q=numbers(batch + 1) if problem.varlen else None,
+        cu_seqlens_k=numbers(batch + 1) if problem.packed_keys else None,
+        block_table=numbers(batch, pages) if problem.paged else None,
+        cache_batch_idx=numbers(batch) if problem.cache_batch_idx else None,
+        leftpad=numbers(batch) if problem.leftpad else None,
+        alibi_slopes=empty(problem.heads_q) if problem.alibi else None,
+        sinks=empty(problem.heads_q) if problem.sinks else None,
+    )
+    return tensors, empty((*queries, problem.heads_q, problem.head_dim_v), dtype=dtype), empty(problem.lse_shape)
+
+
+def kvcache_jobs_of(problem: KVCacheProblem) -> Iterator[Job]:
+    """The jobs of attention over a cache: the kernel, and what packs its queries and combines its results.
+
+    A kernel that gathers its keys is not gated: ascendnpu-ir 1.2.0 does that on the vector cores and shares nothing
+    between them then (1.1.0 does). It has to compile and fit.
+    """
+    from diyfa.backends.npu.attention import decode
+
+    features = {
+        "window": problem.window_left >= 0 or problem.window_right > 0, "causal": problem.causal,
+        "softcap": problem.softcap, "alibi": problem.alibi, "sinks": problem.sinks, "varlen": problem.varlen,
+        "packed_keys": problem.packed_keys, "leftpad": problem.leftpad, "batch_idx": problem.cache_batch_idx,
+        "batch_invariant": problem.batch_invariant,
+    }  # fmt: skip
+    tile = configs.decode_tile(problem)
+    keys = f"page={problem.page_size}" if problem.paged else "contiguous"
+    used = " ".join([keys, f"Sq={problem.seqlen_q}", *(name for name, there in features.items() if there)])
+    case = f"{problem.dtype} D={problem.head_dim} {used} {tile.block_m}x{tile.block_n}"
+    names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
+    for launch in decode.launches_of(problem, *kvcache_call(problem)):
+        gated = configs.pages_form(problem, tile) != "gathered"
+        yield job_of(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
+
+
+def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
+    """The job of appending to a cache, where `rotated` features of a head are rotated, of keys and queries."""
+    from diyfa.backends.npu.attention import append
+
+    tensors, *_ = kvcache_call(problem)
+    dtype, shape = tensors.q.dtype, (problem.batch, problem.seqlen_q, problem.heads_kv)
+    table = None if not rotated else torch.empty(problem.capacity, rotated // 2, dtype=dtype, device="meta")
+    new = NewKeys(
+        torch.empty(*shape, problem.head_dim, dtype=dtype, device="meta"),
+        None if problem.latent else torch.empty(*shape, problem.head_dim_v, dtype=dtype, device="meta"),
+        table,
+        table,
+        interleaved,
+        tensors.q if rotated else None,
+    )
+    keys = f"page={problem.page_size}" if problem.paged else "contiguous"
+    case = f"{problem.dtype} D={problem.head_dim} {keys} rotated={rotated}{' interleaved' * interleaved}"
+    return job_of("kvcache_append/append", case, append.launch_of(problem, tensors, new))
 
 
 def v1_jobs_of(problem: AttentionProblem) -> tuple[Job, Job]:
@@ -289,6 +375,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     yield from always_masked_jobs(target)
     yield from v1_jobs(target, [dtype for dtype in ELEMENT_BYTES if not (lean and dtype == "bfloat16")])
     yield tutorial_job(target)
+    yield from kvcache_jobs(target, lean)
     yield from helper_jobs(target)
     yield from matmul_jobs(target)
 
@@ -382,6 +469,40 @@ def v1_jobs(target: str, dtypes: Iterable[str]) -> Iterator[Job]:
             yield from (passes for passes, _ in jobs)
             yield jobs[0][1]
     yield from v1_jobs_of(example(target, head_dim=40, head_dim_v=80, window_right=0))
+
+
+# As much of what the decode kernel can do as there is at a time.
+KVCACHE_EXTRAS: dict[str, Any] = {
+    "seqlen_q": 16, "window_left": 256, "window_right": 128, "softcap": 30.0, "alibi": True, "sinks": True,
+    "leftpad": True,
+}  # fmt: skip
+
+
+def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
+    """Attention over a cache: a decoding step with each size of pages, every row of its tile table with all features,
+    with keys in pages and gathered one by one; and appending. `lean`: a few of them."""
+    cases: list[dict[str, Any]] = []
+    for head_dim, page_size in itertools.product((128,) if lean else (64, 128), (0, 16, 32, 64, 128, 256)):
+        cases.append({"head_dim": head_dim, "page_size": page_size})
+    cases += [{"dtype": "bfloat16", "page_size": 128}, {"layout": VARLEN, "page_size": 128}]
+    cases.append({"seqlen_q": 4, "page_size": 64, "window_right": 0})
+    if not lean:
+        for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+            row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
+            cases += [{**row, "page_size": 128}, {**row, "page_size": 1, "batch_invariant": True}]
+        cases += [
+            {"page_size": 1},
+            {"layout": VARLEN, "packed_keys": True, "seqlen_q": 512, "window_right": 0, "batch_invariant": True},
+            {"head_dim": 80, "cache_batch_idx": True},
+        ]
+    for case in cases:
+        yield from kvcache_jobs_of(kvcache_example(target, **case))
+    for dtype, head_dim, page_size, rotated, interleaved in (
+        ("float16", 128, 64, 128, False), ("bfloat16", 128, 0, 128, True), ("float32", 80, 16, 48, True),
+        ("float16", 128, 0, 0, False),
+    ):  # fmt: skip
+        problem = kvcache_example(target, dtype=dtype, head_dim=head_dim, page_size=page_size)
+        yield append_job(problem, rotated, interleaved)
 
 
 def helper_jobs(target: str) -> Iterator[Job]:

@@ -9,6 +9,7 @@ share the work, `pipelined` the depth of the cube-to-vector pipeline; both are r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from diyfa.arch import ELEMENT_BYTES, NPUArch, NPUSpec, npu_spec
 from diyfa.backends.npu.compiler import l0
 from diyfa.backends.npu.tables import asked, tiles
 from diyfa.dropout import drop_threshold
-from diyfa.problem import AttentionProblem, MatmulProblem
+from diyfa.problem import AttentionProblem, KVCacheProblem, MatmulProblem
 
 MEASURED = "compiled 2026-11-21, triton-ascend 3.2.0 + ascendnpu-ir 1.2.0; not timed on a device"
 PREPROCESS_ROWS = 64  # rows of out and dout that one vector program holds at a time, up to 256 features wide
@@ -351,6 +352,62 @@ def conservative_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
     )  # fmt: skip
 
 
+# Tiles of the decode kernel by operand bytes and head-dim class, the largest of a few that compile with all features:
+# (rows, keys), and the same where keys are gathered, which needs more of the unified buffer (ascendnpu-ir 1.2.0 does
+# not share a gather between the vector cores).
+DECODE_SHAPES: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = {
+    (2, 64): ((64, 128), (64, 64)),
+    (2, 128): ((64, 128), (64, 64)),
+    (2, 256): ((64, 64), (32, 64)),
+    (2, 576): ((32, 64), (16, 32)),
+    (4, 64): ((64, 64), (64, 32)),
+    (4, 128): ((64, 64), (64, 32)),
+    (4, 256): ((32, 64), (16, 32)),
+    (4, 576): ((16, 32), (16, 32)),
+}
+DECODE_TASKS = 4  # tasks for each program, unless a split would get shorter than
+DECODE_SPLIT_BLOCKS = 4  # blocks of keys
+DECODE_MOST_SPLITS = 64
+
+
+def decode_tile(problem: KVCacheProblem) -> AttentionTile:
+    """The decode kernel's tile: no more rows than there are, and blocks of keys that lie in one page.
+
+    In the batch invariant mode it hangs on dtype and head dims alone, so it is one for which all pages can be gathered.
+    """
+    whole, gathered = _decode_shapes(problem)
+    if problem.batch_invariant:
+        return AttentionTile(*gathered)
+    least = 32 if family(problem.arch) is NPUArch.A5 else 16  # on blocks of 16 keys its compiler crashes
+    rows, keys = gathered if problem.page_size % least else whole
+    there = _power_of_2(problem.heads_q // problem.heads_kv) * _power_of_2(problem.seqlen_q)
+    if problem.paged and problem.page_size % least == 0:
+        keys = math.gcd(keys, problem.page_size)
+    return AttentionTile(min(rows, max(16, there)), keys)
+
+
+def batch_invariant_tile(problem: AttentionProblem) -> AttentionTile:
+    """The decode kernel's tile for a forward pass in the batch invariant mode."""
+    return AttentionTile(*_decode_shapes(problem)[1])
+
+
+def _decode_shapes(problem: AttentionProblem | KVCacheProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return DECODE_SHAPES[ELEMENT_BYTES[problem.dtype], next(d for d in HEAD_DIM_CLASSES if widest <= d)]
+
+
+def _power_of_2(n: int) -> int:
+    """The least one that is not below `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def pages_form(problem: KVCacheProblem, tile: AttentionTile) -> str:
+    """How the decode kernel loads keys: see `decode.load_keys`."""
+    if not problem.paged:
+        return ""
+    return "gathered" if problem.page_size % tile.block_n else "whole"
+
+
 def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
     """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering; last
     the conservative one, which compiles where none of these does.
@@ -393,7 +450,7 @@ def widest_product(dtype: str) -> int:
     return max(d for d in range(16, HEAD_DIM_CLASSES[-1] + 1, 16) if l0.longest_slice(16, d, ELEMENT_BYTES[dtype]))
 
 
-def always_mask_unfit(problem: AttentionProblem) -> str | None:
+def always_mask_unfit(problem: AttentionProblem | KVCacheProblem) -> str | None:
     """Why every tile cannot be masked, where it is asked for. The 950's table was chosen without: most of its forward
     tiles would overflow the unified buffer (a causal one of D = 64 with 354 KiB of 248)."""
     if ALWAYS_MASK and family(problem.arch) is NPUArch.A5:
@@ -406,7 +463,7 @@ def preprocess_rows(problem: AttentionProblem) -> int:
     return PREPROCESS_ROWS if problem.head_dim_v <= 256 else PREPROCESS_ROWS // 2
 
 
-def softcap_form(problem: AttentionProblem) -> str:
+def softcap_form(problem: AttentionProblem | KVCacheProblem) -> str:
     """How the kernels cap scores: not at all (""), or as `primitives.capped_scores` says."""
     if not problem.softcap:
         return ""
@@ -437,7 +494,9 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
     }
 
 
-def attention_scalars(problem: AttentionProblem, sm_scale: float, dropout_p: float) -> dict[str, float]:
+def attention_scalars(
+    problem: AttentionProblem | KVCacheProblem, sm_scale: float, dropout_p: float
+) -> dict[str, float]:
     """The floats every attention kernel takes, by name. `softcap_minus` is -2 softcap, `softcap_inverse` 1/softcap,
     `softcap_rate` 2 sm_scale / softcap, `keep_threshold` that of `dropout.keep_tile`, `keep_prob` 1 - p; the gradients
     of q and k are multiplied by `grad_scale` at the end: sm_scale / (1 - p), negative with softcap.

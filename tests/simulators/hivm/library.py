@@ -157,6 +157,7 @@ TABLE: dict[str, Function] = {
     **{name: Function(_V, "rrwt", compute) for name, compute in _BINARY.items()},
     **{f"{name}s_vs": Function(_V, "rswt", compute) for name, compute in _BINARY.items()},
     **{f"{name}s_sv": Function(_V, "srwt", compute) for name, compute in _BINARY.items()},
+    "vdiv_vs": Function(_V, "rswt", np.divide),
     **{f"vcmp_{name}": Function(_V, "rrw", compute) for name, compute in _COMPARE.items()},
     **{f"vcmps_{name}": Function(_V, "rsw", compute) for name, compute in _COMPARE.items()},
     **{name: Function(_V, "rwt", compute) for name, compute in _UNARY.items()},
@@ -180,6 +181,8 @@ TABLE: dict[str, Function] = {
         for name, combine in (("sum", np.add), ("max", np.maximum))
         for axes in ("ar", "ra", "r")
     },
+    **{f"deinterleave_channel_{i}_from_2_channels_1d": Function(_V, "rw", lambda x, i=i: x[i::2]) for i in (0, 1)},
+    "interleave_1d": Function(_V, "rrwt", lambda x, y: np.stack((x, y), -1).ravel()),
     "transpose_2d_with_last_axis": Function(_V, "rw", np.transpose),
     "broadcast_scalar": Function(_V, "sw", _fill, whole=True),
     "broadcast_1d": Function(_V, "rw", _same),

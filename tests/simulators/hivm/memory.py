@@ -84,7 +84,8 @@ class Ref:
     def read(self) -> np.ndarray:
         """A copy of the elements: bf16 as float32, i1 as bool."""
         if self.dtype == "i1":
-            return np.unpackbits(self._bits(), bitorder="little")[: self.count].astype(bool)
+            rows = [np.unpackbits(x, bitorder="little")[: self.sizes[-1]] for x in self._rows_of_bits()]
+            return np.array(rows, bool).reshape(self.sizes)
         values = self.view()
         if self.dtype == "bf16":
             return (values.astype(np.uint32) << 16).view(np.float32)
@@ -93,22 +94,32 @@ class Ref:
     def write(self, values: Any) -> None:
         """Store `values`, which broadcast to the sizes; float32 to bf16 rounds to nearest even."""
         if self.dtype == "i1":
-            packed = np.packbits(np.broadcast_to(values, self.sizes).ravel(), bitorder="little")
-            self._bits()[: packed.size] = packed
+            rows = np.broadcast_to(values, self.sizes).reshape(-1, self.sizes[-1])
+            for row, target in zip(rows, self._rows_of_bits(), strict=True):
+                target[:] = np.packbits(row, bitorder="little")
         elif self.dtype == "bf16":
             self.view()[...] = to_bf16(np.asarray(values, np.float32))
         else:
             self.view()[...] = values
 
-    def _bits(self) -> np.ndarray:
-        """Bytes of a one-dimensional mask, first element in the lowest bit."""
-        if len(self.sizes) != 1 or (self.count > 1 and self.strides != (1,)) or self.offset % 8:
-            raise ValueError(f"a mask that is no row of whole bytes: {self} strides {self.strides}")
-        start = self.base + self.offset // 8
-        end = start + (self.count + 7) // 8
-        if start < 0 or end > self.memory.size:
-            raise OutOfBounds(f"{self}: {self.memory.name} has {self.memory.size} bytes")
-        return self.memory.data[start:end]
+    def _rows_of_bits(self) -> list[np.ndarray]:
+        """Bytes of each row of a mask, first element in the lowest bit."""
+        *outer, size = self.sizes
+        *steps, step = self.strides
+        if (
+            (size > 1 and step != 1)
+            or self.offset % 8
+            or any(s % 8 for n, s in zip(outer, steps, strict=True) if n > 1)
+        ):
+            raise ValueError(f"a mask whose rows are not whole bytes: {self} strides {self.strides}")
+        found = []
+        for index in np.ndindex(*outer):
+            start = self.base + (self.offset + sum(i * s for i, s in zip(index, steps, strict=True))) // 8
+            end = start + (size + 7) // 8
+            if start < 0 or end > self.memory.size:
+                raise OutOfBounds(f"{self}: {self.memory.name} has {self.memory.size} bytes")
+            found.append(self.memory.data[start:end])
+        return found
 
     def granules(self) -> Any:
         """Indices (or a slice) of the granules of the memory that the elements lie in."""

@@ -1,0 +1,203 @@
+"""Appending to a cache of keys and values for Ascend, with rotary embedding (Su et al. 2021, arXiv:2104.09864) on the
+way, in place and on the vector cores alone.
+
+A task is one token of one sequence, all heads of its key and value, or of its query. Where the key goes, a page or a
+row of a contiguous cache, is found by scalars; one that goes nowhere has no heads to be stored. Only what is new is
+written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.attention.primitives import block_at, load_tile, narrow, store_tile
+from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
+from diyfa.backends.npu.runtime.launch import addressed, described, device_guard, run, vector_programs
+from diyfa.backends.npu.tables import configs
+from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch, NewKeys
+
+MOST_HEADS = 16  # of a token that a vector program has at a time
+
+
+@dataclass(frozen=True)
+class AppendConstants(Constants):
+    """Constants of the kernel."""
+
+    head_dim_v: int
+    block_dv: int
+    half: int  # half of the features that are rotated
+    block_half: int
+    rest: int  # the others of a key or query
+    block_rest: int
+    heads: int
+    interleaved: bool
+    seqlens: bool
+    paged: bool
+    batch_idx: bool
+    latent: bool
+    interpret: bool
+
+
+@triton.jit
+def load_heads(base, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """[HEADS, BLOCK]: features of a token's heads, zero beyond them."""
+    return load_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), FEATURES != BLOCK)
+
+
+@triton.jit
+def store_heads(base, x, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The opposite of `load_heads`."""
+    store_tile(block_at(base, heads, stride_h, 0, 0, FEATURES, HEADS, BLOCK), x, FEATURES != BLOCK)
+
+
+@triton.jit
+def copy_token(
+    source, target, cos_ptr, sin_ptr, row, rows, count, stride_sh, stride_th, stride_cos, stride_sin,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """`count` heads of one token from `source` to `target`, HEADS at a time, the first 2 · HALF features rotated by row
+    `row` of cos and sin, which have `rows`; beyond those nothing is rotated. REST features follow."""
+    dtype = target.dtype.element_ty
+    WHOLE: tl.constexpr = 2 * HALF
+    BLOCK: tl.constexpr = 2 * c.BLOCK_HALF
+    if HALF > 0:
+        there = tl.where(row < rows, 1, 0)
+        row = tl.minimum(row, rows - 1).to(tl.int64)
+        cos = load_heads(cos_ptr + row * stride_cos, there, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        sin = load_heads(sin_ptr + row * stride_sin, there, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        cos = cos + (1 - there).to(tl.float32)
+    for block in range(tl.cdiv(count, c.HEADS)):
+        h0 = block * c.HEADS
+        heads = tl.minimum(count - h0, c.HEADS)
+        origin = source + h0 * stride_sh.to(tl.int64)
+        end = target + h0 * stride_th.to(tl.int64)
+        if HALF > 0:
+            if c.INTERLEAVED:  # loads of every other feature would waste fifteen sixteenths of the buffer
+                x = load_heads(origin, heads, stride_sh, WHOLE, c.HEADS, BLOCK).to(tl.float32)
+                x0, x1 = tl.split(tl.reshape(x, [c.HEADS, c.BLOCK_HALF, 2]))
+                x = tl.reshape(tl.join(x0 * cos - x1 * sin, x0 * sin + x1 * cos), [c.HEADS, BLOCK])
+                store_heads(end, narrow(x, dtype, c.INTERPRET), heads, stride_th, WHOLE, c.HEADS, BLOCK)
+            else:
+                x0 = load_heads(origin, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
+                x1 = load_heads(origin + HALF, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
+                y0 = narrow(x0 * cos - x1 * sin, dtype, c.INTERPRET)
+                y1 = narrow(x0 * sin + x1 * cos, dtype, c.INTERPRET)
+                store_heads(end, y0, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
+                store_heads(end + HALF, y1, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
+        if REST > 0:
+            x = load_heads(origin + WHOLE, heads, stride_sh, REST, c.HEADS, BLOCK_REST)
+            store_heads(end + WHOLE, x, heads, stride_th, REST, c.HEADS, BLOCK_REST)
+
+
+@kernel
+def _append_kernel(
+    k_new_ptr, v_new_ptr, q_ptr, cos_ptr, sin_ptr, seqlens_ptr, block_table_ptr, batch_idx_ptr,
+    k_ptr, v_ptr, rotated_q_ptr,
+    stride_k_newb, stride_k_newh, stride_k_newm, stride_v_newb, stride_v_newh, stride_v_newm,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_rotated_qb, stride_rotated_qh, stride_rotated_qm, stride_table, stride_cos, stride_sin,
+    batch, heads_q, heads_kv, seqlen_q, seqlen_new, length, capacity, page_size, entries, columns, cos_rows, q_step,
+    c: tl.constexpr,
+):  # fmt: skip
+    """`columns`: pages that a row of block_table names; `entries`: pages or batch entries of the cache. `q_step`: rows
+    of cos from a query to the next one, 1 or 0; `seqlen_q` is 0 where q is not rotated."""
+    for task in range(tl.program_id(0), batch * (seqlen_new + seqlen_q), tl.num_programs(0)):
+        b = task // (seqlen_new + seqlen_q)
+        i = task % (seqlen_new + seqlen_q)
+        start = length
+        if c.SEQLENS:
+            start = tl.load(seqlens_ptr + b)
+        if i < seqlen_new:
+            key = start + i
+            fits = (key >= 0) & (key < capacity)
+            if c.PAGED:
+                column = tl.minimum(tl.maximum(key // page_size, 0), columns - 1)
+                entry = tl.load(block_table_ptr + b.to(tl.int64) * stride_table + column)
+                row = key % page_size
+            else:
+                entry = b
+                if c.BATCH_IDX:
+                    entry = tl.load(batch_idx_ptr + b)
+                row = key
+            fits = fits & (entry >= 0) & (entry < entries)
+            heads = tl.where(fits, heads_kv, 0)
+            entry = tl.where(fits, entry, 0).to(tl.int64)
+            row = tl.where(fits, row, 0).to(tl.int64)
+            copy_token(
+                k_new_ptr + b.to(tl.int64) * stride_k_newb + i.to(tl.int64) * stride_k_newm,
+                k_ptr + entry * stride_kb + row * stride_kn,
+                cos_ptr, sin_ptr, tl.maximum(key, 0), cos_rows, heads, stride_k_newh, stride_kh, stride_cos, stride_sin,
+                c.HALF, c.REST, c.BLOCK_REST, c,
+            )  # fmt: skip
+            if not c.LATENT:
+                copy_token(
+                    v_new_ptr + b.to(tl.int64) * stride_v_newb + i.to(tl.int64) * stride_v_newm,
+                    v_ptr + entry * stride_vb + row * stride_vn,
+                    cos_ptr, sin_ptr, key, cos_rows, heads, stride_v_newh, stride_vh, stride_cos, stride_sin,
+                    0, c.HEAD_DIM_V, c.BLOCK_DV, c,
+                )  # fmt: skip
+        elif c.HALF > 0:
+            query = i - seqlen_new
+            copy_token(
+                q_ptr + b.to(tl.int64) * stride_qb + query.to(tl.int64) * stride_qm,
+                rotated_q_ptr + b.to(tl.int64) * stride_rotated_qb + query.to(tl.int64) * stride_rotated_qm,
+                cos_ptr, sin_ptr, tl.maximum(start + query * q_step, 0), cos_rows, heads_q, stride_qh,
+                stride_rotated_qh, stride_cos, stride_sin,
+                c.HALF, c.REST, c.BLOCK_REST, c,
+            )  # fmt: skip
+
+
+def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch:
+    """The launch that appends `new`, and rotates q where there is a place for it."""
+    half = new.cos.shape[1] if new.cos is not None else 0
+    rest = problem.head_dim - 2 * half
+    seqlen_q = 0 if new.rotated_q is None else problem.seqlen_q
+    seqlen_new = new.k.shape[1]
+    table = tensors.block_table
+    heads = max(problem.heads_kv, problem.heads_q if seqlen_q else 0)
+    values: dict[str, Any] = {
+        **addressed("bshd", k_new=new.k, v_new=new.k if new.v is None else new.v),
+        **addressed("bshd", k=tensors.k_cache, v=tensors.v_cache, q=tensors.q),
+        **addressed("bshd", rotated_q=tensors.q if new.rotated_q is None else new.rotated_q),
+        "cos_ptr": new.cos,
+        "sin_ptr": new.sin,
+        "stride_cos": 0 if new.cos is None else new.cos.stride(0),
+        "stride_sin": 0 if new.sin is None else new.sin.stride(0),
+        "cos_rows": 0 if new.cos is None else new.cos.shape[0],
+        "seqlens_ptr": tensors.seqlens,
+        "block_table_ptr": table,
+        "stride_table": 0 if table is None else table.stride(0),
+        "columns": 0 if table is None else table.shape[1],
+        "batch_idx_ptr": tensors.cache_batch_idx,
+        **{name: getattr(problem, name) for name in ("batch", "heads_q", "heads_kv", "capacity", "page_size")},
+        "seqlen_q": seqlen_q,
+        "seqlen_new": seqlen_new,
+        "length": tensors.length,
+        "entries": tensors.k_cache.shape[0],
+        "q_step": int(problem.window_left >= 0 or problem.window_right >= 0),
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "HALF": half,
+        "BLOCK_HALF": padded_head_dim(half),
+        "REST": rest,
+        "BLOCK_REST": padded_head_dim(rest),
+        "HEADS": min(triton.next_power_of_2(heads), MOST_HEADS),
+        "INTERLEAVED": new.interleaved,
+        "SEQLENS": tensors.seqlens is not None,
+        "PAGED": problem.paged,
+        "BATCH_IDX": tensors.cache_batch_idx is not None,
+        "LATENT": new.v is None,
+        "INTERPRET": INTERPRETED,
+    }
+    grid = vector_programs(problem.arch, tensors.q.device, problem.batch * (seqlen_new + seqlen_q))
+    return described(_append_kernel, AppendConstants, grid, values, configs.family_options(problem.arch))
+
+
+def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> None:
+    """Write `new` to the caches, and the rotated q."""
+    with device_guard(tensors.q):
+        run(launch_of(problem, tensors, new))

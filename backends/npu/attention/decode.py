@@ -1,0 +1,601 @@
+"""Attention over a cache of keys for Ascend: split-KV, as in FlashDecoding (Dao et al. 2023), in one persistent kernel.
+
+A tile of queries is the heads that share a kv head times some queries of one sequence, packed into the rows of one
+product: with one new token there would be one row otherwise. The keys of a sequence are cut into blocks at multiples of
+BLOCK_N, and the blocks into splits. Every (sequence, kv head, split, tile) is a task, and the grid is as large as the
+chip has cube cores. The number of splits comes from what the host knows, the capacity of the cache, so nothing waits
+for lengths that lie on the device. A second kernel combines the splits.
+
+* A block of keys is one load wherever it lies in one piece: in a contiguous cache, in packed keys, in pages that are a
+  multiple of it. Its page comes from one scalar load of the table.
+* Other pages are gathered row by row, which compiles to a copy for each key.
+* A block begins at the first key that counts (`leftpad`) or at a multiple of BLOCK_N and ends with the keys, so what
+  lies outside is neither loaded nor masked one by one.
+
+With one split, the same BLOCK_M and BLOCK_N and keys cut at multiples of BLOCK_N a row of the result is bitwise the
+same whatever else is in the call: it depends on its own query and on its keys in their order. That is the batch
+invariant mode, in which this kernel computes training's forward pass too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.npu.attention.fwd import LOWEST, online_softmax_update
+from diyfa.backends.npu.attention.primitives import (
+    base_of,
+    block_at,
+    capped_scores,
+    dot,
+    dot_add,
+    first_rows,
+    load_row,
+    load_tile,
+    narrow,
+    packed_rows,
+    row_base_of,
+    running_max,
+    store_row,
+    store_tile,
+)
+from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
+from diyfa.backends.npu.runtime.launch import (
+    addressed,
+    cube_programs,
+    described,
+    device_guard,
+    run,
+    vector_programs,
+)
+from diyfa.backends.npu.tables import configs
+from diyfa.backends.npu.tables.configs import AttentionTile
+from diyfa.problem import (
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheProblem,
+    KVCacheTensors,
+    Launch,
+    as_bhsd,
+    as_kvcache,
+)
+
+VECTOR_ROWS = 16  # of a tile that a vector program packs or combines at a time
+
+
+@dataclass(frozen=True)
+class DecodeConstants(Constants):
+    """Constants of the kernel with matrix products."""
+
+    head_dim: int
+    head_dim_v: int
+    block_d: int
+    block_dv: int
+    block_n: int
+    heads: int  # of a tile
+    queries: int  # of each of them
+    has_left: bool
+    has_right: bool  # causal too, but not for one query, which stands at the last key
+    softcap: str
+    alibi: bool
+    sinks: bool
+    always_mask: bool
+    partial: bool
+    varlen: bool
+    seqlens: bool
+    cu_seqlens_k: bool
+    packed_keys: bool
+    pages: str  # see `load_keys`
+    batch_idx: bool
+    leftpad: bool
+    interpret: bool
+
+
+@dataclass(frozen=True)
+class RowConstants(Constants):
+    """Constants of the vector kernels, which work on some rows of a tile of heads and queries at a time."""
+
+    head_dim: int
+    head_dim_v: int
+    block_d: int
+    block_dv: int
+    heads: int
+    queries: int
+    rows: int
+    varlen: bool
+    interpret: bool
+
+
+@triton.jit
+def keys_of(
+    seqlens_ptr, cu_seqlens_k_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
+):  # fmt: skip
+    """Keys of sequence `b` -> (row of packed keys that they begin at, how many are skipped, how many there are)."""
+    start = 0
+    count = length + added
+    if c.CU_SEQLENS_K:
+        start = tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0)
+        count = tl.load(cu_seqlens_k_ptr + b + 1) - start
+    if c.SEQLENS:
+        count = tl.load(seqlens_ptr + b) + added
+    if c.PACKED_KEYS:
+        start = tl.minimum(start, entries)
+        count = tl.minimum(count, entries - start)
+    count = tl.minimum(tl.maximum(count, 0), capacity)
+    first = 0
+    if c.LEFTPAD:
+        first = tl.minimum(tl.maximum(tl.load(leftpad_ptr + b), 0), count)
+    return start, first, count
+
+
+@triton.jit
+def load_keys(
+    base, table_ptr, key0, rows, first, count, page_size, pages, stride_page, stride_n,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_D]: `rows` keys (or values) from `key0` on, zero beyond them, or any other row of the sequence.
+
+    PAGES: "" for keys in one piece, "whole" where they lie in one page, "gathered" where each may lie in another.
+    A table entry that names no page is taken for the nearest one that there is.
+    """
+    if c.PAGES == "gathered":
+        keys = tl.minimum(tl.maximum(tl.arange(0, c.BLOCK_N) + key0, first), count - 1)
+        page = tl.minimum(tl.maximum(tl.load(table_ptr + keys // page_size), 0), pages - 1)
+        offs = page.to(tl.int64) * stride_page + (keys % page_size).to(tl.int64) * stride_n
+        offs_d = tl.arange(0, BLOCK_D)
+        if HEAD_DIM == BLOCK_D:
+            x = tl.load(base + offs[:, None] + offs_d[None, :])
+        else:
+            x = tl.load(base + offs[:, None] + offs_d[None, :], mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        row = key0
+        if c.PAGES == "whole":
+            page = tl.minimum(tl.maximum(tl.load(table_ptr + key0 // page_size), 0), pages - 1)
+            base += page.to(tl.int64) * stride_page
+            row = key0 % page_size
+        base += row.to(tl.int64) * stride_n
+        x = load_tile(block_at(base, rows, stride_n, 0, 0, HEAD_DIM, c.BLOCK_N, BLOCK_D), HEAD_DIM != BLOCK_D)
+    return x
+
+
+@triton.jit
+def queries_of_rows(c: tl.constexpr):
+    """Which query of the tile each row is, fp32 [HEADS * QUERIES]. Without a reshape or a division, which would leave
+    the kernel to one of the two vector cores."""
+    rows = tl.arange(0, c.HEADS * c.QUERIES).to(tl.float32)
+    queries = rows
+    if c.QUERIES == 1:
+        queries = tl.zeros([c.HEADS], tl.float32)
+    else:
+        for head in tl.static_range(1, c.HEADS):
+            queries = tl.where(rows >= head * c.QUERIES, rows - head * c.QUERIES, queries)
+    return queries
+
+
+@triton.jit
+def values_of_rows(ptr, heads, other, c: tl.constexpr):
+    """The value that each row has from its head, [HEADS * QUERIES]; `other` from the first `heads` on."""
+    if c.QUERIES == 1:
+        offs = tl.arange(0, c.HEADS)
+        values = tl.load(ptr + offs, mask=offs < heads, other=other)
+    else:
+        rows = tl.arange(0, c.HEADS * c.QUERIES).to(tl.float32)
+        values = tl.zeros([c.HEADS * c.QUERIES], tl.float32)
+        for head in tl.static_range(c.HEADS):
+            offs = tl.arange(0, 1) + head
+            value = tl.load(ptr + offs, mask=offs < heads, other=other)
+            values = tl.where(rows >= head * c.QUERIES, value, values)
+    return values
+
+
+@triton.jit
+def mask_keys(s, rows, there, distance, window_left, window_right, c: tl.constexpr):
+    """s [BLOCK_M, BLOCK_N] with -inf beyond the `there` keys of the block, the first of which has the position
+    `distance` after the tile's first query, and where a query does not see one; `rows` are the queries."""
+    cols = tl.arange(0, c.BLOCK_N).to(tl.float32)
+    s = tl.where((cols < there.to(tl.float32))[None, :], s, float("-inf"))
+    rel = rows[:, None] - cols[None, :]
+    if c.HAS_RIGHT:
+        s = tl.where(rel >= (distance - window_right).to(tl.float32), s, float("-inf"))
+    if c.HAS_LEFT:
+        s = tl.where(rel <= (distance + window_left).to(tl.float32), s, float("-inf"))
+    return s
+
+
+@kernel
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr,
+    seqlens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr, batch_idx_ptr, leftpad_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om, stride_table, stride_slope_b,
+    sm_scale, softcap, softcap_minus, softcap_rate,
+    batch, heads_q, heads_kv, seqlen_q, total_q, length, added, capacity, page_size, entries,
+    window_left, window_right, splits,
+    c: tl.constexpr,
+):  # fmt: skip
+    """`entries`: pages of the cache, batch entries or packed rows. PARTIAL: out and lse of each split by themselves,
+    for `_combine_kernel`; of rows that see no key in it they are 0 and +inf."""
+    BLOCK_M: tl.constexpr = c.HEADS * c.QUERIES
+    MIXED: tl.constexpr = c.HEADS > 1 and c.QUERIES > 1
+    group = heads_q // heads_kv
+    head_blocks = tl.cdiv(group, c.HEADS)
+    tiles = tl.cdiv(seqlen_q, c.QUERIES) * head_blocks
+    for task in range(tl.program_id(0), batch * heads_kv * splits * tiles, tl.num_programs(0)):
+        tile = task % tiles
+        split = task // tiles % splits
+        hk = task // tiles // splits % heads_kv
+        b = task // tiles // splits // heads_kv
+        h0 = tile % head_blocks * c.HEADS
+        row0 = tile // head_blocks * c.QUERIES
+        head = hk * group + h0
+        heads = tl.minimum(group - h0, c.HEADS)
+
+        # Its queries, and the blocks of keys that they see in this split.
+        start_q = 0
+        sq = seqlen_q
+        if c.VARLEN:
+            start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
+        queries = tl.maximum(sq - row0, 0)
+        start_k, first, count = keys_of(
+            seqlens_ptr, cu_seqlens_k_ptr, leftpad_ptr, b, length, added, capacity, entries, c
+        )
+        offset = count - sq
+        lo = first
+        hi = count
+        if c.HAS_RIGHT:
+            hi = tl.minimum(hi, row0 + c.QUERIES + offset + window_right)
+        if c.HAS_LEFT:
+            lo = tl.maximum(lo, row0 + offset - window_left)
+        if c.VARLEN:
+            hi = tl.where(queries > 0, hi, lo)
+        block0 = lo // c.BLOCK_N
+        block1 = tl.where(hi > lo, tl.cdiv(hi, c.BLOCK_N), block0)
+        part = tl.cdiv(block1 - block0, splits)
+        block0 += split * part
+        block1 = tl.minimum(block1, block0 + part)
+
+        if MIXED:
+            there_m = BLOCK_M
+            stride_q = c.HEAD_DIM
+            q_base = q_ptr + ((b * heads_kv + hk) * tiles + tile).to(tl.int64) * (BLOCK_M * c.HEAD_DIM)
+        else:
+            if c.QUERIES == 1:
+                there_m = tl.where(queries > 0, heads, 0)
+                stride_q = stride_qh
+            else:
+                there_m = queries
+                stride_q = stride_qm
+            q_base = base_of(q_ptr, b, head, start_q + row0, stride_qb, stride_qh, stride_qm, c.VARLEN)
+            if not c.VARLEN:
+                q_base += row0.to(tl.int64) * stride_qm
+        k_base = k_ptr + hk.to(tl.int64) * stride_kh
+        v_base = v_ptr + hk.to(tl.int64) * stride_vh
+        table = block_table_ptr
+        if c.PAGES != "":
+            table = block_table_ptr + b.to(tl.int64) * stride_table
+        elif c.PACKED_KEYS:
+            k_base += start_k.to(tl.int64) * stride_kn
+            v_base += start_k.to(tl.int64) * stride_vn
+        else:
+            entry = b
+            if c.BATCH_IDX:
+                entry = tl.minimum(tl.maximum(tl.load(batch_idx_ptr + b), 0), entries - 1)
+            k_base += entry.to(tl.int64) * stride_kb
+            v_base += entry.to(tl.int64) * stride_vb
+        q_block = block_at(q_base, there_m, stride_q, 0, 0, c.HEAD_DIM, BLOCK_M, c.BLOCK_D)
+        q = load_tile(q_block, c.HEAD_DIM != c.BLOCK_D)
+        m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, c.BLOCK_DV], tl.float32)
+        rows = queries_of_rows(c)
+        if c.ALIBI:
+            slope = values_of_rows(slopes_ptr + b.to(tl.int64) * stride_slope_b + head, heads, 0.0, c)
+        # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.
+        for step in range(block1 - block0):
+            block = block0 + step
+            key0 = tl.maximum(block * c.BLOCK_N, first)
+            there = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
+            distance = key0 - row0 - offset  # of the first key from the first query
+            k = load_keys(
+                k_base, table, key0, there, first, count, page_size, entries, stride_kb, stride_kn,
+                c.HEAD_DIM, c.BLOCK_D, c,
+            )  # fmt: skip
+            s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
+            if c.SOFTCAP != "":
+                s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
+            else:
+                s = s * sm_scale
+            if c.ALIBI:
+                cols = tl.arange(0, c.BLOCK_N).to(tl.float32) + distance.to(tl.float32)
+                s = s - slope[:, None] * tl.abs(rows[:, None] - cols[None, :])
+            needed = there < c.BLOCK_N
+            if c.HAS_RIGHT:
+                needed = needed | (distance + c.BLOCK_N - 1 > window_right)
+            if c.HAS_LEFT:
+                needed = needed | (distance < c.QUERIES - 1 - window_left)
+            if c.ALWAYS_MASK:  # noqa: SIM114 - one is compiled in, the other tested at run time
+                s = mask_keys(s, rows, there, distance, window_left, window_right, c)
+            elif needed:
+                s = mask_keys(s, rows, there, distance, window_left, window_right, c)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
+            v = load_keys(
+                v_base, table, key0, there, first, count, page_size, entries, stride_vb, stride_vn,
+                c.HEAD_DIM_V, c.BLOCK_DV, c,
+            )  # fmt: skip
+            acc = acc * alpha[:, None]
+            acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
+        if c.SINKS:  # in the first split; a key without a value, as in the forward kernel
+            counted = tl.where(split == 0, heads, 0)
+            sink = values_of_rows(sinks_ptr + head, counted, float("-inf"), c)
+            m_new = running_max(m_i, sink, c.INTERPRET)
+            alpha = tl.exp(m_i - m_new)
+            l_i = l_i * alpha + tl.exp(sink - m_new)
+            acc = first_rows(acc, tl.where(block1 > block0, BLOCK_M, 0), BLOCK_M) * alpha[:, None]
+            m_i = m_new
+        empty = l_i == 0.0  # the select drops what an accumulator holds that no iteration wrote
+        safe_l = tl.where(empty, 1.0, l_i)
+        out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
+        lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+        if c.PARTIAL:  # whole tiles, in the order of tasks
+            first_row = (((b * heads_kv + hk) * splits + split) * tiles + tile).to(tl.int64) * BLOCK_M
+            out_base = out_ptr + first_row * c.HEAD_DIM_V
+            lse_base = lse_ptr + first_row
+            there_m = BLOCK_M
+            stride_out = c.HEAD_DIM_V
+        else:
+            out_base = base_of(out_ptr, b, head, start_q + row0, stride_ob, stride_oh, stride_om, c.VARLEN)
+            if not c.VARLEN:
+                out_base += row0.to(tl.int64) * stride_om
+            lse_base = row_base_of(lse_ptr, b, head, start_q, heads_q, seqlen_q, total_q, c.VARLEN) + row0
+            stride_out = stride_oh if c.QUERIES == 1 else stride_om
+        out_block = block_at(out_base, there_m, stride_out, 0, 0, c.HEAD_DIM_V, BLOCK_M, c.BLOCK_DV)
+        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
+        store_row(lse_base, lse, 0, there_m, BLOCK_M)
+
+
+@triton.jit
+def rows_of_tile(
+    cu_seqlens_q_ptr, pair, tile, r0, heads_q, heads_kv, seqlen_q, total_q,
+    c: tl.constexpr,
+):  # fmt: skip
+    """What lies in ROWS rows of a tile from `r0` on, heads of one query or queries of one head -> (b, head, first row
+    of its sequence, query, rows that there are)."""
+    group = heads_q // heads_kv
+    head_blocks = tl.cdiv(group, c.HEADS)
+    in_group = tile % head_blocks * c.HEADS + r0 // c.QUERIES
+    query = tile // head_blocks * c.QUERIES + r0 % c.QUERIES
+    b = pair // heads_kv
+    start = 0
+    length = seqlen_q
+    if c.VARLEN:
+        start, length = packed_rows(cu_seqlens_q_ptr, b, total_q)
+    if c.QUERIES == 1:
+        there = tl.where(query < length, tl.minimum(group - in_group, c.ROWS), 0)
+    else:
+        there = tl.where(in_group < group, tl.minimum(length - query, c.ROWS), 0)
+    return b, pair % heads_kv * group + in_group, start, query, tl.maximum(there, 0)
+
+
+@kernel
+def _pack_kernel(
+    q_ptr, cu_seqlens_q_ptr,
+    packed_q_ptr,
+    stride_qb, stride_qh, stride_qm,
+    batch, heads_q, heads_kv, seqlen_q, total_q, tiles,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Tiles of several queries of several heads, one after another: no stride leads along their rows, and what the
+    compiler makes of one that is put together in `_decode_kernel` is not laid out as the cube core reads it."""
+    PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
+    for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
+        pair = task // PARTS // tiles
+        b, head, start, query, there = rows_of_tile(
+            cu_seqlens_q_ptr, pair, task // PARTS % tiles, task % PARTS * c.ROWS, heads_q, heads_kv, seqlen_q, total_q,
+            c,
+        )  # fmt: skip
+        q_base = base_of(q_ptr, b, head, start + query, stride_qb, stride_qh, stride_qm, c.VARLEN)
+        if not c.VARLEN:
+            q_base += query.to(tl.int64) * stride_qm
+        q_block = block_at(q_base, there, stride_qm, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D)
+        row = (pair * tiles + task // PARTS % tiles).to(tl.int64) * (c.HEADS * c.QUERIES) + task % PARTS * c.ROWS
+        packed_block = block_at(
+            packed_q_ptr + row * c.HEAD_DIM, c.ROWS, c.HEAD_DIM, 0, 0, c.HEAD_DIM, c.ROWS, c.BLOCK_D
+        )
+        store_tile(packed_block, load_tile(q_block, c.HEAD_DIM != c.BLOCK_D), c.HEAD_DIM != c.BLOCK_D)
+
+
+@triton.jit
+def split_lse(base, rows, ROWS: tl.constexpr):
+    """The log-sum-exps of a split, -inf where it has no key."""
+    lse = load_row(base, 0, rows, ROWS)
+    return tl.where(lse == float("inf"), float("-inf"), lse)
+
+
+@kernel
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, cu_seqlens_q_ptr,
+    out_ptr, lse_ptr,
+    stride_ob, stride_oh, stride_om,
+    batch, heads_q, heads_kv, seqlen_q, total_q, tiles, splits,
+    c: tl.constexpr,
+):  # fmt: skip
+    """out and lse from those of each split, which lie as `_decode_kernel` leaves them: ROWS rows at a time."""
+    PARTS: tl.constexpr = c.HEADS * c.QUERIES // c.ROWS
+    step = (tiles * (c.HEADS * c.QUERIES)).to(tl.int64)  # rows from a split to the next one
+    for task in range(tl.program_id(0), batch * heads_kv * tiles * PARTS, tl.num_programs(0)):
+        pair = task // PARTS // tiles
+        b, head, start, query, there = rows_of_tile(
+            cu_seqlens_q_ptr, pair, task // PARTS % tiles, task % PARTS * c.ROWS, heads_q, heads_kv, seqlen_q, total_q,
+            c,
+        )  # fmt: skip
+        first = (pair * splits * tiles + task // PARTS % tiles).to(tl.int64) * (
+            c.HEADS * c.QUERIES
+        ) + task % PARTS * c.ROWS
+        m_i = tl.full([c.ROWS], LOWEST, tl.float32)
+        for split in range(splits):
+            lse = split_lse(partial_lse_ptr + first + split * step, there, c.ROWS)
+            m_i = running_max(m_i, lse, c.INTERPRET)
+        l_i = tl.zeros([c.ROWS], tl.float32)
+        acc = tl.zeros([c.ROWS, c.BLOCK_DV], tl.float32)
+        for split in range(splits):
+            row = first + split * step
+            weight = tl.exp(split_lse(partial_lse_ptr + row, there, c.ROWS) - m_i)
+            block = block_at(
+                partial_ptr + row * c.HEAD_DIM_V, there, c.HEAD_DIM_V, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV
+            )
+            acc += weight[:, None] * load_tile(block, c.HEAD_DIM_V != c.BLOCK_DV)
+            l_i += weight
+        empty = l_i == 0.0
+        safe_l = tl.where(empty, 1.0, l_i)
+        out = tl.where(empty[:, None], 0.0, acc / safe_l[:, None])
+        lse = tl.where(empty, float("inf"), m_i + tl.log(safe_l))
+        out_base = base_of(out_ptr, b, head, start + query, stride_ob, stride_oh, stride_om, c.VARLEN)
+        if not c.VARLEN:
+            out_base += query.to(tl.int64) * stride_om
+        stride = stride_oh if c.QUERIES == 1 else stride_om
+        out_block = block_at(out_base, there, stride, 0, 0, c.HEAD_DIM_V, c.ROWS, c.BLOCK_DV)
+        store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), c.HEAD_DIM_V != c.BLOCK_DV)
+        lse_base = row_base_of(lse_ptr, b, head, start, heads_q, seqlen_q, total_q, c.VARLEN) + query
+        store_row(lse_base, lse, 0, there, c.ROWS)
+
+
+def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, programs: int) -> int:
+    """Into how many splits the keys of a sequence go: `tiles` are the tasks of one, `programs` work on them.
+
+    Enough that every program has several tasks, which evens out sequences of different lengths, of at least
+    `configs.DECODE_SPLIT_BLOCKS` blocks where a sequence fills its capacity. The lengths themselves are not known to
+    the host.
+    """
+    if problem.batch_invariant:
+        return 1
+    keys = problem.capacity
+    if problem.window_left >= 0 and problem.window_right >= 0:
+        keys = min(keys, problem.window_left + problem.window_right + problem.seqlen_q)
+    blocks = triton.cdiv(keys, tile.block_n)
+    if problem.num_splits:
+        return max(1, min(problem.num_splits, blocks))
+    wanted = triton.cdiv(configs.DECODE_TASKS * programs, max(tiles, 1))
+    return max(1, min(wanted, blocks // configs.DECODE_SPLIT_BLOCKS, configs.DECODE_MOST_SPLITS))
+
+
+def launches_of(
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: AttentionTile | None = None,
+) -> list[Launch]:
+    """The launches that fill out and lse, one to three; `tile`: another one than the table's."""
+    tile = tile or configs.decode_tile(problem)
+    group = problem.heads_q // problem.heads_kv
+    heads = heads_of_tile(problem, tile)
+    queries = tile.block_m // heads
+    pairs = problem.batch * problem.heads_kv
+    tiles = pairs * triton.cdiv(group, heads) * triton.cdiv(problem.seqlen_q, queries)
+    device = tensors.q.device
+    splits = split_count(problem, tile, tiles, cube_programs(problem.arch, device, tiles * problem.capacity))
+    packed = min(heads, queries) > 1
+    # The rows of a vector program are one after another in lse: packed sequences of one query come by themselves.
+    partial = splits > 1 or packed or (problem.varlen and queries == 1)
+    part = 1 if problem.varlen and queries == 1 else min(heads if queries == 1 else queries, VECTOR_ROWS)
+    values = call_values(problem, tensors, tile) | {
+        "HEADS": heads, "QUERIES": queries, "ROWS": part, "splits": splits, "tiles": tiles // pairs
+    }  # fmt: skip
+    results = {**addressed(problem.layout, out=out), "lse_ptr": lse}
+    vector_grid = vector_programs(problem.arch, device, tiles * tile.block_m // part)
+    options = configs.family_options(problem.arch)
+    launches = []
+    own = results
+    if partial:
+        rows = tiles * splits * tile.block_m
+        own = results | {
+            "out_ptr": out.new_empty((rows, problem.head_dim_v), dtype=torch.float32),
+            "lse_ptr": lse.new_empty(rows),
+        }
+    if packed:
+        x = tensors.q.new_empty(tiles * tile.block_m, problem.head_dim)
+        launches.append(described(_pack_kernel, RowConstants, vector_grid, values | {"packed_q_ptr": x}, options))
+        own = own | {"q_ptr": x}
+    grid = cube_programs(problem.arch, device, tiles * splits)
+    decode = values | own | {"PARTIAL": partial}
+    launches.append(described(_decode_kernel, DecodeConstants, grid, decode, tile.compile_options(problem.arch)))
+    if partial:
+        combine = values | results | {"partial_ptr": own["out_ptr"], "partial_lse_ptr": own["lse_ptr"]}
+        launches.append(described(_combine_kernel, RowConstants, vector_grid, combine, options))
+    return launches
+
+
+def heads_of_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
+    """How many heads share a tile, the rest of whose rows are queries: all of one kv head where there are few queries,
+    else one."""
+    group = triton.next_power_of_2(problem.heads_q // problem.heads_kv)
+    if problem.seqlen_q == 1:
+        return tile.block_m
+    return min(group, tile.block_m // 2) if problem.seqlen_q < tile.block_m else 1
+
+
+def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: AttentionTile) -> dict[str, Any]:
+    """What the kernels take of a call, but for results."""
+    slopes, table = tensors.alibi_slopes, tensors.block_table
+    keys = "thd" if problem.packed_keys else "bshd"
+    # One query stands at the last key: nothing is later.
+    right = problem.window_right if problem.seqlen_q > 1 else -1
+    names = "batch heads_q heads_kv seqlen_q total_q capacity page_size window_left"
+    return {
+        **addressed(problem.layout, q=tensors.q),
+        **addressed(keys, k=tensors.k_cache, v=tensors.v_cache),
+        "seqlens_ptr": tensors.seqlens,
+        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
+        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
+        "block_table_ptr": table,
+        "stride_table": 0 if table is None else table.stride(0),
+        "batch_idx_ptr": tensors.cache_batch_idx,
+        "leftpad_ptr": tensors.leftpad,
+        "slopes_ptr": slopes,
+        "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "sinks_ptr": tensors.sinks,
+        **configs.attention_scalars(problem, tensors.sm_scale, 0.0),
+        **{name: getattr(problem, name) for name in names.split()},
+        "window_right": right,
+        "length": tensors.length,
+        "added": tensors.added,
+        "entries": tensors.k_cache.shape[0],
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_N": tile.block_n,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "SOFTCAP": configs.softcap_form(problem),
+        "ALIBI": problem.alibi,
+        "SINKS": problem.sinks,
+        "ALWAYS_MASK": configs.ALWAYS_MASK,
+        "VARLEN": problem.varlen,
+        "SEQLENS": tensors.seqlens is not None,
+        "CU_SEQLENS_K": tensors.cu_seqlens_k is not None,
+        "PACKED_KEYS": problem.packed_keys,
+        "PAGES": configs.pages_form(problem, tile),
+        "BATCH_IDX": tensors.cache_batch_idx is not None,
+        "LEFTPAD": tensors.leftpad is not None,
+        "INTERPRET": INTERPRETED,
+    }
+
+
+def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the kernels that fill out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+    with device_guard(tensors.q):
+        for launch in launches_of(problem, tensors, out, lse):
+            run(launch)
+
+
+def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The forward pass of training in the batch invariant mode: all keys are one cache."""
+    if not problem.varlen:
+        out = as_bhsd(out, problem.layout).transpose(1, 2)
+    kvcache_fwd(*as_kvcache(problem, tensors), out, lse)
