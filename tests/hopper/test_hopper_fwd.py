@@ -14,6 +14,7 @@ import diyfa
 from diyfa import registry
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import configs
+from diyfa.backends.cuda.gluon import compat
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.problem import VARLEN, AttentionProblem
 from diyfa.testing import (
@@ -180,6 +181,7 @@ def test_packed_tiles_cover_every_row_once(rows: int) -> None:
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.10.0")
+    monkeypatch.setattr(compat, "TRITON", (3, 10))
     assert "Gluon of Triton 3.6 to 3.9, this is Triton 3.10.0" in hopper_configs.environment_refusal()
 
 
