@@ -222,6 +222,8 @@ class _Step:
         self.has_run = True
 
     def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
+        if given is not None and self.problem.varlen and given.data_ptr() == tensors.q.data_ptr():
+            raise ValueError("out must not be the memory of packed queries: it is cleared before they are read")
         if self.repeat is not None:
             pair = self.repeat(tensors.length, given, *self.present[0](tensors))
             if pair is not None:

@@ -484,6 +484,27 @@ def test_packed_keys_without_pages() -> None:
     torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
+def test_packed_keys_of_another_length_get_another_plan() -> None:
+    """Packed keys are clamped to max_seqlen_k itself, and windows compared with it: lengths of one power of two differ."""
+    given = packed(block_table=None, seqused_k=None, window=(18, -1), causal=False)
+    given |= {"k": torch.randn(40, HK, D), "v": torch.randn(40, HK, D), "out": torch.empty(7, H, D)}
+    for first, longest in ((20, 20), (20, 20), (31, 31)):
+        given |= {"cu_seqlens_k": torch.tensor([0, first, 40]).int(), "max_seqlen_k": longest}
+        got = diyfa.flash_attention_varlen(**given).clone()
+        plain = {**given, "out": None}
+        torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
+
+
+def test_out_is_not_packed_queries() -> None:
+    given = packed()
+    for _ in range(3):
+        diyfa.flash_attention_varlen(**given, out=torch.empty(7, H, D))
+    before = given["q"].clone()
+    with pytest.raises(ValueError, match="out must not be"):
+        diyfa.flash_attention_varlen(**given, out=given["q"])
+    assert torch.equal(given["q"], before)
+
+
 def test_the_kernels_are_listed() -> None:
     assert diyfa.kernels_for("cpu", "kvcache_fwd") == ["split_kv"]
     assert diyfa.kernels_for("cpu", "kvcache_append") == ["append"]

@@ -80,6 +80,23 @@ def test_drawn_page_tables(backend: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_keys_of_which_some_are_used(backend: str) -> None:
+    """Each sequence begins at its own offset, whatever seqused_k says of its length."""
+    target, generator = TARGETS[backend], torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(n, heads, 16, generator=generator).to(target.device) for n, heads in ((4, 2), (40, 1), (40, 1))
+    )
+    offsets = (torch.tensor(x, dtype=torch.int32, device=target.device) for x in ([0, 1, 4], [0, 12, 40], [9, 20]))
+    cu_q, cu_k, used = offsets
+    with registry.use_backend(target.backend), poisoned_allocations():
+        got = diyfa.flash_attention_varlen(q, k, v, cu_q, cu_k, 3, 28, seqused_k=used).cpu()
+    for queries, keys in ((slice(0, 1), slice(0, 9)), (slice(1, 4), slice(12, 32))):
+        scores = q[queries].cpu().double().transpose(0, 1) @ k[keys, 0].cpu().double().T / 4
+        want = (torch.softmax(scores, -1) @ v[keys, 0].cpu().double()).transpose(0, 1)
+        torch.testing.assert_close(got[queries].double(), want, rtol=1e-4, atol=1e-4)
+
+
 # ---- The mode diyfa.batch_invariant -----------------------------------------------------------------------------
 
 H, HK, D = 4, 2, 32

@@ -107,15 +107,19 @@ def _sequence(
         first_q = _clamp(tl.load(cu_seqlens_q_ptr + b, mask=inside, other=0), 0, total_q)
         end_q = tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1, mask=inside, other=0), total_q)
         n_queries = _clamp(end_q - first_q, 0, seqlen_q)
-    if seqlens_ptr is not None:
-        n_keys = tl.minimum(tl.load(seqlens_ptr + b, mask=inside, other=0), capacity) + added
-    elif cu_seqlens_k_ptr is not None:
+    if cu_seqlens_k_ptr is not None:
         first_k = tl.maximum(tl.load(cu_seqlens_k_ptr + b, mask=inside, other=0), 0)
         end_k = tl.load(cu_seqlens_k_ptr + b + 1, mask=inside, other=0)
         if c.PACKED_KEYS:
             first_k = tl.minimum(first_k, total_k)
             end_k = tl.minimum(end_k, total_k)
         n_keys = end_k - first_k
+        if seqlens_ptr is not None:
+            # Packed keys begin at their offset, also where fewer of them are used than lie there.
+            used = tl.load(seqlens_ptr + b, mask=inside, other=0)
+            n_keys = tl.minimum(n_keys, used) if c.PACKED_KEYS else used
+    elif seqlens_ptr is not None:
+        n_keys = tl.minimum(tl.load(seqlens_ptr + b, mask=inside, other=0), capacity) + added
     else:
         n_keys = b * 0 + length + added
     n_keys = _clamp(n_keys, 0, capacity)
