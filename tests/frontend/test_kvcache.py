@@ -485,7 +485,7 @@ def test_packed_keys_without_pages() -> None:
 
 
 def test_packed_keys_of_another_length_get_another_plan() -> None:
-    """Packed keys are clamped to max_seqlen_k itself, and windows compared with it: lengths of one power of two differ."""
+    """Packed keys are clamped to max_seqlen_k itself: lengths of one power of two differ."""
     given = packed(block_table=None, seqused_k=None, window=(18, -1), causal=False)
     given |= {"k": torch.randn(40, HK, D), "v": torch.randn(40, HK, D), "out": torch.empty(7, H, D)}
     for first, longest in ((20, 20), (20, 20), (31, 31)):
