@@ -531,7 +531,8 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
     backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
     key = _key_of(
         (q, k, v, cu_q, cu_k, used, table, slopes, sinks, out),
-        max_q, max_k if table is None else bucket(max_k), given["sm_scale"], given["causal"], given["window"], given["softcap"],
+        max_q, max_k if table is None else bucket(max_k),
+        given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], backend, variant,
     )  # fmt: skip
     plan = _find(key)

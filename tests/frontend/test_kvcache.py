@@ -495,6 +495,17 @@ def test_packed_keys_of_another_length_get_another_plan() -> None:
         torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
+def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted() -> None:
+    given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))
+    given["q"].requires_grad_()
+    for interleaved in (True, True, False, False):
+        want = reference_kvcache(**given, rotary_interleaved=interleaved)
+        got = diyfa.flash_attn_with_kvcache(**given, rotary_interleaved=interleaved)
+        torch.testing.assert_close(got, want)
+    with torch.enable_grad(), pytest.raises(ValueError, match="no backward pass"):
+        diyfa.flash_attn_with_kvcache(**given)
+
+
 def test_out_is_not_packed_queries() -> None:
     given = packed()
     for _ in range(3):
