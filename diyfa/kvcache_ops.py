@@ -135,6 +135,7 @@ def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCache
     packed, capacity = options.layout == VARLEN, capacity_of(tensors, options.max_seqlen_k)
     offsets = tensors.cu_seqlens_q
     left, right = options.window_left, options.window_right
+    seqlen_q = min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1]
     return KVCacheProblem(
         backend.device_type,
         backend.arch(q.device),
@@ -144,15 +145,16 @@ def describe_kvcache(backend: Backend, tensors: KVCacheTensors, options: KVCache
         batch=q.shape[0] if offsets is None else offsets.shape[0] - 1,
         heads_q=q.shape[-2],
         heads_kv=k_cache.shape[-2],
-        seqlen_q=min(options.max_seqlen_q, q.shape[0]) if packed else q.shape[1],
+        seqlen_q=seqlen_q,
         capacity=capacity,
         head_dim=q.shape[-1],
         head_dim_v=v_cache.shape[-1],
         page_size=0 if tensors.block_table is None else k_cache.shape[1],
         packed_keys=k_cache.dim() == 3,
-        # As flash_attn has it: such a window is none, also where it decides how queries are rotated.
+        # Bounds beyond every key are none, also where they decide how queries are rotated. The first query stands
+        # seqlen_q - 1 before the last key: with more queries than keys a bound beyond the capacity still hides some.
         window_left=-1 if left >= capacity else left,
-        window_right=-1 if right >= capacity > 0 else right,
+        window_right=-1 if right >= max(capacity, seqlen_q) > 0 else right,
         softcap=options.softcap,
         alibi=tensors.alibi_slopes is not None,
         sinks=tensors.sinks is not None,

@@ -394,7 +394,8 @@ def reference_kvcache(
     if seqlens is None:
         tensors = tensors._replace(length=capacity if cache_seqlens is None else int(cache_seqlens))
     if k is not None:
-        is_local = causal or any(0 <= bound < capacity for bound in window_size)
+        left, right = window_size
+        is_local = causal or 0 <= left < capacity or 0 <= right < max(capacity, q.shape[1])
         tensors = reference_append(tensors, NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved), is_local)
     lengths = [tensors.length] * batch if seqlens is None else seqlens.tolist()
     pads = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()

@@ -420,6 +420,20 @@ def test_problems_say_what_the_call_is() -> None:
     assert kvcache_ops.describe_kvcache(registry.load_backend("cpu"), view, options).latent
 
 
+def test_windows_of_more_queries_than_keys() -> None:
+    """A bound beyond every key still hides some from the first queries, as in `flash_attn_func`."""
+    given = {name: x[:, :2] for name, x in call().items() if name in ("k_cache", "v_cache")}
+    q, (k, v) = torch.randn(B, 6, H, D), given.values()
+    want = diyfa.reference_attention(q, k, v, window=(-1, 3), layout="bshd")
+    got = [diyfa.flash_attn_with_kvcache(q, k, v, window_size=(-1, 3))]
+    cu_q, cu_k = (torch.arange(3, dtype=torch.int32) * n for n in (6, 2))
+    table, pages = torch.arange(B, dtype=torch.int32)[:, None], {"k": k, "v": v}
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 6, "max_seqlen_k": 2, "window": (-1, 3)}
+    got.append(diyfa.flash_attention_varlen(q.flatten(0, 1), **pages, **given, block_table=table).view_as(q))
+    for result in got:
+        torch.testing.assert_close(result, want)
+
+
 # ---- What else it says ------------------------------------------------------------------------------------------
 
 
