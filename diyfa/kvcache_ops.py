@@ -201,6 +201,8 @@ class _Step:
         self.present: list[Present] = []
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
+        if new.k.numel() == 0 and new.cos is None:
+            return
         if self.repeat is not None:
             present, present_new = self.present
             if self.repeat(tensors.length, *present(tensors), *present_new(new)):
@@ -255,7 +257,7 @@ def _append(
     if plan is not None:
         plan.append = step
     new = _rotates(new, tensors.q)
-    if tensors.q.shape[0]:
+    if tensors.q.shape[0] and (new.cos is not None or tensors.k_cache.numel()):
         step.append(tensors, new)
     return new.rotated_q
 

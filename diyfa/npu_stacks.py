@@ -30,11 +30,10 @@ class Stack:
     cann: str  # release; empty where none is documented yet
     torch: str
     torch_npu: str
-    tested: bool = False  # whether diyfa's tests run with this torch and torch_npu, on host memory
 
 
 STACKS = (
-    Stack("8.5.0", "2.7.1", "2.7.1.post2", tested=True),
+    Stack("8.5.0", "2.7.1", "2.7.1.post2"),
     Stack("8.5.0", "2.8.0", "2.8.0.post2"),
     Stack("8.5.0", "2.9.0", "2.9.0"),
     Stack("9.0.0", "2.7.1", "2.7.1.post4"),
@@ -46,7 +45,7 @@ STACKS = (
     Stack("9.1.0", "2.10.0", "2.10.0.post4"),
     Stack("9.1.0", "2.11.0", "2.11.0"),
     Stack("9.1.0", "2.12.0", "2.12.0"),
-    Stack("", "2.13.0", "2.13.0", tested=True),
+    Stack("", "2.13.0", "2.13.0"),
 )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 import diyfa
+from diyfa.npu_environment import Machine, findings
 
 VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 
@@ -49,9 +52,16 @@ def cpu_name() -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, UTC date and versions."""
+    """Device, UTC date and versions; for an NPU what it is driven with, too."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"device": device_name(device), "device_type": device.type, "date": date, "versions": versions()}
+    facts = {"device": device_name(device), "device_type": device.type, "date": date, "versions": versions()}
+    return {**facts, "ascend": _ascend()} if device.type == "npu" else facts
+
+
+@lru_cache(maxsize=1)
+def _ascend() -> list[dict[str, str]]:
+    """CANN, its compiler, driver and firmware, as `diyfa info` judges them."""
+    return [asdict(finding) for finding in findings(Machine.here())]
 
 
 def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[dict[str, Any]], **facts: Any) -> None:

@@ -23,7 +23,7 @@ from diyfa.features import OF_SHAPES
 from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
 from diyfa.npu_stacks import TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
-from diyfa.registry import EXPLICIT_ONLY, backend_names, load_backend, refusal
+from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
 
 # What stands for each backend when its refusals are asked for without the device.
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
@@ -104,15 +104,17 @@ def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
     found = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
+        mode = {"batch_invariant": True} if (kernel.op, kernel.name) == ("attention_fwd", IN_THE_MODE) else {}
         for feature, changes in features.items():
-            reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes))
+            reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes, **mode))
             found.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
     return found
 
 
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """What no kernel of a backend runs, with every kernel's reason."""
+    """What no kernel of a backend runs outside of `batch_invariant`, with every kernel's reason."""
     refused = []
+    support = [s for s in support if s["kernel"] != IN_THE_MODE]
     for op, feature in [*product(ATTENTION, FEATURES), ("matmul", "float16")]:
         reasons = [s["reason"] for s in support if (s["op"], s["feature"]) == (op, feature)]
         if all(reasons):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from diyfa.bench.table import table
 from diyfa.cli.devices import device_for
 from diyfa.cli.output import out, print_json, progress_bar
 from diyfa.features import COMPOSABLE
+from diyfa.registry import IN_THE_MODE, batch_invariant
 from diyfa.testing import (
     BUDGET_FACTOR,
     AttentionCase,
@@ -86,6 +88,11 @@ def _forward(attend: Callable[..., Any], inputs: Inputs) -> Results:
 
 
 def _attention(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
+    with batch_invariant() if variant == IN_THE_MODE else nullcontext():
+        return _attention_by(case, variant, device, backend)
+
+
+def _attention_by(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
     inputs = make_inputs(case, device)
     attend = attention_function(case, backend=backend, variant=variant)
     reason, passes = _refusal(case, inputs, backend, variant), "both"

@@ -293,7 +293,10 @@ def test_kernels_for_names_what_there_is() -> None:
     assert diyfa.kernels_for("cpu:0") == diyfa.kernels_for(torch.device("cpu")) == diyfa.kernels_for("cpu")
     with pytest.raises(ValueError, match=r"no backend called 'tpu'; there are: cuda, npu, cpu"):
         diyfa.kernels_for("tpu")
-    with pytest.raises(ValueError, match=r"op must be one of attention_fwd, attention_bwd, matmul, got 'attention'"):
+    with pytest.raises(
+        ValueError,
+        match=r"op must be one of attention_fwd, attention_bwd, kvcache_fwd, kvcache_append, matmul, got 'attention'",
+    ):
         diyfa.kernels_for("cpu", "attention")
 
 

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 BACKEND_FOLDERS = sorted(p for p in (ROOT / "backends").iterdir() if p.is_dir() and (p / "__init__.py").exists())
 BACKEND_FILES = [f for folder in BACKEND_FOLDERS for f in sorted(folder.rglob("*.py"))]
 FRONT_END_FILES = [f for f in sorted((ROOT / "diyfa").rglob("*.py")) if "backends" not in f.relative_to(ROOT).parts]
-# `dropout` is plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from it.
-# `tuning` is the bookkeeping of tuned tiles, which knows neither PyTorch nor Triton. The others are plain data.
+# Plain data, and plain integer arithmetic, the one definition of dropout's mask: a second copy could differ from the
+# first. `tuning` is the bookkeeping of tuned tiles, which knows neither PyTorch nor Triton.
 ALLOWED_IN_BACKENDS = {
-    "diyfa.problem", "diyfa.features", "diyfa.arch", "diyfa.dropout", "diyfa.npu_stacks", "diyfa.tuning"
+    "diyfa.problem", "diyfa.features", "diyfa.arch", "diyfa.dropout", "diyfa.npu_stacks", "diyfa.tuning",
 }  # fmt: skip
 KERNEL_LANGUAGES = {"triton", "torch_npu"}
 
@@ -104,8 +104,7 @@ def test_only_public_functions_take_many_parameters(path: Path) -> None:
     [
         ("features.py", set()), ("arch.py", set()), ("dropout.py", set()), ("npu_stacks.py", set()),
         ("problem.py", {"diyfa.features"}),
-        ("options.py", {"diyfa.features", "diyfa.problem"}),
-        ("tuning.py", {"diyfa.problem"}),
+        ("options.py", {"diyfa.features", "diyfa.problem"}), ("tuning.py", {"diyfa.problem"}),
     ],
 )  # fmt: skip
 def test_the_protocol_imports_little_of_diyfa(module: str, allowed: set[str]) -> None:

@@ -59,13 +59,13 @@ def schedule_kernel(
     BLOCK: tl.constexpr = c.BLOCK_N if c.KEYS else c.BLOCK_M
     BLOCK_STEP: tl.constexpr = c.BLOCK_M if c.KEYS else c.BLOCK_N
     program = tl.program_id(0)
-    dealt = 0
+    first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         seqlen = seqlen_k if c.KEYS else seqlen_q
         blocks, tasks = tasks_of(cu_seqlens_ptr, sample, total, seqlen, batch, heads, BLOCK, c.VARLEN, BY_SAMPLE)
-        turn = turns_before(dealt) + tl.arange(0, c.TURNS)
-        mine = turn < turns_before(dealt + tasks)
-        task = tl.where(mine, task_in(turn) - dealt, 0)
+        turn = turns_before(first_task) + tl.arange(0, c.TURNS)
+        mine = turn < turns_before(first_task + tasks)
+        task = tl.where(mine, task_in(turn) - first_task, 0)
         if blocks > 0:
             b, h, block = task_of(task, sample, blocks, batch, heads, together, BY_SAMPLE, not c.KEYS)
             _, _, sq, sk = sequence(
@@ -78,7 +78,7 @@ def schedule_kernel(
             place = (b * heads + h) * most + block
             tl.atomic_add(taken_ptr + program * batch * heads * most + place, 1, mask=mine)
             tl.store(steps_ptr + place, (tl.maximum(hi - lo, 0) + BLOCK_STEP - 1) // BLOCK_STEP, mask=mine)
-        dealt += tasks
+        first_task += tasks
 
 
 @dataclass(frozen=True)

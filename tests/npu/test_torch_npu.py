@@ -307,6 +307,7 @@ def test_commands_on_npu_tensors(npu: torch.device, no_cache: None, tmp_path: Pa
     document = json.loads(path.read_text())
     assert (document["device"], document["device_type"]) == ("Ascend910B3", "npu")
     assert document["versions"]["torch_npu"] and document["versions"]["triton-ascend"]
+    assert {"chip", "driver, firmware", "CANN", "bishengir-compile"} < {part["part"] for part in document["ascend"]}
     result = CliRunner().invoke(app, ["report", str(path)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     for text in ("Ascend910B3", "FlashAttention", "Matrix product", "libopapi.so"):

@@ -18,8 +18,9 @@ MOST_HOST_PARAMETERS = 10
 MOST_GLUON_PARAMETERS = 15
 # What users call, where each argument has a name of its own.
 PUBLIC = {
-    "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/selector.py", "diyfa/reference.py",
-    "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py", "diyfa/integrations/npu_fusion_attention.py",
+    "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/kvcache.py", "diyfa/selector.py",
+    "diyfa/reference.py", "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py",
+    "diyfa/integrations/npu_fusion_attention.py",
 }  # fmt: skip
 LIBRARIES = {"torch", "triton", "gl", "tl", "gluon"}
 

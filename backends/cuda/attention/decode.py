@@ -55,6 +55,7 @@ from diyfa.problem import (
     refuse_features,
 )
 
+COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
 SCAN = tl.constexpr(128)  # tiles whose work is added up at once
 
 
@@ -79,6 +80,7 @@ class DecodeConstants(Constants):
     packed_keys: bool
     values_in_keys: bool  # the first tile of the keys is that of the values
     widen: bool  # products are of float32, whatever the inputs are
+    parts: int  # of a tile, which the combine kernel reads at once
     precision: str
 
 
@@ -198,10 +200,10 @@ def _attend_keys(
             s = dot_add(q_rest, tl.trans(rest), s, c.PRECISION)
         s, _ = scores_log2(
             s, 0, 0, tokens[:, None], offs_n[None, :], 0, n_keys, offset, scale, softcap, slopes, 0, 0, 0,
-            True, c.SOFTCAP, c.ALIBI, c.BIAS, PRECISE,
+            True, PRECISE, c,
         )  # fmt: skip
         visible = exists[None, :] & visible_pairs(
-            tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c.HAS_LEFT, c.HAS_RIGHT
+            tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c
         )
         s = tl.where(visible, s, float("-inf"))
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
@@ -440,9 +442,9 @@ def _decode_kernel(
 def _combine_kernel(
     cu_seqlens_q_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr, statistics_ptr, tails_ptr,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q,
-    rows_per_tile, c: tl.constexpr, PARTS: tl.constexpr,
+    rows_per_tile, c: tl.constexpr,
 ):  # fmt: skip
-    """One row of the tile that one program of `_decode_kernel` left unfinished: PARTS of it at a time."""
+    """One row of the tile that one program of `_decode_kernel` left unfinished."""
     owner = tl.program_id(0) // rows_per_tile
     row = tl.program_id(0) % rows_per_tile
     tail = tl.load(tails_ptr + 2 * owner)
@@ -461,8 +463,8 @@ def _combine_kernel(
         m_i = tl.full([1], LOWEST, tl.float32)
         l_i = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
-        for start in range(owner, last + 1, PARTS):
-            part = start + tl.arange(0, PARTS)
+        for start in range(owner, last + 1, c.PARTS):
+            part = start + tl.arange(0, c.PARTS)
             exists = part <= last
             slot = tl.where(part == owner, 2 * part + 1, 2 * part)
             statistics = statistics_ptr + slot * (2 * c.BLOCK_M) + row
@@ -504,6 +506,7 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstan
         packed_keys=problem.packed_keys,
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
+        parts=max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v)),
         precision="ieee",
     )
 
@@ -605,12 +608,8 @@ def launches_of(
         rows_per_tile = min(config.block_m, problem.seqlen_q * group)
         values = {**arguments, "rows_per_tile": rows_per_tile}
         merged = {name: values[name] for name in _combine_kernel.arg_names if name in values}
-        constants = {"c": c, "PARTS": max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))}
-        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, constants, {"num_warps": 4}))
+        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, {"c": c}, {"num_warps": 4}))
     return launches
-
-
-COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
 
 
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -68,13 +68,13 @@ def _bwd_dkdv_kernel(
     KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    dealt = 0
+    first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_k_ptr, sample, total_k, seqlen_k, batch, heads_kv, c.BLOCK_N, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
-            task = task_in(turn) - dealt
+        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
+            task = task_in(turn) - first_task
             b, hk, block = task_of(task, sample, blocks, batch, heads_kv, together, BY_SAMPLE, False)
             n0 = block * c.BLOCK_N
             start_q, start_k, sq, sk = sequence(
@@ -169,4 +169,4 @@ def _bwd_dkdv_kernel(
                 dk_rest_block = block_at(dk_base, keys, stride_dkn, n0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_N, c.REST)
                 store_tile(dk_rest_block, narrow(dk_rest, dk_ptr.dtype.element_ty, c.INTERPRET), PAD_REST)
             store_tile(dv_block, narrow(dv, dv_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
-        dealt += tasks
+        first_task += tasks

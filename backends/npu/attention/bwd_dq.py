@@ -63,13 +63,13 @@ def _bwd_dq_kernel(
     KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    dealt = 0
+    first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
-            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
+        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
+            b, h, block = task_of(task_in(turn) - first_task, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * c.BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -152,4 +152,4 @@ def _bwd_dq_kernel(
                 dq_rest = first_rows(dq_rest, seen, c.BLOCK_M) * grad_scale
                 dq_rest_block = block_at(dq_base, rows, stride_dqm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
                 store_tile(dq_rest_block, narrow(dq_rest, dq_ptr.dtype.element_ty, c.INTERPRET), PAD_REST)
-        dealt += tasks
+        first_task += tasks

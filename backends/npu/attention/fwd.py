@@ -2,7 +2,7 @@
 
 What differs from a GPU kernel, and why:
 
-* The grid is as large as the chip has cube cores and each program walks over (batch, head, query block): the launcher
+* The grid is as large as the chip has cube cores and each program loops over (batch, head, query block): the launcher
   reserves cube-to-vector workspace for every program, and one more program than cores means a second wave. Of packed
   sequences only the blocks that exist are tasks, one sequence after another.
 * One loop over all key blocks with the mask under a run-time `if`. Two loops (full blocks, then diagonal blocks) with
@@ -92,13 +92,13 @@ def _fwd_kernel(
     KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
-    dealt = 0
+    first_task = 0
     for sample in range(batch if BY_SAMPLE else 1):
         blocks, tasks = tasks_of(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        for turn in range(turns_before(dealt), turns_before(dealt + tasks)):
-            b, h, block = task_of(task_in(turn) - dealt, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
+        for turn in range(turns_before(first_task), turns_before(first_task + tasks)):
+            b, h, block = task_of(task_in(turn) - first_task, sample, blocks, batch, heads_q, together, BY_SAMPLE, True)
             row0 = block * c.BLOCK_M
             hk = h // group
             start_q, start_k, sq, sk = sequence(
@@ -173,7 +173,7 @@ def _fwd_kernel(
             out_block = block_at(out_base, rows, stride_om, row0, 0, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV)
             store_tile(out_block, narrow(out, out_ptr.dtype.element_ty, c.INTERPRET), PAD_DV)
             store_row(lse_base, lse, row0, rows, c.BLOCK_M)
-        dealt += tasks
+        first_task += tasks
 
 
 def launch_of(
