@@ -20,6 +20,7 @@ from pathlib import Path
 from diyfa.arch import npu_spec
 from diyfa.device import NPUCapabilities, NPUStatus, detect_npu, npu_status
 from diyfa.npu_stacks import (
+    COMPILER_OF_CANN_8_5,
     COMPILERS,
     TRITON_ASCEND,
     TRITON_ASCEND_CANN,
@@ -171,6 +172,9 @@ def _compiler(machine: Machine) -> Finding:
         said = (done.stderr or done.stdout).strip().splitlines()
         return Finding(part, path, UNTESTED, f"--version says {said[0] if said else 'nothing'!r}")
     found = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
+    if version[1] == COMPILER_OF_CANN_8_5:
+        remedy = "it refuses most tiles; slower ones take their place, with a warning: `diyfa tune` finds the fastest"
+        return Finding(part, found, UNTESTED, remedy)
     if version[1] not in COMPILERS:
         remedy = f"every tile is proven with {' and '.join(COMPILERS)}: let `diyfa tune` find those that work with it"
         return Finding(part, found, UNTESTED, remedy)

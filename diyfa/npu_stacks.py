@@ -16,7 +16,10 @@ from dataclasses import dataclass
 TRITON_ASCEND = "3.2.0"
 TRITON_ASCEND_CANN = "8.5.0"  # the oldest that its installation guide names for it
 TRITON_ASCEND_PYTHON = ((3, 10), (3, 11))  # of those that diyfa runs on; there are no wheels for later ones
-COMPILERS = ("1.1.0", "1.2.0")  # releases of bishengir-compile that every shipped tile is compiled with
+# What `bishengir-compile --version` says of the releases that every shipped tile is compiled with (1.1.0 is of CANN
+# 9.0.0's date), and of the one that compiles the conservative tiles and refuses most others: ascendnpu-ir 1.0.0.
+COMPILERS = ("1.1.0", "1.2.0")
+COMPILER_OF_CANN_8_5 = "0.1.0"
 TRITON_REMEDY = (
     f"pip uninstall -y triton triton-ascend && pip install --no-deps --no-cache-dir triton-ascend=={TRITON_ASCEND}, "
     "after everything else, in an environment without NVIDIA's Triton"

@@ -132,6 +132,7 @@ def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path:
     ("says", "status", "verdict", "words"),
     [
         (COMPILER.replace("1.1.0", "1.2.0"), 0, FINE, ("1.2.0",)),
+        (COMPILER.replace("1.1.0", "0.1.0"), 0, UNTESTED, ("refuses most tiles", "diyfa tune")),
         (COMPILER.replace("1.1.0", "0.9.3"), 0, UNTESTED, ("0.9.3", "proven with 1.1.0 and 1.2.0", "diyfa tune")),
         ("LLVM version 19\n", 0, UNTESTED, ("--version says 'LLVM version 19'",)),
         ("", 1, UNTESTED, ("--version says 'nothing'",)),

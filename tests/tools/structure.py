@@ -119,6 +119,10 @@ def main(root: Path) -> None:
         f"host functions over {MOST_HOST_PARAMETERS} parameters, Gluon functions over {MOST_GLUON_PARAMETERS}": [
             f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
         ],
+        "kernels and their helpers with the most parameters": [
+            f"{f.file}:{f.name} {f.parameters}"
+            for f in sorted((f for f in found if f.language != "host"), key=lambda f: -f.parameters)[:10]
+        ],
         "longest functions": [f"{f.file}:{f.name} {f.lines}" for f in sorted(found, key=lambda f: -f.lines)[:10]],
         "caches": caches(trees),
         "private parts of PyTorch and Triton": private_parts(trees),
