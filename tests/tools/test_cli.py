@@ -66,7 +66,7 @@ def cells(printed):
 def test_version_and_help():
     assert invoke("--version").output.strip() == diyfa.__version__
     output = invoke("--help").output
-    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile"):
+    for command in ("info", "demo", "validate", "bench", "report", "tune", "compile", "first-run"):
         assert command in output
 
 
@@ -101,6 +101,7 @@ def test_every_option_has_help(name):
         (("validate", "--backend", "tpu"), "there is no 'tpu'; there are: cuda, npu, cpu"),
         (("tune", "--backend", "cpu"), "the cpu backend has no autotuner"),
         (("report", "absent.json"), "No such file or directory: 'absent.json'"),
+        (("first-run", "--only", "everything"), "must be one of small tiles, float16, bfloat16, float32, dtypes,"),
         (("compile",), "name a target, or --list to see them"),
         (("compile", "gfx942"), "no such target: 'gfx942'; `diyfa compile --list` lists them"),
         (("demo", "--surprise"), "No such option: --surprise"),
