@@ -509,13 +509,15 @@ def test_packed_keys_of_another_length_get_another_plan() -> None:
         torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
-def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted() -> None:
+def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache, "plans", {})
     given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))
     given["q"].requires_grad_()
     for interleaved in (True, True, False, False):
         want = reference_kvcache(**given, rotary_interleaved=interleaved)
         got = diyfa.flash_attn_with_kvcache(**given, rotary_interleaved=interleaved)
         torch.testing.assert_close(got, want)
+    assert len(kvcache.plans) == 2  # where launches are replayed, the rotation's pairs are part of the launch
     with torch.enable_grad(), pytest.raises(ValueError, match="no backward pass"):
         diyfa.flash_attn_with_kvcache(**given)
 
