@@ -252,7 +252,7 @@ def flash_attention_varlen(
             b lies in row j % page size of page block_table[b, j // page size]. cu_seqlens_k then says lengths only,
             and may be None where seqused_k says them.
         seqused_k: (B,) int32: how many of a sequence's keys there are.
-        out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1.
+        out: what the result is written to, (Tq, H, Dv) in q's dtype with last stride 1; not the memory of q, k or v.
         others: as for `flash_attention`; masks, windows, ALiBi and dropout count positions within each sequence.
 
     Returns:
