@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def sdpa(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return call
 
 
+def flash_attention_3() -> Any:
+    """FlashAttention-3 as its own build or the package fa3-fwd installs it, or None."""
+    for name in ("fa3_fwd_interface", "flash_attn_interface"):
+        with suppress(ImportError):
+            return import_module(name)
+    return None
+
+
 def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
     """Name -> call on the same tensors, ours first."""
     device = setup.device
@@ -132,14 +141,9 @@ def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
     if table is None and not case.float8 and len(set(case.lens)) == 1 and case.seqlen_q == 1:
         found["SDPA flash"] = sdpa(SDPBackend.FLASH_ATTENTION, q, k, v)
         found["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v)
-    try:
-        import flash_attn_interface  # FlashAttention-3
-    except ImportError:
-        return found
-    if not case.float8 and not case.latent:
-        found["FA3"] = lambda: flash_attn_interface.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lens, page_table=table, causal=True
-        )
+    fa3 = flash_attention_3()
+    if fa3 is not None and not case.float8 and not case.latent:
+        found["FA3"] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True)
     return found
 
 

@@ -204,3 +204,20 @@ def test_refusals():
     assert refused("attention_fwd", mode.replace(bias="float16")) == "split_kv does not implement attn_bias"
     for name in ("sm90", "v2", "v1"):
         assert "batch_invariant" in refused("attention_fwd", mode, name)
+
+
+def test_small_queries_beside_large_ones_count_over_float8_keys():
+    """Queries become float16 there. Where keys have nothing for the largest feature, the others decide."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 4, 64, generator=generator)
+    q[0, ..., 0], q[1, ..., 0] = 2.0**20, 2.0**100
+    q[1, ..., 1:] *= 2.0**80
+    k, v = (torch.randn(2, 100, 2, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    k[..., 0] = 0
+    for b, softmax_scale in ((0, 0.125), (1, 0.125 * 2.0**-80)):
+        case = q[b : b + 1].bfloat16(), k[b : b + 1], v[b : b + 1]
+        out, _ = attend(*case, softmax_scale=softmax_scale)
+        qd, kd, vd = (x.double()[0] for x in case)
+        kd, vd = kd.repeat_interleave(2, 1), vd.repeat_interleave(2, 1)
+        expected = torch.einsum("qhk,khd->qhd", torch.einsum("qhd,khd->qhk", qd, kd).mul(softmax_scale).softmax(-1), vd)
+        torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=0)

@@ -149,21 +149,21 @@ def _append_kernel(
         if is_v:
             if v_ptr is not None:
                 of_v = b.to(tl.int64) * stride_vb + new.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
-                v, mask = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
+                v, in_v = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
                 _write_to_cache(
-                    v, mask, v_cache_ptr, v_descale_ptr, b, heads, entry, slots, stride_vcb, stride_vcn, stride_vch,
+                    v, in_v, v_cache_ptr, v_descale_ptr, b, heads, entry, slots, stride_vcb, stride_vcn, stride_vch,
                     stride_vdb, stride_vdh, c.BLOCK_DV, c,
                 )  # fmt: skip
         else:
             of_k = b.to(tl.int64) * stride_kb + new.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
             if c.ROTARY > 0:
-                k, mask = _read_rotated(
+                k, in_k = _read_rotated(
                     k_ptr, of_k, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
                 )
             else:
-                k, mask = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
+                k, in_k = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
             _write_to_cache(
-                k, mask, k_cache_ptr, k_descale_ptr, b, heads, entry, slots, stride_kcb, stride_kcn, stride_kch,
+                k, in_k, k_cache_ptr, k_descale_ptr, b, heads, entry, slots, stride_kcb, stride_kcn, stride_kch,
                 stride_kdb, stride_kdh, c.BLOCK_D, c,
             )  # fmt: skip
     elif c.ROTARY > 0:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.decode_configs import (
     DecodeConfig,
     decode_config,
@@ -30,6 +32,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     is_split,
     is_widened,
     programs,
+    reads_value_pairs,
     reads_values_once,
     row_blocks,
 )
@@ -39,7 +42,7 @@ from diyfa.backends.cuda.attention.launch import choice, forced_config, own_obje
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import (
     VARLEN,
@@ -55,7 +58,11 @@ from diyfa.problem import (
     refuse_features,
 )
 
+_INTERPRETING = tl.constexpr(is_interpreting())
 COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
+# To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
+TILE_COST = tl.constexpr(4)
+LONG_SHARE = tl.constexpr(8)
 SCAN = tl.constexpr(128)  # tiles whose work is added up at once
 
 
@@ -78,8 +85,10 @@ class DecodeConstants(Constants):
     block_dv: int
     page_size: int  # 0: no pages
     packed_keys: bool
+    value_pairs: bool  # of float8 features are read
     values_in_keys: bool  # the first tile of the keys is that of the values
     widen: bool  # products are of float32, whatever the inputs are
+    overlap: bool  # the combine kernel is launched before this one ends, and waits
     parts: int  # of a tile, which the combine kernel reads at once
     precision: str
 
@@ -150,14 +159,49 @@ def _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_righ
 
 
 @triton.jit
-def _key_rows(table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c: tl.constexpr):
+def _blocks_of_tiles(
+    start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
+    length, added, capacity, group, window_left, window_right, c: tl.constexpr,
+):  # fmt: skip
+    """Blocks of keys that each of SCAN tiles of rows sees, from tile `start` on; none beyond the last."""
+    tiles = start + tl.arange(0, SCAN)
+    inside = tiles < batch * blocks_m
+    _, n_queries, _, n_keys, pad = _sequence(
+        tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
+        total_k, length, added, capacity, c,
+    )  # fmt: skip
+    _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    return tl.where(inside, counts, 0)
+
+
+@triton.jit
+def _work_of(blocks, heads_kv, tile_cost):
+    """What a tile of rows takes of its heads' programs, in blocks of keys: to begin one takes time too."""
+    return tl.where(blocks > 0, blocks + tile_cost, 0).to(tl.int64) * heads_kv
+
+
+@triton.jit
+def _passed(blocks, ahead, at, heads_kv, tile_cost):
+    """(How many of these tiles of rows end at or before place `at` of the line of work, how long they are)."""
+    work = _work_of(blocks, heads_kv, tile_cost)
+    passed = ahead + tl.cumsum(work, 0) <= at
+    return tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, work, 0), 0)
+
+
+@triton.jit
+def _pages_of(table, offs_n, n_keys, c: tl.constexpr):
+    """The pages that keys offs_n of a sequence lie in; -1 for one that does not exist."""
+    return tl.load(table + offs_n // c.PAGE_SIZE, mask=offs_n < n_keys, other=-1)
+
+
+@triton.jit
+def _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c: tl.constexpr):
     """Keys offs_n of a sequence -> (which exist, where their rows of k and v begin), [BLOCK_N] each.
 
     A page that the cache does not have is not looked at.
     """
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
-        page = tl.load(table + offs_n // c.PAGE_SIZE, mask=exists, other=-1)
         exists = exists & (page >= 0) & (page < pages)
         page = tl.where(exists, page, 0).to(tl.int64)
         row = (offs_n % c.PAGE_SIZE).to(tl.int64)
@@ -180,6 +224,37 @@ def _load_rows(base, rows, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEA
 
 
 @triton.jit
+def _of_pairs(pairs, ODD: tl.constexpr):
+    """The first or second float8 of each pair, as float16."""
+    if _INTERPRETING:
+        x = ((pairs >> (8 * ODD)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:  # of two pairs at once; Triton's own code for the above takes three times the instructions
+        x = tl.inline_asm_elementwise(
+            "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, " + ("0x31" if ODD else "0x20")
+            + "; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 $0, low; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def _load_pairs(base, rows, exists, c: tl.constexpr):
+    """Rows of float8 values -> their even and their odd features, [rows, BLOCK_DV / 2] float16 each.
+
+    Tensor cores take two keys of a feature side by side. Of 16-bit elements `ldmatrix` brings them together; float8 is
+    read as pairs of features, which are such elements.
+    """
+    HALF: tl.constexpr = c.BLOCK_DV // 2
+    cols = tl.arange(0, HALF)
+    mask = exists[:, None]
+    if c.BLOCK_DV > c.HEAD_DIM_V:
+        mask = mask & (cols[None, :] < c.HEAD_DIM_V // 2)
+    addresses = (base + rows[:, None]).to(tl.pointer_type(tl.uint16), bitcast=True) + cols[None, :]
+    pairs = tl.load(addresses, mask=mask, other=0)
+    return _of_pairs(pairs, 0), _of_pairs(pairs, 1)
+
+
+@triton.jit
 def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, BLOCK_REST]
@@ -193,10 +268,16 @@ def _attend_keys(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([c.BLOCK_M], tl.float32)
-    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV // (2 if c.VALUE_PAIRS else 1)], tl.float32)
+    acc_odd = acc
+    page = 0
+    if c.PAGE_SIZE > 0:
+        page = _pages_of(table, pad + begin * c.BLOCK_N + tl.arange(0, c.BLOCK_N), n_keys, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
-        exists, k_rows, v_rows = _key_rows(table, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
+        exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
+        if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
+            page = _pages_of(table, offs_n + c.BLOCK_N, n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_REST > 0:
@@ -210,12 +291,20 @@ def _attend_keys(
             tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c
         )
         s = tl.where(visible, s, float("-inf"))
+        m_before = m_i
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
-        if c.VALUES_IN_KEYS:
-            v = k
+        p = round_to(p, q.dtype)
+        if c.VALUE_PAIRS:
+            even, odd = _load_pairs(v_base, v_rows, exists, c)
+            acc = dot_add(p, even, acc, c.PRECISION)
+            acc_odd = dot_add(p, odd, acc_odd * tl.math.exp2(m_before - m_i)[:, None], c.PRECISION)
         else:
-            v = _load_rows(v_base, v_rows, exists, 0, c.BLOCK_DV, c.HEAD_DIM_V).to(q.dtype)
-        acc = dot_add(round_to(p, q.dtype), v, acc, c.PRECISION)
+            v = k
+            if not c.VALUES_IN_KEYS:
+                v = _load_rows(v_base, v_rows, exists, 0, c.BLOCK_DV, c.HEAD_DIM_V).to(q.dtype)
+            acc = dot_add(p, v, acc, c.PRECISION)
+    if c.VALUE_PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), (c.BLOCK_M, c.BLOCK_DV))
     return acc, l_i, m_i
 
 
@@ -253,6 +342,18 @@ def _store_rows(
 
 
 @triton.jit
+def _powers_of_two(largest):
+    """(x, 1/x), powers of two: a row of bfloat16 times x is exact as float16, but for what is 2**-31 of its `largest`.
+
+    float8 becomes float16 in one instruction, exactly, and bfloat16 in five.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))  # not finite: x = 1
+    # To the top of float16's range, 2**14 to 2**15.
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend_rows(
     b, hk, block_m, part_begin, part_end, first_q, n_queries, first_k, n_keys, pad,
     q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
@@ -274,6 +375,14 @@ def _attend_rows(
     if c.WIDEN:
         q = q.to(tl.float32)
         q_rest = q_rest.to(tl.float32)
+    elif k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        if c.BLOCK_REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+        down, up = _powers_of_two(largest)
+        q = (q.to(tl.float32) * down[:, None]).to(tl.float16)
+        q_rest = (q_rest.to(tl.float32) * down[:, None]).to(tl.float16)
+        scale *= up[:, None]
     slopes = 0.0
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + b * stride_slopeb + heads, mask=exists, other=0.0)[:, None]
@@ -338,6 +447,8 @@ def _decode_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+    if c.OVERLAP:
+        gdc_launch_dependents()
     if not c.SPLIT:
         tile = pid // heads_kv
         hk = pid % heads_kv
@@ -362,36 +473,38 @@ def _decode_kernel(
             )  # fmt: skip
     else:
         # The line of work: for each tile of rows of each sequence, for each head of keys, its blocks. A first pass adds
-        # it up, a second finds the tile that this program's part begins in.
-        total = tl.zeros([], tl.int64)
-        for start in range(0, batch * blocks_m, SCAN):
-            tiles = start + tl.arange(0, SCAN)
-            inside = tiles < batch * blocks_m
-            _, n_queries, _, n_keys, pad = _sequence(
-                tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, c,
+        # it up, a second finds the tile that this program's part begins in. Mostly all tiles are looked at at once.
+        counts = _blocks_of_tiles(
+            0, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
+            total_k, length, added, capacity, group, window_left, window_right, c,
+        )  # fmt: skip
+        first_counts = counts
+        blocks = tl.sum(counts.to(tl.int64), 0)
+        begun = tl.sum((counts > 0).to(tl.int32), 0)
+        for start in range(SCAN, batch * blocks_m, SCAN):
+            counts = _blocks_of_tiles(
+                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
             )  # fmt: skip
-            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
-            total += tl.sum(tl.where(inside, counts, 0).to(tl.int64) * heads_kv, 0)
+            blocks += tl.sum(counts.to(tl.int64), 0)
+            begun += tl.sum((counts > 0).to(tl.int32), 0)
+        # Where all programs have little to do, even parts of the blocks are shortest.
+        tile_cost = tl.where(blocks * heads_kv >= LONG_SHARE * tl.num_programs(0), TILE_COST, 0)
+        total = (blocks + tile_cost * begun) * heads_kv
         share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
         at = tl.minimum(pid.to(tl.int64) * share, total)
         stop = tl.minimum(at + share, total)
-        tile = 0
-        before = tl.zeros([], tl.int64)  # work before this tile
-        ahead = tl.zeros([], tl.int64)  # work before the tiles that are looked at
-        for start in range(0, batch * blocks_m, SCAN):
-            tiles = start + tl.arange(0, SCAN)
-            inside = tiles < batch * blocks_m
-            _, n_queries, _, n_keys, pad = _sequence(
-                tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, c,
+        tile, before = _passed(first_counts, tl.zeros([], tl.int64), at, heads_kv, tile_cost)
+        ahead = tl.sum(_work_of(first_counts, heads_kv, tile_cost), 0)  # work before the tiles that are looked at
+        for start in range(SCAN, batch * blocks_m, SCAN):
+            counts = _blocks_of_tiles(
+                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
             )  # fmt: skip
-            _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
-            work = tl.where(inside, counts, 0).to(tl.int64) * heads_kv
-            passed = inside & (ahead + tl.cumsum(work, 0) <= at)
-            tile += tl.sum(passed.to(tl.int32), 0)
-            before += tl.sum(tl.where(passed, work, 0), 0)
-            ahead += tl.sum(work, 0)
+            tiles_here, work_here = _passed(counts, ahead, at, heads_kv, tile_cost)
+            tile += tiles_here
+            before += work_here
+            ahead += tl.sum(_work_of(counts, heads_kv, tile_cost), 0)
 
         tail = -1
         last = -1
@@ -403,40 +516,44 @@ def _decode_kernel(
                 length, added, capacity, c,
             )  # fmt: skip
             first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
-            if at < before + count.to(tl.int64) * heads_kv:
-                done = (at - before).to(tl.int32)  # blocks of the tiles of rows that come first here
-                hk = done // count
-                begin = done % count
-                end = tl.minimum(count, begin + (stop - at)).to(tl.int32)
-                acc, l_i, m_i, rows = _attend_rows(
-                    b, hk, block_m, first + begin, first + end, first_q, n_queries, first_k, n_keys, pad,
-                    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-                    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
-                    scale, softcap, c,
-                )  # fmt: skip
-                if end - begin == count:
-                    _store_rows(
-                        acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
-                        stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
-                        PACKED, c,
+            work = tl.where(count > 0, count + tile_cost, 0)
+            if at < before + work.to(tl.int64) * heads_kv:
+                done = (at - before).to(tl.int32)  # work of the heads that come first here
+                hk = done // work
+                from_work = done % work
+                to_work = tl.minimum(work, from_work + (stop - at)).to(tl.int32)
+                begin = tl.maximum(from_work - tile_cost, 0)
+                end = tl.maximum(to_work - tile_cost, 0)
+                if begin < end:
+                    acc, l_i, m_i, rows = _attend_rows(
+                        b, hk, block_m, first + begin, first + end, first_q, n_queries, first_k, n_keys, pad,
+                        q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+                        stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
+                        stride_vn, stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left,
+                        window_right, scale, softcap, c,
                     )  # fmt: skip
-                else:
-                    # What goes on here is in the first of the program's two places, what begins in the other.
-                    slot = 2 * pid
-                    if begin == 0:
-                        slot += 1
-                        tail = tile * heads_kv + hk
-                        last = pid + tl.cdiv(count - end, tl.minimum(share, 1 << 30).to(tl.int32))
-                    offs_m = tl.arange(0, c.BLOCK_M)
-                    offs_d = tl.arange(0, c.BLOCK_DV)
-                    sums = sums_ptr + slot.to(tl.int64) * (c.BLOCK_M * c.BLOCK_DV)
-                    tl.store(sums + offs_m[:, None] * c.BLOCK_DV + offs_d[None, :], acc)
-                    tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + offs_m, m_i)
-                    tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + c.BLOCK_M + offs_m, l_i)
-                at += end - begin
+                    if end - begin == count:
+                        _store_rows(
+                            acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+                            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
+                            PACKED, c,
+                        )  # fmt: skip
+                    else:
+                        # What goes on here is in the first of the program's two places, what begins in the other.
+                        slot = 2 * pid
+                        if begin == 0:
+                            slot += 1
+                            tail = tile * heads_kv + hk
+                            last = pid + tl.cdiv(work - to_work, tl.minimum(share, 1 << 30).to(tl.int32))
+                        offs_m = tl.arange(0, c.BLOCK_M)
+                        offs_d = tl.arange(0, c.BLOCK_DV)
+                        sums = sums_ptr + slot.to(tl.int64) * (c.BLOCK_M * c.BLOCK_DV)
+                        tl.store(sums + offs_m[:, None] * c.BLOCK_DV + offs_d[None, :], acc)
+                        tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + offs_m, m_i)
+                        tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + c.BLOCK_M + offs_m, l_i)
+                at += to_work - from_work
             else:
-                before += count.to(tl.int64) * heads_kv
+                before += work.to(tl.int64) * heads_kv
                 tile += 1
         tl.store(tails_ptr + 2 * pid, tail)
         tl.store(tails_ptr + 2 * pid + 1, last)
@@ -449,6 +566,8 @@ def _combine_kernel(
     rows_per_tile, c: tl.constexpr,
 ):  # fmt: skip
     """One row of the tile that one program of `_decode_kernel` left unfinished."""
+    if c.OVERLAP:
+        gdc_wait()
     owner = tl.program_id(0) // rows_per_tile
     row = tl.program_id(0) % rows_per_tile
     tail = tl.load(tails_ptr + 2 * owner)
@@ -489,6 +608,12 @@ def _combine_kernel(
         )  # fmt: skip
 
 
+def can_overlap(arch: str) -> bool:
+    """Whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
+    spec = gpu_spec(arch)
+    return spec is not None and spec.has_tma and not is_interpreting()
+
+
 def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstants:
     """What the kernels are compiled for."""
     block_d, block_rest = feature_blocks(problem.head_dim)
@@ -508,8 +633,10 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstan
         block_dv=padded_head_dim(problem.head_dim_v),
         page_size=problem.page_size,
         packed_keys=problem.packed_keys,
+        value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
+        overlap=is_split(problem) and can_overlap(problem.arch),
         parts=max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v)),
         precision="ieee",
     )
@@ -612,7 +739,8 @@ def launches_of(
         rows_per_tile = min(config.block_m, problem.seqlen_q * group)
         values = {**arguments, "rows_per_tile": rows_per_tile}
         merged = {name: values[name] for name in _combine_kernel.arg_names if name in values}
-        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, {"c": c}, {"num_warps": 4}))
+        early = {"launch_pdl": True} if c.overlap else {}
+        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, {"c": c}, {"num_warps": 4, **early}))
     return launches
 
 

@@ -61,6 +61,8 @@ _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
     (1024, 16, 8, 2, 1),
     (1024, 16, 8, 1, 1),
 )
+# A cache of float8, first: its blocks are half as large, and it is its instructions that take time.
+_FLOAT8_ROWS: tuple[tuple[int, int, int, int, int], ...] = ((128, 128, 4, 3, 2),)
 TURING_BLOCK_N = 16  # more keys' products in registers spill
 RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
@@ -93,6 +95,9 @@ def block_m_of(problem: KVCacheProblem) -> int:
         return 16
     first, second = feature_blocks(problem.head_dim)
     passes_registers = not problem.aligned or problem.cache_dtype == FLOAT8
+    spec = gpu_spec(problem.arch)
+    if rows > 32 and reads_values_once(problem) and not passes_registers and spec is not None and spec.has_wgmma:
+        return 64
     if rows <= 32 or passes_registers or second or first != padded_head_dim(problem.head_dim_v) or first > 128:
         return MMA_BLOCK_M
     return 64
@@ -103,6 +108,12 @@ def reads_values_once(problem: KVCacheProblem) -> bool:
     return problem.latent and feature_blocks(problem.head_dim)[0] == problem.head_dim_v
 
 
+def reads_value_pairs(problem: KVCacheProblem) -> bool:
+    """Whether float8 values are read as pairs of features, which become operands of products in registers."""
+    of_float8 = problem.cache_dtype == FLOAT8 and not is_widened(problem) and not reads_values_once(problem)
+    return of_float8 and problem.aligned and problem.head_dim_v % 2 == 0
+
+
 def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages: int) -> int:
     """Shared memory of a program: the queries, the weights, and the blocks of keys and values on their way.
 
@@ -111,8 +122,9 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
     d, dv = sum(feature_blocks(problem.head_dim)), padded_head_dim(problem.head_dim_v)
     size = ELEMENT_BYTES["float32" if is_widened(problem) else problem.dtype]
     block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
-    # float8 is converted in registers and goes through shared memory once more, beside the blocks on their way.
-    keys = block * (buffers + size) if problem.cache_dtype == FLOAT8 else block * size * buffers
+    keys = block * size * buffers
+    if problem.cache_dtype == FLOAT8:  # converted, some goes through shared memory once more
+        keys = block * (buffers + (0 if reads_value_pairs(problem) else size))
     if num_stages == 1 or _is_turing(problem):  # first keys, then values
         keys = block_n * max(d, dv) * size
     return keys + size * block_m * (d + block_n)
@@ -126,15 +138,14 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
         return None
     width = max(padded_head_dim(problem.head_dim_v), feature_blocks(problem.head_dim)[0])
     block_m = block_m_of(problem)
-    for widest, block_n, warps, stages, several in _ROWS:
+    rows = _FLOAT8_ROWS + _ROWS if problem.cache_dtype == FLOAT8 else _ROWS
+    for widest, block_n, warps, stages, several in rows:
         if _is_turing(problem) and block_n > TURING_BLOCK_N:
             continue
         shared = shared_bytes(problem, block_m, block_n, stages)
         if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
             if block_m > MMA_BLOCK_M and width > 64:
                 block_n, warps = 32, 8  # larger ones spill
-            if problem.paged and stages > 1:  # a load that waits for another takes half of the stages
-                stages = 2 * stages - 1
             return DecodeConfig(block_m, block_n, warps, stages, several)
     return None
 
