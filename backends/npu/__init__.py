@@ -210,7 +210,7 @@ class NPUBackend:
 @cache
 def device_name(index: int) -> str:
     """Model of an NPU, such as "Ascend910B3"."""
-    return getattr(torch, "npu").getdevice_name(index)  # noqa: B009
+    return getattr(torch, "npu").get_device_name(index)  # noqa: B009
 
 
 backend = NPUBackend()
