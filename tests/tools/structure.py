@@ -32,9 +32,10 @@ CACHES = {
     "diyfa/tuning.py:Tuner._known": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
-# Not of calls: what stays true as long as the process lives, one small entry for each device or file at most.
+# Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
     "backends/cuda/compile/aot.py:_specs": "what a worker of the ahead-of-time compiler takes kernels from",
+    "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile; four of them were half of a launch's description",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",

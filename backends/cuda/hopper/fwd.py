@@ -89,7 +89,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, kept
 
 
 @dataclass(frozen=True)
@@ -686,6 +686,7 @@ def _fwd_sm90_kernel(
             _attend(problem, again, inputs, outputs)
 
 
+@kept
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """The kernel's constants."""
     ragged = lengths_of(problem) != EQUAL.value
