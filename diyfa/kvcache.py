@@ -387,7 +387,8 @@ def flash_attn_with_kvcache(
         sinks: (H,) float32 logits that join the softmax denominator.
         k_descale, v_descale: factors of what a float8 cache holds: a number, a float32 tensor of one element or
             (B, Hk). What is appended is divided by them.
-        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1.
+        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1; no memory of the caches, and
+            none of q, or exactly q.
 
     Returns:
         out (B, Sq, H, Dv), or with `return_softmax_lse` (out, lse (B, H, Sq) float32); a row that sees no key has

@@ -507,6 +507,36 @@ def test_packed_keys_of_another_length_get_another_plan() -> None:
         torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
+def test_an_out_in_memory_that_is_read_is_refused() -> None:
+    """Before anything is appended, also by a call that comes again; what lies beside it, or is q itself, is none."""
+    buffer = torch.randn(B, SQ + 1, 2 * H, D)
+    free = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call().items()}
+    dense = torch.randn(B * SQ * H * D + 8)
+    views = {
+        "later": (buffer[:, :-1, :H], buffer[:, 1:, :H], True),
+        "heads": (buffer[:, 1:, :H], buffer[:, 1:, 1 : H + 1], True),
+        "beside": (buffer[:, :-1, :H], buffer[:, :-1, H:], False),
+        "other rows": (buffer[:, :-1, :H], buffer[:, 1:, H:], False),
+        "shifted": (dense[8:].view(B, SQ, H, D), dense[:-8].view(B, SQ, H, D), True),
+        "itself": (buffer[:, 1:, :H], buffer[:, 1:, :H], False),
+    }
+    for q, out, shared in views.values():
+        for _ in range(3):
+            given = call(q=q)
+            if not shared:
+                want = reference_kvcache(**{**given, "q": q.clone()})
+                torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**given, out=out), want)
+                continue
+            _refused(
+                diyfa.flash_attn_with_kvcache, {**given, "out": out}, ValueError, "out must not share memory with q"
+            )
+    cache = torch.randn(B, 40, HK, D)
+    inside = cache.flatten()[: B * SQ * H * D].view(B, SQ, H, D)
+    for name in ("k_cache", "v_cache"):
+        given = {**free, name: cache, "out": inside}
+        _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
+
+
 def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "plans", {})
     given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))
@@ -525,7 +555,7 @@ def test_out_is_not_packed_queries() -> None:
     for _ in range(3):
         diyfa.flash_attention_varlen(**given, out=torch.empty(7, H, D))
     before = given["q"].clone()
-    with pytest.raises(ValueError, match="out must not be"):
+    with pytest.raises(ValueError, match="out must not share memory with q: it is cleared"):
         diyfa.flash_attention_varlen(**given, out=given["q"])
     assert torch.equal(given["q"], before)
 
