@@ -36,7 +36,8 @@ class Plan:
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 
-plans: dict[Hashable, Plan] = {}
+# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan`, or of a product (problem, kernel).
+plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
 
@@ -138,7 +139,7 @@ def key_of(
         return None
 
 
-def find(key: Hashable | None) -> Plan | None:
+def find(key: Hashable | None) -> Any:
     """The plan of an earlier equal call."""
     try:
         return plans.get(key)
@@ -146,9 +147,9 @@ def find(key: Hashable | None) -> Plan | None:
         return None
 
 
-def remember(key: Hashable, plan: Plan | None) -> None:
+def remember(key: Hashable | None, plan: Any) -> None:
     """Keep what a call came to, for equal ones."""
-    if plan is None:
+    if key is None or plan is None:
         return
     if len(plans) >= LIMIT:
         plans.clear()

@@ -14,7 +14,7 @@ import torch
 from diyfa import fast_path, registry, validation
 from diyfa.fast_path import may_be_read
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_new_values, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, bucket, check_new_values, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -22,7 +22,6 @@ KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
-plans: dict[Any, KVCachePlan] = {}
 _IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
 
@@ -325,26 +324,10 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
             parts.append(type(x))
     k, v = tensors[1:3]
     return (
+        "kvcache",
         isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not
         *parts, torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
     )  # fmt: skip
-
-
-def _find(key: Any) -> KVCachePlan | None:
-    """The plan of an earlier equal call."""
-    try:
-        return None if key is None else plans.get(key)
-    except TypeError:  # an argument of a wrong kind
-        return None
-
-
-def _remember(key: Any, plan: KVCachePlan | None) -> None:
-    """Keep what a call came to, for equal ones."""
-    if key is None or plan is None:
-        return
-    if len(plans) >= fast_path.LIMIT:
-        plans.clear()
-    plans[key] = plan
 
 
 def flash_attn_with_kvcache(
@@ -404,7 +387,8 @@ def flash_attn_with_kvcache(
         sinks: (H,) float32 logits that join the softmax denominator.
         k_descale, v_descale: factors of what a float8 cache holds: a number, a float32 tensor of one element or
             (B, Hk). What is appended is divided by them.
-        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1.
+        out: what the result is written to, (B, Sq, H, Dv) in q's dtype with last stride 1; no memory of the caches, and
+            none of q, or exactly q.
 
     Returns:
         out (B, Sq, H, Dv), or with `return_softmax_lse` (out, lse (B, H, Sq) float32); a row that sees no key has
@@ -435,7 +419,7 @@ def flash_attn_with_kvcache(
         ),
         softmax_scale, causal, window, softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
-    plan = _find(key)
+    plan = fast_path.find(key)
     if plan is None:
         _check_call(q, k_cache, v_cache, given)
     tensors = _bind(q, k_cache, v_cache, given)
@@ -450,7 +434,7 @@ def flash_attn_with_kvcache(
             batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
         )  # fmt: skip
         result, lse, plan = run(tensors, options, new, out, key is not None)
-        _remember(key, plan)
+        fast_path.remember(key, plan)
     return (result, lse) if return_softmax_lse else result
 
 
@@ -535,7 +519,7 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], backend, variant,
     )  # fmt: skip
-    plan = _find(key)
+    plan = fast_path.find(key)
     if plan is None:
         _check_packed(q, k, v, given)
     scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
@@ -552,5 +536,5 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
         batch_invariant=registry.is_batch_invariant(), backend=backend, variant=variant,
     )  # fmt: skip
     result, lse, plan = run(tensors, options, None, out, key is not None)
-    _remember(key, plan)
+    fast_path.remember(key, plan)
     return result, lse

@@ -115,6 +115,50 @@ def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tens
         raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
 
 
+def _meet(distance: int, dims: list[tuple[int, int]]) -> bool:
+    """Whether an element of a tensor and one of another that lies `distance` elements behind are one; `dims`: (stride,
+    size) of both, the largest stride first."""
+    if not dims:
+        return distance == 0
+    (stride, size), *inner = dims
+    if stride == 0:
+        return _meet(distance, inner)
+    steps = distance // stride
+    return any(abs(n) < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
+
+
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether x and y have an element in common: known for dense tensors and for views with the same strides, and else
+    denied, as neighbours in one buffer have not."""
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
+        return False
+    spans = [1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) for t in (x, y)]
+    size = x.element_size()
+    begins = x.data_ptr(), y.data_ptr()
+    if begins[0] + spans[0] * size <= begins[1] or begins[1] + spans[1] * y.element_size() <= begins[0]:
+        return False
+    if spans == [x.numel(), y.numel()]:
+        return True
+    if x.stride() != y.stride() or x.dtype != y.dtype:
+        return False
+    sizes = map(max, x.shape, y.shape)
+    return _meet((begins[1] - begins[0]) // size, sorted(zip(x.stride(), sizes, strict=True), reverse=True))
+
+
+def check_out(out: torch.Tensor | None, tensors: KVCacheTensors, layout: str) -> None:
+    """out is memory that nothing else reads, or exactly that of queries in batches."""
+    if out is None:
+        return
+    for name in ("q", "k_cache", "v_cache"):
+        x = getattr(tensors, name)
+        same = name == "q" and out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
+        if same and layout != VARLEN:
+            continue
+        if share_memory(out, x):
+            why = ": it is cleared before packed queries are read" if same else ""
+            raise ValueError(f"out must not share memory with {name}{why}")
+
+
 def bucket(length: int) -> int:
     """The next power of two: growing lengths make few different calls."""
     return 1 << (length - 1).bit_length() if length > 0 else 0
@@ -224,8 +268,6 @@ class _Step:
         self.has_run = True
 
     def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
-        if given is not None and self.problem.varlen and given.data_ptr() == tensors.q.data_ptr():
-            raise ValueError("out must not be the memory of packed queries: it is cleared before they are read")
         if self.repeat is not None:
             pair = self.repeat(tensors.length, given, *self.present[0](tensors))
             if pair is not None:
@@ -303,6 +345,7 @@ def run(
         if out is not None:
             return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
         return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
+    check_out(out, tensors, options.layout)
     plan = KVCachePlan()
     if new is not None:
         # Before anything is written: that the attention can be run, too.
@@ -316,13 +359,14 @@ def run(
 
 def run_plan(plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None) -> Pair:
     """Run a call equal to the one that `plan` was made of."""
+    assert plan.attend is not None, "or there is no plan"
+    check_out(out, tensors, plan.attend.problem.layout)
     if new is not None:
         assert plan.append is not None, "the plan of a call that appends"
         new = _rotates(new, tensors.q)
         plan.append.append(tensors, new)
         if new.rotated_q is not None:
             tensors = tensors._replace(q=new.rotated_q)
-    assert plan.attend is not None, "or there is no plan"
     return plan.attend.attend(tensors, out)
 
 
@@ -336,6 +380,7 @@ def _kvcache_fwd(*flat: Any) -> Pair:
 
 def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
     tensors, options = _unpack(_CALL, flat)
+    check_out(out, tensors, options.layout)
     return _forward(tensors, options, out)[1]
 
 

@@ -636,22 +636,30 @@ def _matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    chosen = registry.resolve_backend(a.device, backend)
-    problem = MatmulProblem(
-        chosen.device_type,
-        chosen.arch(a.device),
-        dtype_name(a.dtype),
-        dtype_name(compute_dtype),
-        dtype_name(out_dtype),
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-        precision,
-        None if block is None else (block[0], block[1], block[2]),
-        autotune,
-        _is_matrix_aligned(a) and _is_matrix_aligned(b),
-    )
-    kernel = registry.choose("matmul", problem, chosen)
+    tile = None if block is None else (block[0], block[1], block[2])
+    asked = tile, autotune, precision, compute_dtype, out_dtype, backend or registry.forced_backend()
+    of_a, of_b = ((x.shape, x.stride(), x.data_ptr() & 15) for x in (a, b))
+    key = ("matmul", of_a, of_b, a.dtype, a.device, *asked)
+    found = find(key)
+    if found is None:
+        chosen = registry.resolve_backend(a.device, backend)
+        problem = MatmulProblem(
+            chosen.device_type,
+            chosen.arch(a.device),
+            dtype_name(a.dtype),
+            dtype_name(compute_dtype),
+            dtype_name(out_dtype),
+            a.shape[0],
+            b.shape[1],
+            a.shape[1],
+            precision,
+            tile,
+            autotune,
+            _is_matrix_aligned(a) and _is_matrix_aligned(b),
+        )
+        found = problem, registry.choose("matmul", problem, chosen)
+        remember(key, found)
+    problem, kernel = found
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros((problem.m, problem.n), dtype=out_dtype)
     return kernel.launch(problem, a, b)

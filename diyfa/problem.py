@@ -2,8 +2,8 @@
 
 This module is all that a backend may import of diyfa besides the plain data of `diyfa.arch`. It holds
 
-* `AttentionProblem`, `KVCacheProblem` and `MatmulProblem`: hashable descriptions without tensors, so a decision is a
-  pure function and can be cached, explained and tested without a device;
+* `AttentionProblem`, `KVCacheProblem` and `MatmulProblem`: descriptions without tensors, so a decision is a pure
+  function and can be remembered, explained and tested without a device;
 * `AttentionTensors` and `KVCacheTensors`: the tensors of one call, in the layout that the problem names;
 * `Launch`: one kernel with all that it is launched with;
 * `Kernel` and `Backend`: the protocol between the front end and an accelerator.
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -28,6 +29,29 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 # Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
 VARLEN = "thd"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kept(function: Function) -> Function:
+    """`function` of a problem, and of few other things, which answers each problem once: the answer is kept in it.
+
+    Equal calls have one problem, that of their plan, so what is decided about them lives as long as the plan.
+    """
+
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def answer(problem: Any, *rest: Any) -> Any:
+        known = problem.__dict__.get("_kept")
+        if known is None:
+            known = problem.__dict__["_kept"] = {}
+        try:
+            return known[name, rest]
+        except KeyError:
+            found = known[name, rest] = function(problem, *rest)
+            return found
+
+    return cast(Function, answer)
 
 
 @dataclass(frozen=True)
@@ -66,15 +90,6 @@ class AttentionProblem:
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Every cache on the way to a launch is keyed by the problem: hash its two dozen fields once.
-        values = tuple(getattr(self, name) for name in self.__match_args__)
-        object.__setattr__(self, "_hash", hash(values))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def replace(self, **changes: Any) -> AttentionProblem:
         """A copy with some fields changed."""
@@ -168,7 +183,8 @@ class KVCacheProblem:
         return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.seqlen_q)
 
 
-class MatmulProblem(NamedTuple):
+@dataclass(frozen=True)
+class MatmulProblem:
     """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed.
 
     `aligned` says that each input has a dimension of stride 1, while its other stride and its base address are
@@ -187,6 +203,10 @@ class MatmulProblem(NamedTuple):
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
     aligned: bool = False
+
+    def replace(self, **changes: Any) -> MatmulProblem:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
 
 
 class AttentionTensors(NamedTuple):
@@ -270,6 +290,7 @@ class NewKeys(NamedTuple):
         return [x for x in self if isinstance(x, torch.Tensor)]
 
 
+@kept
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
     return KVCacheProblem(

@@ -1,8 +1,8 @@
 """Which backend and which kernel runs a call, and why.
 
 Backends are named here as strings and loaded when first needed; a package installed beside diyfa adds one through the
-entry-point group `diyfa.backends`. A choice is made once for each distinct problem and cached. Nothing falls back:
-what the caller names explicitly either runs or raises with the reason.
+entry-point group `diyfa.backends`. Nothing falls back: what the caller names explicitly either runs or raises with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ IN_THE_MODE = "split_kv"  # the forward kernel of `batch_invariant`, which runs 
 EXPLICIT_ONLY = frozenset({"cpu"})
 
 _loaded: dict[str, Backend] = {}
-_choices: dict[tuple[Any, ...], Kernel] = {}
-_CHOICES_LIMIT = 4096  # changing lengths make new entries without end
 _default_backend: str = os.environ.get("DIYFA_BACKEND", "")
 
 
@@ -181,25 +179,6 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
 
     Raises ValueError with every reason when there is none.
     """
-    key = (op, problem, backend.name, variant)
-    kernel = _choices.get(key)
-    if kernel is None:
-        kernel = _choose(op, problem, backend, variant)
-        if len(_choices) >= _CHOICES_LIMIT:
-            _choices.clear()
-        _choices[key] = kernel
-    return kernel
-
-
-def variant_of(op: str, backend: Backend, variant: str) -> str:
-    """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
-    any where there is none."""
-    if op == "attention_bwd" and variant not in [k.name for k in _of_op(backend, op)]:
-        return "auto"
-    return variant
-
-
-def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
     kernels = _of_op(backend, op)
     if variant != "auto":
         named = [k for k in kernels if k.name == variant]
@@ -214,6 +193,14 @@ def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
+
+
+def variant_of(op: str, backend: Backend, variant: str) -> str:
+    """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
+    any where there is none."""
+    if op == "attention_bwd" and variant not in [k.name for k in _of_op(backend, op)]:
+        return "auto"
+    return variant
 
 
 @dataclass(frozen=True)

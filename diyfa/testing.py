@@ -408,7 +408,6 @@ def _lse_unit(case: AttentionCase, device: str) -> Error:
     return Error(float(scores.max()) if scores.numel() else 0.0, _rms(scores))
 
 
-@lru_cache(maxsize=64)
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
     """The error of a plain FlashAttention for each result of `case`: the largest of `draws` draws of rounding errors.
 

@@ -40,7 +40,7 @@ ROUNDS = 3  # every candidate is measured so often, in turns, so that a drifting
 # How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
 # same kernel timed twice differs by up to 5 % on an H200, whose clock follows its power.
 MARGIN = 0.05
-MOST_UNMEASURED = 4096  # buckets of which a process remembers that nothing is kept for them
+MOST_REMEMBERED = 4096  # buckets of which a process remembers the tile, and as many that nothing is kept for
 
 
 def bucket_size(n: int) -> int:
@@ -209,13 +209,15 @@ class Tuner:
             config = self._stored(file, kernel, bucket, candidates)
             if config is None:
                 if not self._asked:
-                    if len(self._unmeasured) >= MOST_UNMEASURED:
+                    if len(self._unmeasured) >= MOST_REMEMBERED:
                         self._unmeasured.clear()
                     self._unmeasured.add(key)
                     return default
                 if not self._may_measure():
                     return default
                 config = self._measure(file, kernel, bucket, candidates, run, default)
+            if len(self._known) >= MOST_REMEMBERED:
+                self._known.clear()  # the file still has them
             self._known[key] = config
             return config
 

@@ -134,7 +134,6 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self.kernels = _kernels()
-        self._arch: dict[torch.device, str] = {}
 
     def accepts(self, device: torch.device) -> str | None:
         from diyfa.backends.cuda.runtime.launch import is_interpreting
@@ -146,9 +145,7 @@ class CudaBackend:
     def arch(self, device: torch.device) -> str:
         if device.type != "cuda":
             return os.environ.get("DIYFA_ARCH", "sm_90")
-        if device not in self._arch:
-            self._arch[device] = gpu_arch_name(*torch.cuda.get_device_capability(device))
-        return self._arch[device]
+        return gpu_arch_name(*torch.cuda.get_device_capability(device))
 
     def unsupported(self, problem: AttentionProblem | KVCacheProblem | MatmulProblem) -> str | None:
         spec = gpu_spec(problem.arch)

@@ -190,7 +190,7 @@ class NPUBackend:
     def arch(self, device: torch.device) -> str:
         if device.type == "cpu":
             return os.environ.get("DIYFA_ARCH") or INTERPRETER_ARCH
-        return _device_name(device.index if device.index is not None else torch.npu.current_device())
+        return device_name(device.index if device.index is not None else torch.npu.current_device())
 
     def unsupported(self, problem: Any) -> str | None:
         if npu_spec(problem.arch) is None:
@@ -208,7 +208,8 @@ class NPUBackend:
 
 
 @cache
-def _device_name(index: int) -> str:
+def device_name(index: int) -> str:
+    """Model of an NPU, such as "Ascend910B3"."""
     return getattr(torch, "npu").get_device_name(index)  # noqa: B009
 
 

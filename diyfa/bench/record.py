@@ -7,7 +7,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {**facts, "ascend": _ascend()} if device.type == "npu" else facts
 
 
-@lru_cache(maxsize=1)
 def _ascend() -> list[dict[str, str]]:
     """CANN, its compiler, driver and firmware, as `diyfa info` judges them."""
     return [asdict(finding) for finding in findings(Machine.here())]

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, kvcache, ops
+from diyfa import fast_path, flash_attn_interface, ops
 from diyfa.backends.cuda.attention import append, bwd, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -71,7 +71,7 @@ def recorder(monkeypatch):
     for module, kernel in ((decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel")):
         monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fast_path, "plans", {})

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diyfa
-from diyfa import kvcache, kvcache_ops, registry
+from diyfa import fast_path, kvcache_ops, registry
 from diyfa.flash_attn_interface import _flash_attn_varlen_forward
 from diyfa.problem import KVCacheProblem, KVCacheTensors, NewKeys
 from diyfa.reference import reference_kvcache
@@ -201,8 +201,7 @@ def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.Monkey
     )
     stub = type("Stub", (type(backend),), {"kernels": kernels})()
     monkeypatch.setitem(registry._loaded, "cpu", stub)
-    monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     _refused(diyfa.flash_attn_with_kvcache, call(), ValueError, "not today")
 
 
@@ -332,8 +331,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
 
     kernels = tuple(recorded(k) if k.op.startswith("kvcache") else k for k in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
-    monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
 
 
 @pytest.mark.parametrize("by", ["tensor", "int"])
@@ -352,7 +350,7 @@ def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, ro
         torch.testing.assert_close(got, want)
     how = [call[1] for call in seen]
     assert how == ["launched"] * 4 + ["repeated"] * 4
-    assert len(kvcache.plans) == 1
+    assert len(fast_path.plans) == 1
     assert [call[2] for call in seen[4:]] == ([2, 2, 3, 3] if by == "int" else [0] * 4)
 
 
@@ -380,20 +378,20 @@ def test_a_call_that_differs_gets_another_plan(name: str) -> None:
     given = call(k=..., v=...)
     for _ in range(3):
         diyfa.flash_attn_with_kvcache(**given)
-    plans = len(kvcache.plans)
+    plans = len(fast_path.plans)
     changed = CHANGES[name](given)
     for _ in range(3):
         torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**changed), reference_kvcache(**changed))
-    assert len(kvcache.plans) == plans + 1
+    assert len(fast_path.plans) == plans + 1
 
 
 def test_parameters_get_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are mostly parameters of a module."""
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     given = call(sinks=torch.nn.Parameter(torch.rand(H)))
     for _ in range(2):
         diyfa.flash_attn_with_kvcache(**given)
-    assert len(kvcache.plans) == 1
+    assert len(fast_path.plans) == 1
 
 
 def test_fake_tensors_have_no_addresses() -> None:
@@ -403,10 +401,10 @@ def test_fake_tensors_have_no_addresses() -> None:
 
 
 def test_lengths_that_grow_make_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     for longest in range(33, 65):
         diyfa.flash_attention_varlen(**packed(max_seqlen_k=longest))
-    assert len(kvcache.plans) == 1
+    assert len(fast_path.plans) == 1
 
 
 def test_problems_say_what_the_call_is() -> None:
@@ -509,15 +507,45 @@ def test_packed_keys_of_another_length_get_another_plan() -> None:
         torch.testing.assert_close(got, diyfa.flash_attention_varlen(**plain))
 
 
+def test_an_out_in_memory_that_is_read_is_refused() -> None:
+    """Before anything is appended, also by a call that comes again; what lies beside it, or is q itself, is none."""
+    buffer = torch.randn(B, SQ + 1, 2 * H, D)
+    free = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call().items()}
+    dense = torch.randn(B * SQ * H * D + 8)
+    views = {
+        "later": (buffer[:, :-1, :H], buffer[:, 1:, :H], True),
+        "heads": (buffer[:, 1:, :H], buffer[:, 1:, 1 : H + 1], True),
+        "beside": (buffer[:, :-1, :H], buffer[:, :-1, H:], False),
+        "other rows": (buffer[:, :-1, :H], buffer[:, 1:, H:], False),
+        "shifted": (dense[8:].view(B, SQ, H, D), dense[:-8].view(B, SQ, H, D), True),
+        "itself": (buffer[:, 1:, :H], buffer[:, 1:, :H], False),
+    }
+    for q, out, shared in views.values():
+        for _ in range(3):
+            given = call(q=q)
+            if not shared:
+                want = reference_kvcache(**{**given, "q": q.clone()})
+                torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**given, out=out), want)
+                continue
+            _refused(
+                diyfa.flash_attn_with_kvcache, {**given, "out": out}, ValueError, "out must not share memory with q"
+            )
+    cache = torch.randn(B, 40, HK, D)
+    inside = cache.flatten()[: B * SQ * H * D].view(B, SQ, H, D)
+    for name in ("k_cache", "v_cache"):
+        given = {**free, name: cache, "out": inside}
+        _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
+
+
 def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache, "plans", {})
+    monkeypatch.setattr(fast_path, "plans", {})
     given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))
     given["q"].requires_grad_()
     for interleaved in (True, True, False, False):
         want = reference_kvcache(**given, rotary_interleaved=interleaved)
         got = diyfa.flash_attn_with_kvcache(**given, rotary_interleaved=interleaved)
         torch.testing.assert_close(got, want)
-    assert len(kvcache.plans) == 2  # where launches are replayed, the rotation's pairs are part of the launch
+    assert len(fast_path.plans) == 2  # where launches are replayed, the rotation's pairs are part of the launch
     with torch.enable_grad(), pytest.raises(ValueError, match="no backward pass"):
         diyfa.flash_attn_with_kvcache(**given)
 
@@ -527,7 +555,7 @@ def test_out_is_not_packed_queries() -> None:
     for _ in range(3):
         diyfa.flash_attention_varlen(**given, out=torch.empty(7, H, D))
     before = given["q"].clone()
-    with pytest.raises(ValueError, match="out must not be"):
+    with pytest.raises(ValueError, match="out must not share memory with q: it is cleared"):
         diyfa.flash_attention_varlen(**given, out=given["q"])
     assert torch.equal(given["q"], before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import sys
 from pathlib import Path
 
@@ -109,6 +110,13 @@ def test_only_public_functions_take_many_parameters(path: Path) -> None:
 )  # fmt: skip
 def test_the_protocol_imports_little_of_diyfa(module: str, allowed: set[str]) -> None:
     assert {name for name in imports(ROOT / "diyfa" / module) if name.startswith("diyfa")} == allowed
+
+
+def test_every_cache_is_accounted_for() -> None:
+    """A decision, a compiled launch, a tuned tile, or a fact of the process: when it fails, see its tables."""
+    structure = runpy.run_path(str(ROOT / "tests" / "tools" / "structure.py"))
+    named = {*structure["CACHES"], *structure["FACTS"], *structure["OTHERS"]}
+    assert set(structure["caches"](structure["sources"](ROOT))) == named
 
 
 def test_tuning_needs_neither_pytorch_nor_triton() -> None:

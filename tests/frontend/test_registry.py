@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from subprocesses import run_python
 import diyfa
 from diyfa import registry
 from diyfa.features import OPTIONAL
-from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, refuse_features
+from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, kept, refuse_features
 
 
 def problem(**changes) -> AttentionProblem:
@@ -94,7 +95,7 @@ def test_matmul_choice(cpu: Backend) -> None:
     product = MatmulProblem("cpu", "cpu", "float32", "float32", "float32", 8, 8, 8, "tf32")
     with pytest.raises(ValueError, match="IEEE precision only"):
         registry.choose("matmul", product, cpu)
-    assert registry.choose("matmul", product._replace(precision="ieee"), cpu).name == "tiled"
+    assert registry.choose("matmul", product.replace(precision="ieee"), cpu).name == "tiled"
 
 
 def test_use_backend_nests_and_restores() -> None:
@@ -144,12 +145,19 @@ def test_use_backend_belongs_to_its_thread() -> None:
     assert registry.forced_backend() == ""
 
 
-def test_choices_are_bounded(cpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_choices", {})
-    monkeypatch.setattr(registry, "_CHOICES_LIMIT", 3)
-    for seqlen in range(1, 9):
-        assert registry.choose("attention_fwd", problem(seqlen_q=seqlen), cpu).name == "v2"
-        assert len(registry._choices) <= 3
+def test_a_problem_keeps_what_is_decided_about_it() -> None:
+    asked = []
+
+    @kept
+    def decide(problem: AttentionProblem, kind: str) -> str:
+        asked.append(kind)
+        return f"{kind} {problem.seqlen_q}"
+
+    first, second = problem(seqlen_q=4), problem(seqlen_q=4)
+    assert [decide(first, "a"), decide(first, "b"), decide(first, "a")] == ["a 4", "b 4", "a 4"] and asked == ["a", "b"]
+    assert first == second and hash(first) == hash(second) and repr(first) == repr(second)
+    assert decide(first.replace(seqlen_q=5), "a") == "a 5"
+    assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
 
 
 def test_backward_runs_on_the_backend_of_its_forward() -> None:

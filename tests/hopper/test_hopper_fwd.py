@@ -186,7 +186,6 @@ def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_taken_where_it_can_run_and_explained_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     assert registry.choose("attention_fwd", problem(), cuda, "sm90").name == "sm90"
     assert registry.choose("attention_fwd", problem(), cuda).name == "sm90"

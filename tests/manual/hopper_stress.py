@@ -134,7 +134,6 @@ def call(
     problem = AttentionProblem("cuda", "sm_90", str(dtype)[6:], layout, *size, d, dv, **common)
     large = compiled.random() < 0.7  # as if all grids were large: their configs
     hopper_configs.FULL_GPU = 0 if large else 1 << 30
-    hopper_configs.config_of.cache_clear()
     config = hopper_configs.config_of(problem)
     if kind == "config":
         config = replace(config, **compiled.choice(changes_of(d, config.consumers)))

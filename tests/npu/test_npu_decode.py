@@ -11,6 +11,7 @@ from kvcache_cases import CacheCase, assert_appended, assert_in_budget, make_cal
 
 import diyfa
 from diyfa.backends.npu.attention.append import kvcache_append
+from diyfa.backends.npu.attention.decode import kvcache_fwd
 from diyfa.problem import KVCacheProblem, KVCacheTensors, NewKeys
 from diyfa.reference import reference_append
 
@@ -41,6 +42,63 @@ def test_against_float64(npu: torch.device, case: CacheCase) -> None:
     out, lse, *caches = run_case(case, str(npu))
     assert_in_budget(case, out, lse)
     assert_appended(case, *caches)
+
+
+@pytest.mark.parametrize("page_size", [16, 4])
+def test_a_page_that_there_is_not_is_absent(npu: torch.device, page_size: int) -> None:
+    """As on CUDA: no key lies behind an entry outside the cache, in pages that are loaded whole or gathered."""
+    pages, table = 5, torch.tensor([[2, -1, 4, 2**30], [-(2**31), 5, 1, 0]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
+    q, capacity = torch.randn(2, 1, 2, 32, generator=generator).half(), 4 * page_size
+    tensors = KVCacheTensors(
+        q.to(npu), k.to(npu), v.to(npu), 0.2, seqlens=torch.tensor([capacity - 1, capacity - 2]).int().to(npu),
+        block_table=table.to(npu),
+    )  # fmt: skip
+    arch = diyfa.registry.load_backend("npu").arch(npu)
+    problem = KVCacheProblem(
+        "npu", arch, "float16", "float16", "bshd", 2, 2, 1, 1, capacity, 32, 32, page_size, lengths=True
+    )
+    out, lse = torch.empty_like(tensors.q), torch.empty(problem.lse_shape, device=npu)
+    kvcache_fwd(problem, tensors, out, lse)
+    for b, rows in enumerate(([2, 4], [1, 0])):
+        there = [x[rows].flatten(0, 1)[None, : 2 * page_size - 2 * b].float() for x in (k, v)]
+        want, want_lse = diyfa.reference_attention(
+            q[b : b + 1].float(), *there, sm_scale=0.2, layout="bshd", return_lse=True
+        )
+        torch.testing.assert_close(out[b : b + 1].cpu().float(), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse[b : b + 1].cpu(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_entry_that_there_is_not_has_no_keys(npu: torch.device) -> None:
+    k, q = torch.ones(2, 16, 1, 32).half().to(npu), torch.ones(3, 1, 1, 32).half().to(npu)
+    tensors = KVCacheTensors(q, k, k, 0.2, 9, cache_batch_idx=torch.tensor([1, -1, 2]).int().to(npu))
+    arch = diyfa.registry.load_backend("npu").arch(npu)
+    problem = KVCacheProblem("npu", arch, "float16", "float16", "bshd", 3, 1, 1, 1, 16, 32, 32, cache_batch_idx=True)
+    out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=npu)
+    kvcache_fwd(problem, tensors, out, lse)
+    assert out.cpu()[:, 0, 0, 0].tolist() == [1.0, 0.0, 0.0] and lse.cpu().isposinf().flatten().tolist() == [0, 1, 1]
+
+
+def test_packed_keys_end_with_their_rows(npu: torch.device) -> None:
+    """As on CUDA: a `seqused_k` beyond what lies between two offsets is what lies there."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 50, 1, 32, generator=generator).half()
+    q, offsets = torch.randn(2, 2, 32, generator=generator).half(), [0, 20, 50]
+    tensors = KVCacheTensors(
+        q.to(npu), k.to(npu), v.to(npu), 0.2, seqlens=torch.tensor([33, 7]).int().to(npu),
+        cu_seqlens_q=torch.tensor([0, 1, 2]).int().to(npu), cu_seqlens_k=torch.tensor(offsets).int().to(npu),
+    )  # fmt: skip
+    arch = diyfa.registry.load_backend("npu").arch(npu)
+    problem = KVCacheProblem(
+        "npu", arch, "float16", "float16", "thd", 2, 2, 1, 1, 50, 32, 32, packed_keys=True, lengths=True, total_q=2
+    )
+    out, lse = torch.empty_like(tensors.q), torch.empty(problem.lse_shape, device=npu)
+    kvcache_fwd(problem, tensors, out, lse)
+    for b, there in enumerate((slice(0, 20), slice(20, 27))):
+        keys = [x[None, there].float() for x in (k, v)]
+        want = diyfa.reference_attention(q[b, None, None].float(), *keys, sm_scale=0.2, layout="bshd")
+        torch.testing.assert_close(out[b].cpu().float(), want[0, 0], rtol=2e-3, atol=2e-3)
 
 
 def test_what_lands_nowhere_is_dropped(npu: torch.device) -> None:

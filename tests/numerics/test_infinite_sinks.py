@@ -1,4 +1,5 @@
-"""Sinks of -inf, which are none, and of +inf, which make their head NaN as a softmax over an infinite score is.
+"""Sinks of -inf, which are none, of +inf, which make their head NaN as a softmax over an infinite score is, and of the
+largest finite numbers.
 
 On every backend, forward and backward, also for rows that see no key, in tiles of their own and beside rows that do.
 """
@@ -106,6 +107,22 @@ def test_infinite_sinks_beside_others(backend: str, variant: str, name: str) -> 
     want = call(CPU, "auto", sinks, **CASES[name]) | call(REFERENCE, "", sinks, **CASES[name])
     assert got.keys() == want.keys()
     assert bool(want["out"].isnan().any()) and bool(want["dsinks"].isnan()[2])
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(("backend", "variant", "name"), COMBINATIONS)
+def test_sinks_as_large_as_there_are(backend: str, variant: str, name: str) -> None:
+    """float32 does not hold them in units of log2. They leave nothing to other keys, or are as good as none."""
+    target, largest = TARGETS[backend], torch.finfo(torch.float32).max
+    sinks = torch.tensor([3e38, largest, 1e20, -largest if name == "full" else 1.0])
+    with served(target, name):
+        got = call(target, variant, sinks, **CASES[name])
+    want = call(CPU, "auto", sinks, **CASES[name]) | call(REFERENCE, "", sinks, **CASES[name])
+    assert not any(bool(x.isnan().any()) for x in want.values())
+    assert_close(got, want)
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     for field, x in got.items():
         torch.testing.assert_close(
             x, want[field], rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, f=field: f"{f}: {m}"

@@ -53,7 +53,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
 
         return replace(kernel, launch=launch)
 
-    monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(fast_path, "plans", {})
     monkeypatch.setattr(cpu, "kernels", [recording(kernel) for kernel in cpu.kernels])
     yield seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from simulators.gluon import InterpretedKernel
 
-from diyfa import fast_path, registry
+from diyfa import fast_path
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -39,7 +38,7 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 MULTIPROCESSORS = 2
-FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what it remembers
+FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what problems keep
 
 
 def interpret(
@@ -66,12 +65,11 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
     large."""
     # What is decided here must not outlive the patches.
     monkeypatch.setattr(fast_path, "plans", {})
-    monkeypatch.setattr(registry, "_choices", {})
     monkeypatch.setattr(hopper_configs, "FULL_GPU", 0)
     monkeypatch.setattr(hopper_configs, "SHORT_KV_LOOP", 0)
     monkeypatch.setattr(configs, "TMA_MIN_WORK", 0)
     monkeypatch.setattr(hopper_configs, "TMA_MIN_WORK", 0)
-    choice = lru_cache(FROM_THE_TABLE) if config is None else lambda problem: config
+    choice = FROM_THE_TABLE if config is None else lambda problem: config
     for module in (hopper_configs, hopper_fwd):
         monkeypatch.setattr(module, "config_of", choice)
     if config is not None:

@@ -22,6 +22,38 @@ PUBLIC = {
     "diyfa/reference.py", "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py",
     "diyfa/integrations/npu_fusion_attention.py",
 }  # fmt: skip
+# Everything that remembers, by what it is. In calls: what was decided, what was compiled, the tile that tuning found,
+# each bounded.
+CACHES = {
+    "diyfa/fast_path.py:plans": "decision",
+    "diyfa/fast_path.py:Plan.backward_repeats": "compiled launch",
+    "backends/cuda/runtime/replay.py:TensorMaps._known": "compiled launch",
+    "backends/npu/runtime/tiles.py:_refused": "compiled launch",
+    "diyfa/tuning.py:Tuner._known": "tuned tile",
+    "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
+}
+# Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
+FACTS = {
+    "backends/cuda/compile/aot.py:_specs": "what a worker of the ahead-of-time compiler takes kernels from",
+    "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
+    "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
+    "backends/npu/__init__.py:device_name": "of a device; asked in each call",
+    "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
+    "backends/npu/runtime/compiler.py:compiler_version": "runs the compiler",
+    "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
+    "diyfa/device.py:npu_status": "tries to import torch_npu, which may take long to fail",
+    "diyfa/registry.py:_plugins": "reads the metadata of all installed packages",
+    "diyfa/registry.py:_loaded": "the backends",
+}
+OTHERS = {
+    "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
+    "backends/cuda/gluon/tile_counter.py:_counters": "device memory: eight bytes for each stream",
+    "diyfa/cli/first_run_worker.py:output": "a forward pass for one timing of the backward pass",
+    "diyfa/integrations/npu_fusion_arguments.py:compressed_mask": "device memory: the 4 MiB that an operator wants",
+    "diyfa/testing.py:expected_results": "the oracle: every backend is compared with the same results",
+    "diyfa/testing.py:yardstick_results": "the same",
+    "diyfa/testing.py:_lse_unit": "the same",
+}
 LIBRARIES = {"torch", "triton", "gl", "tl", "gluon"}
 
 
@@ -70,7 +102,7 @@ def too_many_parameters(found: list[Function]) -> list[Function]:
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
-    """Functions that remember results, and dictionaries of a module that begin empty."""
+    """Functions that remember results, and dictionaries of a module, or of objects outside tools, that begin empty."""
     found = []
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -78,6 +110,12 @@ def caches(trees: dict[str, ast.Module]) -> list[str]:
                 words = [ast.unparse(each) for each in node.decorator_list]
                 if any(re.match(r"(functools\.)?(lru_)?cache\b", word) for word in words):
                     found.append(f"{file}:{node.name}")
+            elif isinstance(node, ast.ClassDef) and not any(
+                tool in file for tool in ("/compiler/", "/compile/", "/cli/")
+            ):
+                fields = [each for each in ast.walk(node) if isinstance(each, ast.AnnAssign) and each.value is not None]
+                empty = [each for each in fields if ast.unparse(each.value) in ("{}", "set()")]
+                found += [f"{file}:{node.name}.{ast.unparse(each.target).removeprefix('self.')}" for each in empty]
         for statement in tree.body:
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
                 empty = ast.unparse(statement.value) in ("{}", "OrderedDict()", "WeakKeyDictionary()", "set()")
@@ -115,6 +153,7 @@ def main(root: Path) -> None:
     for room, counts in lines.items():
         print(f"{room:32} {len(counts):8} {sum(counts):8}")
     print(f"{'all':32} {len(trees):8} {sum(map(sum, lines.values())):8}")
+    remembered = caches(trees)
     for title, names in {
         f"host functions over {MOST_HOST_PARAMETERS} parameters, Gluon functions over {MOST_GLUON_PARAMETERS}": [
             f"{f.file}:{f.name} {f.parameters}" for f in too_many_parameters(found)
@@ -124,7 +163,14 @@ def main(root: Path) -> None:
             for f in sorted((f for f in found if f.language != "host"), key=lambda f: -f.parameters)[:10]
         ],
         "longest functions": [f"{f.file}:{f.name} {f.lines}" for f in sorted(found, key=lambda f: -f.lines)[:10]],
-        "caches": caches(trees),
+        "caches of calls: decisions, compiled launches, tuned tiles": [
+            f"{name}: {CACHES[name]}"
+            for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
+            if name in CACHES
+        ],
+        "facts of the process that are remembered": [f"{name}: {FACTS[name]}" for name in remembered if name in FACTS],
+        "what else begins empty and is filled": [f"{name}: {OTHERS[name]}" for name in remembered if name in OTHERS],
+        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *FACTS, *OTHERS}),
         "private parts of PyTorch and Triton": private_parts(trees),
     }.items():
         print(f"\n{title}: {len(names)}")

@@ -7,13 +7,12 @@ addresses, "widened" as "portable" and makes the tiles float32 at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, PORTABLE_FORM, WIDENED_FORM, padded_head_dim
 from diyfa.features import ADJUSTING
-from diyfa.problem import AttentionProblem
+from diyfa.problem import AttentionProblem, kept
 
 
 @dataclass(frozen=True)
@@ -374,15 +373,20 @@ def _prefers_few_rows(kind: str, problem: AttentionProblem) -> bool:
     return bool(problem.features & PER_SCORE_FEATURES) or (_is_ragged(problem) and problem.window_right >= 0)
 
 
-def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig]:
+def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
     """Tiles of the table for `kind` ("fwd", "dkdv", "dq", "dbias") that fit, the default first.
 
     They are the rows of the narrowest head_dim that holds the problem's; where TMA can be used, only its rows.
     """
+    return _candidates(problem, kind)
+
+
+@kept
+def _candidates(problem: AttentionProblem, kind: str) -> tuple[AttentionConfig, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     rows = [row for row in _TABLES[kind][gpu_class(problem)] if width <= row[0] and fits(kind, row[1], problem)]
     if not rows:
-        return
+        return ()
     narrowest, first = rows[0]
     tiles = [config for widest, config in rows if widest == narrowest and config.form == first.form]
     if problem.bias and kind != "dkdv":  # more to wait for in each block
@@ -391,7 +395,7 @@ def candidates(kind: str, problem: AttentionProblem) -> Iterator[AttentionConfig
         tiles.sort(key=lambda config: max(64, config.block_m))
     if _prefers_light_tiles(kind, problem):
         tiles.sort(key=lambda config: config.block_m * config.block_n > LIGHT_SCORES_PER_WARP * config.num_warps)
-    yield from tiles
+    return tuple(tiles)
 
 
 def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
@@ -404,4 +408,4 @@ def portable_config(kind: str, problem: AttentionProblem) -> AttentionConfig | N
 
 def default_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
     """The table's tile for `kind`, or None when no row fits."""
-    return next(candidates(kind, problem), None)
+    return next(iter(candidates(kind, problem)), None)

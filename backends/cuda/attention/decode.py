@@ -37,10 +37,10 @@ from diyfa.backends.cuda.attention.decode_configs import (
     row_blocks,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
-from diyfa.backends.cuda.attention.fwd import LOWEST, online_softmax_update
+from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
 from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
-from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
@@ -319,15 +319,16 @@ def _store_rows(
     tokens = rows // group
     heads = hk * group + rows % group
     exists = tokens < n_queries
-    if sinks_ptr is not None:  # a key without a value
-        sink = tl.load(sinks_ptr + heads, mask=exists, other=0.0)
-        _, m_i, l_i, acc = online_softmax_update(sink[:, None], m_i, l_i, acc, LOG2E, False)
+    sink = tl.zeros_like(m_i)
+    if sinks_ptr is not None:
+        sink += tl.load(sinks_ptr + heads, mask=exists, other=0.0)
+        m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
     # A row that saw no key: out 0, lse +inf.
     live = l_i != 0.0
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if v_descale_ptr is not None:
         out *= tl.load(v_descale_ptr + b.to(tl.int64) * stride_vdb + hk.to(tl.int64) * stride_vdh)
-    lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
+    lse = tl.where(live, lse_of(sink, m_i, tl.where(live, l_i, 1.0)), float("inf"))
     if PACKED:
         lse_rows = heads.to(tl.int64) * total_q + first_q + tokens
     else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.problem import KVCacheProblem
+from diyfa.problem import KVCacheProblem, kept
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -130,7 +129,7 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
     return keys + size * block_m * (d + block_n)
 
 
-@lru_cache(maxsize=4096)
+@kept
 def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     """The tile for a call, or None where none fits. Keys of a block and warps depend on features and dtypes alone."""
     spec = gpu_spec(problem.arch)

@@ -48,6 +48,7 @@ from diyfa.backends.cuda.attention.scores import (
 )
 from diyfa.backends.cuda.attention.tile_io import (
     DESCRIPTOR,
+    LARGEST_PRODUCT,
     LN2,
     LOG2E,
     PACKED,
@@ -81,6 +82,27 @@ def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr):
     p = tl.math.exp2(s * scale_log2 - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
     alpha = tl.math.exp2(m_i - m_ref)  # [BLOCK_M]
     return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def add_sink(sink, m_i, l_i, acc):
+    """The same for a sink [BLOCK_M], a key without a value -> (m_i, l_i, acc).
+
+    Where the sink is the maximum its weight is 1, of which one instruction that multiplies and subtracts would make
+    whatever rounding its product left. The largest sinks have no product in float32: see `lse_of`.
+    """
+    product = tl.where(sink < float("inf"), tl.minimum(sink, LARGEST_PRODUCT), sink) * LOG2E
+    m_new = tl.maximum(m_i, product)
+    weight = tl.math.exp2(tl.where(product == m_new, sink - sink, product - m_new))
+    alpha = tl.math.exp2(m_i - m_new)
+    return m_new, l_i * alpha + weight, acc * alpha[:, None]
+
+
+@triton.jit
+def lse_of(sink, m_i, l_i):
+    """The log-sum-exp of rows with some sum, and a sink in it; 0 where there is none."""
+    lse = (m_i + tl.math.log2(l_i)) * LN2
+    return tl.where((sink > LARGEST_PRODUCT) & (sink < float("inf")), sink, lse)
 
 
 @triton.jit
@@ -210,16 +232,17 @@ def _fwd_kernel(
         offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
         scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, True, c.EDGE_FORM, c,
     )  # fmt: skip
-    if c.SINKS:  # a key without a value. Seen last, it leaves the weights exact where a row has one key: exp2(0)
-        sink = tl.zeros([c.BLOCK_M, 1], tl.float32) + tl.load(sinks_ptr + h)
-        _, m_i, l_i, acc = online_softmax_update(sink, m_i, l_i, acc, LOG2E, True)
+    sink = tl.zeros([c.BLOCK_M], tl.float32)
+    if c.SINKS:  # seen last, it leaves the weights exact where a row has one key: exp2(0)
+        sink += tl.load(sinks_ptr + h)
+        m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
 
     # A row that saw no key, or lies beyond its sequence: out 0, lse +inf.
     live = (l_i != 0.0) & (offs_m < n_queries)
     out = tl.where(live[:, None], acc / tl.where(live, l_i, 1.0)[:, None], 0.0)
     if c.DROPOUT:
         out *= keep_scale
-    lse = tl.where(live, (m_i + tl.math.log2(tl.where(live, l_i, 1.0))) * LN2, float("inf"))
+    lse = tl.where(live, lse_of(sink, m_i, tl.where(live, l_i, 1.0)), float("inf"))
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q  # rows of other sequences follow those of this one
     lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from diyfa.problem import (
     Launch,
     NewKeys,
     bhsd_strides,
+    kept,
 )
 from diyfa.tuning import bucket_size
 
@@ -225,12 +225,13 @@ def forced_config(kind: str, problem: Any) -> Any:
 def settled_config(kind: str, problem: AttentionProblem) -> AttentionConfig | None:
     """What `tuned_config` will answer again without measuring, as long as `choice` is the same; None where it has still
     to be measured."""
-    tiles = _tiles(kind, problem)
+    tiles = candidates(kind, problem)
     if not problem.deterministic and len(tiles) > 1 and not tune.is_settled(f"attention_{kind}", _bucket(problem)):
         return None
     return tuned_config(kind, problem, lambda config: None)
 
 
+@kept
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Everything that the choice of a tile depends on, lengths and batch by size class."""
     return (
@@ -249,13 +250,6 @@ def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     )
 
 
-@lru_cache(maxsize=4096)
-def _tiles(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, ...]:
-    tiles = tuple(candidates(kind, problem))
-    assert tiles, "unsupported() accepted a problem that no tile fits"
-    return tiles
-
-
 def tuned_config(kind: str, problem: AttentionProblem, run: Callable[[AttentionConfig], None]) -> AttentionConfig:
     """The tile for this problem's bucket: measured once where tuning is possible and allowed, else the table's.
 
@@ -263,7 +257,8 @@ def tuned_config(kind: str, problem: AttentionProblem, run: Callable[[AttentionC
     """
     if (forced := forced_config(kind, problem)) is not None:
         return forced
-    tiles = _tiles(kind, problem)
+    tiles = candidates(kind, problem)
+    assert tiles, "unsupported() accepted a problem that no tile fits"
     if problem.deterministic or len(tiles) == 1:
         return tiles[0]
     return tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0])

@@ -34,6 +34,7 @@ PACKED = tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST_PRODUCT = tl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
 
 
 def _has_block_pointers() -> bool:

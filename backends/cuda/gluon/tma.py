@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 
 import torch
@@ -15,6 +16,7 @@ _STEPS = 0x7FFF0000  # of the dimensions that only move the address: as many as 
 _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 
 
+@cache
 def smem_layout(rows: int, columns: int, rank: int) -> gl.NVMMASharedLayout:
     """How a tile of fp16 or bf16 lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
     return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], gl.float16)

@@ -89,7 +89,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, kept
 
 
 @dataclass(frozen=True)
@@ -477,8 +477,10 @@ def _attend_tile(consumer, tile, item, used):
     lse_log2 = gl.where(seen, m_i + gl.log2(total), float("-inf"))
     share = factor
     if outputs.SINKS:
-        lse_log2, share = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h) * LOG2E)
-    lse = gl.where(lse_log2 == float("-inf"), float("inf"), lse_log2 * LN2)
+        lse, share = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
+    else:
+        lse = lse_log2 * LN2
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
     if problem.LENGTHS == SEQ_LENS:
         factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
         lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
@@ -686,6 +688,7 @@ def _fwd_sm90_kernel(
             _attend(problem, again, inputs, outputs)
 
 
+@kept
 def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm90Constants:
     """The kernel's constants."""
     ragged = lengths_of(problem) != EQUAL.value

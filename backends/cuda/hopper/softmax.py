@@ -8,6 +8,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest that float32 holds times LOG2E
 LAZY_RISE = gl.constexpr(8.0)  # the RISE of `softmax_step` that makes rescales rare
 
 
@@ -157,10 +158,14 @@ def fixed_max_step(s, m_i, sums, start_n, rows, score):
 def add_sink(lse_log2, sink):
     """A row's log-sum-exp [64] once a sink has joined the sum, a key without a value, and the share of the other keys.
 
-    Both in units of log2; -inf where a row saw no key.
+    The first comes in units of log2, -inf where a row saw no key, and leaves in those of the sink. As in `add_sink` of
+    the portable kernel, the largest sinks have no product in float32, and a sink that is the maximum weighs 1.
     """
-    larger = gl.maximum(lse_log2, sink)
+    is_largest = (sink > LARGEST_PRODUCT) & (sink < float("inf"))
+    product = gl.where(is_largest, LARGEST_PRODUCT, sink) * LOG2E
+    larger = gl.maximum(lse_log2, product)
     larger = gl.where(larger == float("-inf"), 0.0, larger)
     keys = gl.exp2(lse_log2 - larger)
-    total = keys + gl.exp2(sink - larger)
-    return larger + gl.log2(total), gl.where(total == 0.0, 0.0, keys / total)
+    total = keys + gl.exp2(gl.where(product == larger, sink - sink, product - larger))
+    lse = gl.where(is_largest, sink, (larger + gl.log2(total)) * LN2)
+    return lse, gl.where(total == 0.0, 0.0, keys / total)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 from diyfa.arch import ELEMENT_BYTES, GPUArch, GPUSpec, gpu_spec
-from diyfa.problem import MatmulProblem
+from diyfa.problem import MatmulProblem, kept
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def _reduced(config: MatmulConfig, problem: MatmulProblem) -> MatmulConfig | Non
     return None
 
 
-@lru_cache(maxsize=4096)
+@kept
 def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     """The tile without measuring: the caller's, or the table's; None when the caller's does not fit."""
     if problem.block is not None:
@@ -196,7 +195,7 @@ def default_config(problem: MatmulProblem, form: str) -> MatmulConfig | None:
     raise AssertionError(f"no tile for {problem}")  # the table has a row that fits every architecture
 
 
-@lru_cache(maxsize=4096)
+@kept
 def candidates(problem: MatmulProblem, form: str) -> Sequence[MatmulConfig]:
     """What the autotuner measures: the class's tiles that fit and suit the number of rows."""
     found = (_reduced(row.config, problem) for row in _class_of(problem, form))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -33,7 +32,7 @@ from diyfa.backends.cuda.matmul.configs import (
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
-from diyfa.problem import Kernel, Launch, MatmulProblem
+from diyfa.problem import Kernel, Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
 
 try:
@@ -282,7 +281,7 @@ def run(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor, c: torch.Tenso
         launch_kernel(launch)
 
 
-@lru_cache(maxsize=4096)
+@kept
 def _bucket(problem: MatmulProblem, a_transposed: bool, b_transposed: bool) -> tuple[Any, ...]:
     sizes = tuple(bucket_size(x) for x in (problem.m, problem.n, problem.k))
     kinds = (problem.dtype, problem.compute_dtype, problem.out_dtype, problem.precision)
@@ -413,9 +412,9 @@ def _specs_of(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileS
         return
     # Unaligned sizes are odd, so they always need the mask along K.
     for even in (True, False) if problem.aligned else (False,):
-        some = problem._replace(k=problem.k if even else problem.k + 16)
+        some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
-            some = problem._replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
+            some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
         launch, *_ = launches_of(some, *_tensors_of(some), config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue

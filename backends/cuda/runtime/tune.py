@@ -88,17 +88,13 @@ def _current_device() -> tuple[int, str] | None:
     if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device()
-    name = _device_names.get(index)
-    if name is None:
-        name = _device_names[index] = torch.cuda.get_device_name(index)
-    return index, name
+    return index, torch.cuda.get_device_name(index)
 
 
 def _not_capturing() -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-_device_names: dict[int, str] = {}
 _tuner = Tuner()
 tuning: Tuning = _tuner
 best, is_settled, state = _tuner.best, _tuner.is_settled, _tuner.state

@@ -112,7 +112,7 @@ class RowConstants(Constants):
 
 @triton.jit
 def keys_of(
-    seqlens_ptr, cu_seqlens_k_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
+    seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
 ):  # fmt: skip
     """Keys of sequence `b` -> (row of packed keys that they begin at, how many are skipped, how many there are)."""
     start = 0
@@ -120,12 +120,17 @@ def keys_of(
     if c.CU_SEQLENS_K:
         start = tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0)
         count = tl.load(cu_seqlens_k_ptr + b + 1) - start
-    if c.SEQLENS:
-        count = tl.load(seqlens_ptr + b) + added
-    if c.PACKED_KEYS:
+    if c.PACKED_KEYS:  # they begin at their offset, also where fewer are used than lie there
         start = tl.minimum(start, entries)
         count = tl.minimum(count, entries - start)
+        if c.SEQLENS:
+            count = tl.minimum(count, tl.load(seqlens_ptr + b))
+    elif c.SEQLENS:
+        count = tl.load(seqlens_ptr + b) + added
     count = tl.minimum(tl.maximum(count, 0), capacity)
+    if c.BATCH_IDX:
+        entry = tl.load(batch_idx_ptr + b)
+        count = tl.where((entry >= 0) & (entry < entries), count, 0)
     first = 0
     if c.LEFTPAD:
         first = tl.minimum(tl.maximum(tl.load(leftpad_ptr + b), 0), count)
@@ -133,18 +138,43 @@ def keys_of(
 
 
 @triton.jit
+def entries_of(table_ptr, key0, first, count, page_size, c: tl.constexpr):
+    """What the table says of a block of keys from `key0` on: a page, or with PAGES "gathered" one for each key."""
+    if c.PAGES == "gathered":
+        keys = tl.minimum(tl.maximum(tl.arange(0, c.BLOCK_N) + key0, first), count - 1)
+        entries = tl.load(table_ptr + keys // page_size)
+    else:
+        entries = tl.load(table_ptr + key0 // page_size)
+    return entries
+
+
+@triton.jit
+def nearest_page(entries, pages):
+    """A page that there is: another one for an entry that names none."""
+    return tl.minimum(tl.maximum(entries, 0), pages - 1)
+
+
+@triton.jit
+def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
+    """Which of the `there` keys from `key0` on lie in pages that there are, [BLOCK_N]. The table is read once more:
+    AscendNPU IR 1.1.0 makes no mask from what addresses are made of."""
+    cols = tl.arange(0, c.BLOCK_N)
+    entries = tl.load(table_ptr + (key0 + cols) // page_size, mask=cols < there, other=-1)
+    return (entries - nearest_page(entries, pages)).to(tl.float32) == 0.0  # the vector core compares no integers
+
+
+@triton.jit
 def load_keys(
-    base, table_ptr, key0, rows, first, count, page_size, pages, stride_page, stride_n,
+    base, page, key0, rows, first, count, page_size, stride_page, stride_n,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_D]: `rows` keys (or values) from `key0` on, zero beyond them, or any other row of the sequence.
 
-    PAGES: "" for keys in one piece, "whole" where they lie in one page, "gathered" where each may lie in another.
-    A table entry that names no page is taken for the nearest one that there is.
+    PAGES: "" for keys in one piece, "whole" where they lie in one page, "gathered" where each may lie in another;
+    `page` is it, or one for each key.
     """
     if c.PAGES == "gathered":
         keys = tl.minimum(tl.maximum(tl.arange(0, c.BLOCK_N) + key0, first), count - 1)
-        page = tl.minimum(tl.maximum(tl.load(table_ptr + keys // page_size), 0), pages - 1)
         offs = page.to(tl.int64) * stride_page + (keys % page_size).to(tl.int64) * stride_n
         offs_d = tl.arange(0, BLOCK_D)
         if HEAD_DIM == BLOCK_D:
@@ -154,7 +184,6 @@ def load_keys(
     else:
         row = key0
         if c.PAGES == "whole":
-            page = tl.minimum(tl.maximum(tl.load(table_ptr + key0 // page_size), 0), pages - 1)
             base += page.to(tl.int64) * stride_page
             row = key0 % page_size
         base += row.to(tl.int64) * stride_n
@@ -242,7 +271,7 @@ def _decode_kernel(
             start_q, sq = packed_rows(cu_seqlens_q_ptr, b, total_q)
         queries = tl.maximum(sq - row0, 0)
         start_k, first, count = keys_of(
-            seqlens_ptr, cu_seqlens_k_ptr, leftpad_ptr, b, length, added, capacity, entries, c
+            seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c
         )
         offset = count - sq
         lo = first
@@ -301,10 +330,15 @@ def _decode_kernel(
             key0 = tl.maximum(block * c.BLOCK_N, first)
             there = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
             distance = key0 - row0 - offset  # of the first key from the first query
+            page = 0
+            if c.PAGES != "":
+                entry = entries_of(table, key0, first, count, page_size, c)
+                page = nearest_page(entry, entries)
+                if c.PAGES == "whole":
+                    there = tl.where(page == entry, there, 0)
             k = load_keys(
-                k_base, table, key0, there, first, count, page_size, entries, stride_kb, stride_kn,
-                c.HEAD_DIM, c.BLOCK_D, c,
-            )  # fmt: skip
+                k_base, page, key0, there, first, count, page_size, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c
+            )
             s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.SOFTCAP != "":
                 s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
@@ -322,11 +356,12 @@ def _decode_kernel(
                 s = mask_keys(s, rows, there, distance, window_left, window_right, c)
             elif needed:
                 s = mask_keys(s, rows, there, distance, window_left, window_right, c)
+            if c.PAGES == "gathered":
+                s = tl.where(have_pages(table, key0, there, page_size, entries, c)[None, :], s, float("-inf"))
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
             v = load_keys(
-                v_base, table, key0, there, first, count, page_size, entries, stride_vb, stride_vn,
-                c.HEAD_DIM_V, c.BLOCK_DV, c,
-            )  # fmt: skip
+                v_base, page, key0, there, first, count, page_size, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c
+            )
             acc = acc * alpha[:, None]
             acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
         if c.SINKS:  # in the first split; a key without a value, as in the forward kernel

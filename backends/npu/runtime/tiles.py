@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from functools import lru_cache
 from typing import Any
 
 from diyfa.backends.npu.runtime import compiler
@@ -25,7 +24,7 @@ from diyfa.backends.npu.tables.configs import (
     candidates,
     conservative_tile,
 )
-from diyfa.problem import AttentionProblem, Launch
+from diyfa.problem import AttentionProblem, Launch, kept
 from diyfa.tuning import bucket_size
 
 LaunchOf = Callable[[AttentionTile], Launch]
@@ -109,7 +108,7 @@ def _variant(launch: Launch) -> Hashable:
     return launch.kernel.__name__, types, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
-@lru_cache(maxsize=4096)
+@kept
 def _candidates(problem: AttentionProblem, kernel: str) -> tuple[AttentionTile, ...]:
     return tuple(candidates(problem, kernel))
 
@@ -118,7 +117,7 @@ def _candidates(problem: AttentionProblem, kernel: str) -> tuple[AttentionTile, 
 LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
 
 
-@lru_cache(maxsize=4096)
+@kept
 def _bucket(problem: AttentionProblem, kernel: str) -> tuple[Any, ...]:
     """Everything that the choice of a tile depends on, lengths and the number of tasks by size class."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diyfa import tuning as shared
+from diyfa.backends.npu import device_name
 from diyfa.backends.npu.runtime.compat import INTERPRETED
 from diyfa.backends.npu.runtime.compiler import compiler_version, is_compile_failure
 from diyfa.problem import Tuning
@@ -81,12 +82,8 @@ def _current_device() -> tuple[int, str] | None:
     if INTERPRETED or npu is None or not npu.is_available():
         return None
     index = npu.current_device()
-    name = _device_names.get(index)
-    if name is None:
-        name = _device_names[index] = npu.get_device_name(index)
-    return index, name
+    return index, device_name(index)
 
 
-_device_names: dict[int, str] = {}
 tuner = Tuner()
 tuning: Tuning = tuner

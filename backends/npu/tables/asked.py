@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
 from typing import NamedTuple
 
 VARIABLE = "DIYFA_NPU_TILE"
@@ -35,7 +34,6 @@ def shape_of(kernel: str) -> Shape | None:
     return parse(text).get(kernel) if text else None
 
 
-@lru_cache(maxsize=64)
 def parse(text: str) -> dict[str, Shape]:
     """Shapes by kernel. Raises ValueError."""
     found: dict[str, Shape] = {}
