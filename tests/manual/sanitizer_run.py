@@ -4,8 +4,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck python tests/manual/sanitizer_run.py
     PYTHONPATH=. compute-sanitizer --tool racecheck python tests/manual/sanitizer_run.py
 
-With `hopper` or `portable` behind the file's name only those kernels, with `--part 0/4` a quarter of Hopper's configs.
-racecheck names one thing in Hopper configs (docs/log/hopper.md, "Tested on a GPU"): Triton's own handing over, in the
+With `hopper`, `portable` or `kvcache` behind the file's name only those kernels, with `--part 0/4` a quarter of Hopper's
+configs. racecheck names one thing in Hopper configs (docs/log/hopper.md, "Tested on a GPU"): Triton's own handing over, in the
 lines of the kernel's `def` and of what follows its partitions, of which `racecheck_barriers.cu` shows that it is no
 race. Any other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its
 memory.
@@ -14,7 +14,9 @@ memory.
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,18 +150,32 @@ def run_portable() -> None:
     print("ran matmul", flush=True)
 
 
+def run_kvcache() -> None:
+    """Every case of the matrix over a KV cache."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+    from kvcache_cases import KVCACHE_CASES, run_case
+
+    with torch.no_grad():
+        for name, case in KVCACHE_CASES.items():
+            run_case(case, "cuda")
+            torch.cuda.synchronize()
+            print("ran kvcache", name, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", choices=("hopper", "portable"), help="both by default")
+    parser.add_argument("kernels", nargs="*", choices=("hopper", "portable", "kvcache"), help="all by default")
     parser.add_argument("--part", default="0/1", help="which of how many parts of the Hopper configs")
     options = parser.parse_args()
-    kernels = options.kernels or ["hopper", "portable"]
+    kernels = options.kernels or ["hopper", "portable", "kvcache"]
     part, parts = map(int, options.part.split("/"))
     torch.manual_seed(0)
     if "hopper" in kernels and backend.arch(torch.device("cuda")) == "sm_90":
         run_hopper(part, parts)
     if "portable" in kernels:
         run_portable()
+    if "kvcache" in kernels:
+        run_kvcache()
 
 
 if __name__ == "__main__":
