@@ -4,11 +4,11 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck python tests/manual/sanitizer_run.py
     PYTHONPATH=. compute-sanitizer --tool racecheck python tests/manual/sanitizer_run.py
 
-With `hopper`, `portable` or `kvcache` behind the file's name only those kernels, with `--part 0/4` a quarter of Hopper's
-configs. racecheck names one thing in Hopper configs (docs/log/hopper.md, "Tested on a GPU"): Triton's own handing over, in the
-lines of the kernel's `def` and of what follows its partitions, of which `racecheck_barriers.cu` shows that it is no
-race. Any other is one. Every tensor ends where its allocation ends: an access beyond a sequence is an access beyond its
-memory.
+With `hopper`, `portable` or `kvcache` behind the file's name only those kernels, with `--part 0/4` a quarter of
+Hopper's configs. racecheck names one thing in Hopper configs (docs/log/hopper.md, "Tested on a GPU"): Triton's own
+handing over, in the lines of the kernel's `def` and of what follows its partitions, of which `racecheck_barriers.cu`
+shows that it is no race. Any other is one. Every tensor ends where its allocation ends: an access beyond a sequence is
+an access beyond its memory.
 """
 
 from __future__ import annotations
