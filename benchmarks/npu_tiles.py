@@ -1,4 +1,4 @@
-"""What the Ascend compiler makes of the shipped tiles, beside a kernel with two loops: memory, pipeline, prediction.
+"""What the Ascend compiler makes of the shipped tiles: memory, pipeline, prediction.
 
     python benchmarks/npu_tiles.py [--output FILE]
     python benchmarks/npu_tiles.py --markdown FILE
@@ -16,7 +16,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,28 +78,6 @@ def ours(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
             prediction = compiled.module and cost.predict(compiled.module, own, kernel, tile.block_m, tile.block_n)
             what = {"chip": chip, "compiled_for": chips[0], "kernel": "diyfa", "pass": kernel, "D": head_dim}
             yield _row(compiled, prediction, **what, mask=mask, tile=f"{tile.block_m}x{tile.block_n}")
-
-
-def two_loops(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The kernel of npu_two_loops.py with the same compile options and schedule; full attention in our tile too."""
-    import npu_two_loops
-
-    from diyfa.backends.npu.compiler import aot, cost, specs
-    from diyfa.backends.npu.compiler.metrics import reference_problem
-    from diyfa.backends.npu.tables import configs
-
-    options = configs.AttentionTile(16, 16).compile_options(chips[0])
-    for head_dim, (mask, right) in product(HEAD_DIMS, MASKS.items()):
-        ours = configs.fwd_tile(specs.example(chips[0], head_dim=head_dim, window_right=right))
-        same = ((ours.block_m, ours.block_n),) if mask == "full" else ()
-        for shape in dict.fromkeys((*npu_two_loops.TILES[mask][head_dim], *same)):
-            job = npu_two_loops.job(head_dim, mask == "causal", shape, options)
-            compiled = aot.run_back_half(*aot.to_linalg(job, chips[0]), chips[0], job.options)
-            for chip in chips:
-                problem = reference_problem(specs.example(chip, head_dim=head_dim, window_right=right))
-                prediction = compiled.module and cost.predict(compiled.module, problem, "fwd", *shape)
-                what = {"chip": chip, "compiled_for": chips[0], "kernel": "two loops", "pass": "fwd", "D": head_dim}
-                yield _row(compiled, prediction, **what, mask=mask, tile=f"{shape[0]}x{shape[1]}")
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -181,7 +159,7 @@ def main() -> None:
     aot.check_front_half()
     rows = []
     for chips in CHIPS:
-        for row in chain(ours(chips), two_loops(chips)):
+        for row in ours(chips):
             rows.append(row)
             print(json.dumps(row), flush=True)
     now = datetime.now(timezone.utc)

@@ -22,6 +22,7 @@ from diyfa.problem import (
     KVCacheProblem,
     MatmulProblem,
     Tuning,
+    as_kvcache_problem,
     refuse_features,
 )
 
@@ -138,7 +139,7 @@ class NPUBackend:
             "the cache's kernel with all keys in one split: rows bitwise the same whatever the batch",
             _launcher("attention.decode", "attention_fwd"),
             _split_kv_unsupported,
-            configs.batch_invariant_tile,
+            lambda problem: configs.untuned_tile(as_kvcache_problem(problem), "decode"),
         ),
         Kernel(
             "v2",
@@ -154,7 +155,7 @@ class NPUBackend:
             "the keys of a sequence in splits, persistent on the cube cores, and a kernel that combines them",
             _launcher("attention.decode", "kvcache_fwd"),
             _kvcache_unsupported,
-            configs.decode_tile,
+            lambda problem: configs.untuned_tile(problem, "decode"),
         ),
         Kernel(
             "append",

@@ -153,6 +153,10 @@ def tune(
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
     backward: Annotated[bool, typer.Option("--backward/--forward", help="Tune the backward kernels, too.")] = True,
     size: Annotated[list[int] | None, typer.Option(min=1, help="Square matmul size; may be repeated.")] = None,
+    page_size: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Tune decoding over a cache with such pages, too (0: without); may be repeated."),
+    ] = None,
     show: Annotated[
         bool, typer.Option("--list", help="Show what was tuned on this device and measure nothing.")
     ] = False,
@@ -169,7 +173,7 @@ def tune(
         raise typer.BadParameter("--list and --clear exclude each other")
     request = Request(
         seq_len or [1024, 4096], head_dim or [64, 128], batch, heads, heads_kv, [False, True] if causal is None
-        else [causal], dtype, backward, size or [], backend,
+        else [causal], dtype, backward, size or [], page_size or [], backend,
     )  # fmt: skip
     raise typer.Exit((show_tiles if show else clear_tiles if clear else run)(request, json))
 

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from diyfa import flash_attention, triton_matmul, use_backend
+from diyfa import flash_attention, flash_attn_with_kvcache, triton_matmul, use_backend
 from diyfa.bench.table import figure, table
 from diyfa.cli.bench import DTYPES
 from diyfa.cli.devices import device_for
@@ -36,6 +36,7 @@ class Request:
     dtype: str
     backward: bool
     sizes: list[int]  # of square matrix products
+    page_sizes: list[int]  # of caches for a decoding step; 0: without pages
     backend: str | None
 
 
@@ -56,6 +57,17 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
             assert isinstance(result, torch.Tensor)
             torch.autograd.grad(result, (q, k, v), torch.randn_like(result))
 
+    def decode(seq_len: int, head_dim: int, page_size: int) -> None:
+        pages = -(-seq_len // page_size) if page_size else 1
+        rows = (request.batch * pages, page_size) if page_size else (request.batch, seq_len)
+        k, v = (torch.randn(*rows, heads_kv, head_dim, device=device, dtype=dtype) for _ in range(2))
+        table = torch.arange(request.batch * pages, device=device, dtype=torch.int32).view(request.batch, pages)
+        flash_attn_with_kvcache(
+            torch.randn(request.batch, 1, request.heads, head_dim, device=device, dtype=dtype), k, v,
+            cache_seqlens=torch.full((request.batch,), seq_len, device=device, dtype=torch.int32),
+            block_table=table if page_size else None, causal=True,
+        )  # fmt: skip
+
     def multiply(size: int) -> None:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         triton_matmul(a, b)
@@ -64,6 +76,9 @@ def _calls(request: Request, device: torch.device) -> list[tuple[str, Callable[[
     for seq_len, head_dim, causal in itertools.product(request.seq_lens, request.head_dims, request.masks):
         what = f"attention S={seq_len} D={head_dim} {'causal' if causal else 'full'}"
         calls.append((what, partial(attend, seq_len, head_dim, causal)))
+    for seq_len, head_dim, page_size in itertools.product(request.seq_lens, request.head_dims, request.page_sizes):
+        what = f"decoding S={seq_len} D={head_dim} {f'pages of {page_size}' if page_size else 'without pages'}"
+        calls.append((what, partial(decode, seq_len, head_dim, page_size)))
     return calls + [(f"matmul {size}", partial(multiply, size)) for size in request.sizes]
 
 

@@ -14,6 +14,7 @@ import diyfa
 from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import asked, configs
 from diyfa.problem import Launch
+from diyfa.reference import reference_kvcache
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
 A2 = "Ascend910B3"
@@ -34,6 +35,8 @@ def tiles(monkeypatch: pytest.MonkeyPatch, npu: torch.device):
 def shape_of(launch: Launch) -> tuple[int, int]:
     """Query rows and keys of its tile."""
     constants = launch.constants["c"]
+    if hasattr(constants, "queries"):  # of a kernel of caches; those for vector cores have no keys
+        return constants.heads * constants.queries, getattr(constants, "block_n", 0)
     return constants.block_m, constants.block_n
 
 
@@ -215,6 +218,62 @@ def test_what_is_remembered_is_bounded(npu: torch.device, compiler, tiles, monke
     assert len(tiles._refused) == 2
 
 
+# --- over a cache -----------------------------------------------------------------------------------------------------
+
+
+def decode(npu: torch.device, page_size: int = 64, seqlen_q: int = 2, heads: int = 16) -> None:
+    """A call over a cache, against the reference."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, seqlen_q, heads, 16, generator=generator).half()
+    cache = torch.randn(2, 6, page_size, 1, 16, generator=generator).half()
+    table, lengths = torch.tensor([[4, 0, 2], [1, 5, 3]]).int(), torch.tensor([2 * page_size + 3, page_size]).int()
+    options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    want = reference_kvcache(q.float(), *cache.float(), **options)
+    given = {name: x.to(npu) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    got = diyfa.flash_attn_with_kvcache(q.to(npu), *(x.to(npu) for x in cache), **given)
+    torch.testing.assert_close(got.cpu().float(), want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("refused", ["decode", "combine"])
+def test_the_conservative_tile_over_a_cache(npu: torch.device, compiler, refused: str) -> None:
+    """Of all kernels of the call, whichever was refused, with one warning."""
+    planted = compiler(lambda kernel, tile: kernel != refused or tile.startswith("16x"))
+    with pytest.warns(RuntimeWarning, match=r"the tile 32x64 of attention decode .*pages of 64.*--page-size 64"):
+        decode(npu)
+    planted.tried.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        decode(npu)
+    assert [tile.split("x")[0] for _, tile in planted.tried] == ["16"] * 3
+
+
+def test_no_other_tile_in_the_batch_invariant_mode(npu: torch.device, compiler, monkeypatch) -> None:
+    planted = compiler(lambda kernel, tile: kernel != "decode" or tile == "16x32")
+    with diyfa.batch_invariant():
+        with pytest.raises(RuntimeError, match=r"all calls have one tile: DIYFA_NPU_TILE=decode=16x32"):
+            decode(npu)
+        monkeypatch.setenv(asked.VARIABLE, "decode=16x32")
+        planted.tried.clear()
+        for page_size in (64, 5):
+            decode(npu, page_size)
+        assert {tile for kernel, tile in planted.tried if kernel == "decode"} == {"16x32"}
+
+
+def test_an_asked_tile_over_a_cache(npu: torch.device, compiler, monkeypatch) -> None:
+    """As far as there are rows, and keys in a page; rows are a power of two."""
+    planted = compiler(lambda kernel, tile: True)
+    for asks, page_size, heads, tile in (
+        ("48x32", 64, 16, "32x32"), ("fwd=16x16,decode=128x128", 64, 3, "16x64"), ("16x16x2", 5, 16, "16x16"),
+    ):  # fmt: skip
+        monkeypatch.setenv(asked.VARIABLE, asks)
+        planted.tried.clear()
+        decode(npu, page_size, heads=heads)
+        assert [tile for kernel, tile in planted.tried if kernel == "decode"] == [tile]
+    planted = compiler(lambda kernel, tile: kernel != "decode")
+    with pytest.raises(RuntimeError, match=r"the tile 16x16 of attention decode .*asks for this tile"):
+        decode(npu, 5)
+
+
 def every_key() -> Iterator[tuple[str, str, int, str]]:
     for key in configs.ATTENTION_TILES:
         yield key.kernel, {2: "float16", 4: "float32"}[key.width], key.head_dim, key.mode
@@ -245,7 +304,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path, tiles):
 
     def timer(call: Callable[[], None]) -> float:
         call()
-        launch = launched[-1]
+        launch = next(x for x in reversed(launched) if "set_workspace_multibuffer" in x.options)
         rows, keys = shape_of(launch)
         return rows * keys + launch.options["set_workspace_multibuffer"]
 
@@ -273,6 +332,19 @@ def test_a_call_uses_what_was_tuned_and_measures_nothing_itself(npu: torch.devic
     for launch, kernel in zip(tuner.launched, ("fwd", "dkdv", "dq"), strict=True):
         assert shape_of(launch) == (best[kernel]["block_m"], best[kernel]["block_n"]), kernel
     assert tuner.clear() == 3
+
+
+def test_calls_over_a_cache_are_tuned(npu: torch.device, tuner) -> None:
+    with tuner.measuring():
+        decode(npu)
+        with diyfa.batch_invariant():
+            decode(npu)
+    (kept,) = tuner.stored()
+    assert kept.kernel == "attention_decode"
+    best = kept.config["block_m"], kept.config["block_n"]
+    tuner.launched.clear()
+    decode(npu)
+    assert best != (32, 64) and best in [shape_of(launch) for launch in tuner.launched]
 
 
 def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch) -> None:

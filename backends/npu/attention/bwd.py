@@ -129,10 +129,10 @@ def attention_bwd(
     if gradients.delta is None:  # one for all kernels, whatever their tiles
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
-    def launch_with(kernel: str, tile: AttentionTile) -> Launch:
+    def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:
         if tile is tiles.get(kernel):
-            return launches[kernel]
-        return launches_of(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]
+            return [launches[kernel]]
+        return [launches_of(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]]
 
     tiles: dict[str, AttentionTile] = {}
     with device_guard(tensors.q):
@@ -141,7 +141,7 @@ def attention_bwd(
         launches = launches_of(problem, tensors, out, lse, dout, dlse, gradients, tiles)
         for kernel, launch in launches.items():
             if kernel in tiles:
-                launch = run_tiled(problem, kernel, tiles[kernel], partial(launch_with, kernel))
+                (launch,) = run_tiled(problem, kernel, tiles[kernel], partial(launch_with, kernel))
             else:
                 run(launch)
             written = launch.arguments.get("dbias_ptr")

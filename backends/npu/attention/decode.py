@@ -49,9 +49,9 @@ from diyfa.backends.npu.runtime.launch import (
     cube_programs,
     described,
     device_guard,
-    run,
     vector_programs,
 )
+from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables import configs
 from diyfa.backends.npu.tables.configs import AttentionTile
 from diyfa.problem import (
@@ -526,7 +526,7 @@ def launches_of(
     tile: AttentionTile | None = None,
 ) -> list[Launch]:
     """The launches that fill out and lse, one to three; `tile`: another one than the table's."""
-    tile = tile or configs.decode_tile(problem)
+    tile = tile or configs.untuned_tile(problem, "decode")
     group = problem.heads_q // problem.heads_kv
     heads = heads_of_tile(problem, tile)
     queries = tile.block_m // heads
@@ -624,9 +624,12 @@ def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: Attentio
 
 def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the kernels that fill out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
+
+    def launches(tile: AttentionTile) -> list[Launch]:
+        return launches_of(problem, tensors, out, lse, tile)
+
     with device_guard(tensors.q):
-        for launch in launches_of(problem, tensors, out, lse):
-            run(launch)
+        run_tiled(problem, "decode", chosen_tile(problem, "decode", launches), launches)
 
 
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

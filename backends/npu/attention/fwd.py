@@ -193,8 +193,8 @@ def launch_of(
 def attention_fwd(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Launch the forward kernel, which fills out (like q with v's feature size) and lse (`problem.lse_shape`) fp32."""
 
-    def launch(tile: AttentionTile) -> Launch:
-        return launch_of(problem, tensors, out, lse, tile)
+    def launch(tile: AttentionTile) -> list[Launch]:
+        return [launch_of(problem, tensors, out, lse, tile)]
 
     with device_guard(tensors.q):
         run_tiled(problem, "fwd", chosen_tile(problem, "fwd", launch), launch)

@@ -191,7 +191,7 @@ def kvcache_call(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor,
     return tensors, empty((*queries, problem.heads_q, problem.head_dim_v), dtype=dtype), empty(problem.lse_shape)
 
 
-def kvcache_jobs_of(problem: KVCacheProblem) -> Iterator[Job]:
+def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None = None) -> Iterator[Job]:
     """The jobs of attention over a cache: the kernel, and what packs its queries and combines its results.
 
     A kernel that gathers its keys is not gated: ascendnpu-ir 1.2.0 does that on the vector cores and shares nothing
@@ -205,12 +205,12 @@ def kvcache_jobs_of(problem: KVCacheProblem) -> Iterator[Job]:
         "packed_keys": problem.packed_keys, "leftpad": problem.leftpad, "batch_idx": problem.cache_batch_idx,
         "batch_invariant": problem.batch_invariant,
     }  # fmt: skip
-    tile = configs.decode_tile(problem)
+    tile = tile or configs.decode_tile(problem)
     keys = f"page={problem.page_size}" if problem.paged else "contiguous"
     used = " ".join([keys, f"Sq={problem.seqlen_q}", *(name for name, there in features.items() if there)])
     case = f"{problem.dtype} D={problem.head_dim} {used} {tile.block_m}x{tile.block_n}"
     names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
-    for launch in decode.launches_of(problem, *kvcache_call(problem)):
+    for launch in decode.launches_of(problem, *kvcache_call(problem), tile):
         gated = configs.pages_form(problem, tile) != "gathered"
         yield job_of(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
 
@@ -426,6 +426,12 @@ def conservative_jobs(target: str) -> Iterator[Job]:
             problem, dims = case_of(target, {**mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             job = attention_job(problem, kernel, configs.conservative_tile(problem, kernel), bias=dims)
             yield replace(job, gated=False)
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
+        for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
+            cached = kvcache_example(target, **row, **case)
+            jobs = kvcache_jobs_of(cached, configs.conservative_tile(cached, "decode"))
+            yield from (replace(job, gated=False) for job in jobs)
 
 
 def always_masked_jobs(target: str) -> Iterator[Job]:

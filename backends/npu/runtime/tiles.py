@@ -9,7 +9,7 @@ tiles. Only a failure to compile leads there: what goes wrong on the device is r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from diyfa.backends.npu.runtime import compiler
@@ -20,57 +20,80 @@ from diyfa.backends.npu.tables.configs import (
     AttentionTile,
     asked_tile,
     attention_key,
-    attention_tile,
     candidates,
     conservative_tile,
+    table_tile,
 )
-from diyfa.problem import AttentionProblem, Launch, kept
+from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, kept
 from diyfa.tuning import bucket_size
 
-LaunchOf = Callable[[AttentionTile], Launch]
+Problem = AttentionProblem | KVCacheProblem
+LaunchesOf = Callable[[AttentionTile], Sequence[Launch]]  # of one kernel, and of what belongs to it
 MOST_REFUSED = 1024  # compiled kernels; of what is forgotten, the next call finds out again
 _refused: dict[Hashable, None] = {}
 
 
-def chosen_tile(problem: AttentionProblem, kernel: str, launch_of: LaunchOf) -> AttentionTile:
-    """The tile of `kernel` for `problem`. Inside `diyfa tune` it is measured first, with launches that `launch_of`
-    makes. A deterministic problem is not tuned: another tile rounds differently."""
+def is_fixed(problem: Problem) -> bool:
+    """Whether every call has the same tile, as another one rounds differently."""
+    return problem.batch_invariant if isinstance(problem, KVCacheProblem) else problem.deterministic
+
+
+def chosen_tile(problem: Problem, kernel: str, launches_of: LaunchesOf) -> AttentionTile:
+    """The tile of `kernel` for `problem`. Inside `diyfa tune` it is measured first, with what `launches_of` makes."""
     asked = asked_tile(problem, kernel)
     if asked is not None:
         return asked
-    if problem.deterministic:
-        return attention_tile(problem, kernel)
+    if is_fixed(problem):
+        return table_tile(problem, kernel)
     tiles = _candidates(problem, kernel)
     return tuner.best(
-        f"attention_{kernel}", _bucket(problem, kernel), tiles, lambda tile: run(launch_of(tile)), tiles[0]
+        f"attention_{kernel}", _bucket(problem, kernel), tiles, lambda tile: _run(launches_of(tile)), tiles[0]
     )
 
 
-def run_tiled(problem: AttentionProblem, kernel: str, tile: AttentionTile, launch_of: LaunchOf) -> Launch:
-    """Run what `launch_of` makes of `tile`, or of the conservative one where this machine's compiler does not take
-    `tile`; returns the launch that ran.
+def _run(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        run(launch)
 
-    Raises RuntimeError with both reasons where neither compiles, and where a tile that was asked for does not.
+
+def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf) -> Sequence[Launch]:
+    """Run what `launches_of` makes of `tile`, or of the conservative one where this machine's compiler does not take
+    `tile`; returns the launches that ran.
+
+    Raises RuntimeError with both reasons where neither compiles, where a tile that was asked for does not, and in the
+    batch invariant mode.
     """
-    launch = launch_of(tile)
-    if _refused and _variant(launch) in _refused:
-        launch = launch_of(conservative_tile(problem, kernel))
-        run(launch)
-        return launch
-    try:
-        run(launch)
-        return launch
-    except Exception as error:
-        if not compiler.is_compile_failure(error):
-            raise
-        refusal = error
+    launches = launches_of(tile)
+    if _refused and any(_variant(launch) in _refused for launch in launches):
+        launches = launches_of(conservative_tile(problem, kernel))
+        _run(launches)
+        return launches
+    for launch in launches:
+        try:
+            run(launch)
+        except Exception as error:
+            if not compiler.is_compile_failure(error):
+                raise
+            return _run_conservative(problem, kernel, tile, launches_of, launch, error)
+    return launches
+
+
+def _run_conservative(
+    problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf, refused: Launch, refusal: Exception
+) -> Sequence[Launch]:
+    """Run what `launches_of` makes of the conservative tile, for the compiler does not take `refused`."""
     first = _reason(problem, kernel, tile, refusal)
     if asked_tile(problem, kernel) is not None:
         raise RuntimeError(f"{first}. {VARIABLE} asks for this tile: name another one, or unset it") from refusal
-    variant, conservative = _variant(launch), conservative_tile(problem, kernel)
-    launch = launch_of(conservative)
+    conservative = conservative_tile(problem, kernel)
+    if isinstance(problem, KVCacheProblem) and problem.batch_invariant:
+        raise RuntimeError(
+            f"{first}. In the batch invariant mode all calls have one tile: {VARIABLE}={kernel}={_shape(conservative)} "
+            "asks for a smaller one for all"
+        ) from refusal
+    variant, launches = _variant(refused), launches_of(conservative)
     try:
-        run(launch)
+        _run(launches)
     except Exception as error:
         if not compiler.is_compile_failure(error):
             raise
@@ -79,19 +102,25 @@ def run_tiled(problem: AttentionProblem, kernel: str, tile: AttentionTile, launc
     while len(_refused) >= MOST_REFUSED:
         _refused.pop(next(iter(_refused)), None)
     _refused[variant] = None
+    command = f"diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}"
+    if isinstance(problem, KVCacheProblem):
+        command += f" --page-size {problem.page_size}"
     warnings.warn(
         f"{first}. This process runs it with the conservative tile {_shape(conservative)} instead, which may be slow. "
-        f"`diyfa tune --head-dim {problem.head_dim} --dtype {problem.dtype}` measures what compiles here and keeps the "
-        f"fastest; {VARIABLE}={kernel}={_shape(conservative)} asks for this tile and ends the warning",
+        f"`{command}` measures what compiles here and keeps the fastest; "
+        f"{VARIABLE}={kernel}={_shape(conservative)} asks for this tile and ends the warning",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return launch
+    return launches
 
 
-def _reason(problem: AttentionProblem, kernel: str, tile: AttentionTile, error: Exception) -> str:
+def _reason(problem: Problem, kernel: str, tile: AttentionTile, error: Exception) -> str:
     """Which compiler refused which tile of which kernel, and why."""
-    features = " ".join(sorted(problem.features - {"gqa"})) or "full"
+    if isinstance(problem, KVCacheProblem):
+        features = f"pages of {problem.page_size}" if problem.paged else "no pages"
+    else:
+        features = " ".join(sorted(problem.features - {"gqa"})) or "full"
     what = f"the tile {_shape(tile)} of attention {kernel} ({problem.dtype}, D = {problem.head_dim}, {features})"
     version = compiler.compiler_version()
     by = f"{compiler.PROGRAM} {version}" if version else compiler.HOW_TO_FIND_IT
@@ -109,7 +138,7 @@ def _variant(launch: Launch) -> Hashable:
 
 
 @kept
-def _candidates(problem: AttentionProblem, kernel: str) -> tuple[AttentionTile, ...]:
+def _candidates(problem: Problem, kernel: str) -> tuple[AttentionTile, ...]:
     return tuple(candidates(problem, kernel))
 
 
@@ -118,12 +147,31 @@ LONGEST, SHORTEST, MOST_TASKS = 8192, 256, 64
 
 
 @kept
-def _bucket(problem: AttentionProblem, kernel: str) -> tuple[Any, ...]:
+def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
     """Everything that the choice of a tile depends on, lengths and the number of tasks by size class."""
 
     def length(n: int) -> int:
         return bucket_size(min(max(n, SHORTEST), LONGEST))
 
+    if isinstance(problem, KVCacheProblem):
+        return (
+            problem.dtype,
+            problem.layout,
+            bucket_size(min(problem.batch * problem.heads_kv, MOST_TASKS)),
+            bucket_size(problem.heads_q // problem.heads_kv),
+            bucket_size(min(problem.seqlen_q, SHORTEST)),
+            length(problem.capacity),
+            problem.head_dim,
+            problem.head_dim_v,
+            problem.page_size,
+            problem.packed_keys,
+            problem.window_left >= 0,
+            problem.window_right >= 0,
+            problem.softcap != 0.0,
+            problem.alibi,
+            problem.sinks,
+            problem.num_splits,
+        )
     tasks = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
     return (
         problem.dtype,

@@ -1,6 +1,7 @@
 """DIYFA_NPU_TILE: tiles that the user asks for in place of those of the table, tuned or not.
 
-    DIYFA_NPU_TILE=64x128                  every attention kernel: 64 query rows by 128 keys
+    DIYFA_NPU_TILE=64x128                  every attention kernel: 64 query rows by 128 keys; "decode", over a cache,
+                                           at most so many
     DIYFA_NPU_TILE=fwd=64x128,dq=64x64     those named; the others keep theirs
     DIYFA_NPU_TILE=fwd=64x128x2            with two workspace buffers between cube and vector cores
 
@@ -15,7 +16,7 @@ import re
 from typing import NamedTuple
 
 VARIABLE = "DIYFA_NPU_TILE"
-KERNELS = ("fwd", "dq", "dkdv", "dbias")
+KERNELS = ("fwd", "dq", "dkdv", "dbias", "decode")
 MOST = 1024  # rows or keys: more fit no memory of any chip
 _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 

@@ -318,20 +318,27 @@ def bwd_tiles(problem: AttentionProblem) -> dict[str, AttentionTile]:
     return {kernel: untuned_tile(problem, kernel) for kernel in kernels}
 
 
-def untuned_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
+def untuned_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
     """The tile that DIYFA_NPU_TILE asks for, else the table's."""
-    return asked_tile(problem, kernel) or attention_tile(problem, kernel)
+    return asked_tile(problem, kernel) or table_tile(problem, kernel)
 
 
-def asked_tile(problem: AttentionProblem, kernel: str) -> AttentionTile | None:
+def table_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
+    """The table's tile of an attention kernel or, for "decode", of attention over a cache."""
+    return decode_tile(problem) if isinstance(problem, KVCacheProblem) else attention_tile(problem, kernel)
+
+
+def asked_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile | None:
     """The tile that DIYFA_NPU_TILE asks for, with the other options of the table's row. Raises ValueError for what
     names no tile."""
     shape = asked.shape_of(kernel)
     if shape is None:
         return None
-    row = attention_tile(problem, kernel)
+    row, rows, keys = table_tile(problem, kernel), shape.block_m, shape.block_n
+    if isinstance(problem, KVCacheProblem):
+        rows, keys = _rows_and_keys(problem, rows, keys)
     buffers = shape.workspace_buffers or row.workspace_buffers
-    changes: dict[str, Any] = {"block_m": shape.block_m, "block_n": shape.block_n, "workspace_buffers": buffers}
+    changes: dict[str, Any] = {"block_m": rows, "block_n": keys, "workspace_buffers": buffers}
     return replace(row, **changes, bound=False, pipelined=0, measured=f"asked for by {asked.VARIABLE}")
 
 
@@ -339,15 +346,23 @@ def asked_tile(problem: AttentionProblem, kernel: str) -> AttentionTile | None:
 # for kernels in the modes that mask by position only, and for the others.
 _CONSERVATIVE = {64: (64, 32), 128: (64, 32), 256: (32, 32), 576: (16, 16)}
 _LIGHT_MODES = frozenset({"even", "tail", "causal"})
+# The same of the decode kernel: rows, keys.
+_CONSERVATIVE_DECODE = {64: (16, 32), 128: (16, 32), 256: (16, 32), 576: (16, 32)}
 
 
-def conservative_tile(problem: AttentionProblem, kernel: str) -> AttentionTile:
-    """A tile that every known release of the compiler takes for a call of `problem`, by rule: small, square, with the
+def conservative_tile(problem: AttentionProblem | KVCacheProblem, kernel: str) -> AttentionTile:
+    """A tile that every known release of the compiler takes for a call of `problem`, by rule: small, with the
     compiler's default options. It may be neither bound nor pipelined. Its keys divide those of every *even* row."""
-    key = attention_key(problem, kernel)
-    side = _CONSERVATIVE[key.head_dim][key.mode not in _LIGHT_MODES]
+    if isinstance(problem, KVCacheProblem):
+        rows, keys = _rows_and_keys(problem, *_CONSERVATIVE_DECODE[_head_dim_class(problem)])
+    else:
+        key = attention_key(problem, kernel)
+        rows = keys = _CONSERVATIVE[key.head_dim][key.mode not in _LIGHT_MODES]
+        if family(problem.arch) is NPUArch.A5 and key.width == 2:  # its compiler crashes on 16x16
+            rows = max(rows, 32)
+            keys = keys if kernel == "dkdv" else rows  # what 32 keys accumulate does not fit
     return AttentionTile(
-        side, side, bound=False, pipelined=0, workspace_buffers=2,
+        rows, keys, bound=False, pipelined=0, workspace_buffers=2,
         measured="conservative, by rule: compiles with every known compiler; not timed on a device",
     )  # fmt: skip
 
@@ -375,25 +390,31 @@ def decode_tile(problem: KVCacheProblem) -> AttentionTile:
 
     In the batch invariant mode it hangs on dtype and head dims alone, so it is one for which all pages can be gathered.
     """
-    whole, gathered = _decode_shapes(problem)
+    whole, gathered = DECODE_SHAPES[ELEMENT_BYTES[problem.dtype], _head_dim_class(problem)]
+    shape = gathered if problem.batch_invariant or problem.page_size % _least_keys(problem) else whole
+    return AttentionTile(*_rows_and_keys(problem, *shape))
+
+
+def _rows_and_keys(problem: KVCacheProblem, rows: int, keys: int) -> tuple[int, int]:
+    """A shape made fit for a call: a power of two of rows and, but in the batch invariant mode, no more rows than there
+    are and keys that lie in one page where pages are large enough."""
+    rows = _power_of_2(rows + 1) // 2
     if problem.batch_invariant:
-        return AttentionTile(*gathered)
-    least = 32 if family(problem.arch) is NPUArch.A5 else 16  # on blocks of 16 keys its compiler crashes
-    rows, keys = gathered if problem.page_size % least else whole
-    there = _power_of_2(problem.heads_q // problem.heads_kv) * _power_of_2(problem.seqlen_q)
-    if problem.paged and problem.page_size % least == 0:
+        return rows, keys
+    if problem.paged and problem.page_size % _least_keys(problem) == 0:
         keys = math.gcd(keys, problem.page_size)
-    return AttentionTile(min(rows, max(16, there)), keys)
+    there = _power_of_2(problem.heads_q // problem.heads_kv) * _power_of_2(problem.seqlen_q)
+    return min(rows, max(16, there)), keys
 
 
-def batch_invariant_tile(problem: AttentionProblem) -> AttentionTile:
-    """The decode kernel's tile for a forward pass in the batch invariant mode."""
-    return AttentionTile(*_decode_shapes(problem)[1])
+def _least_keys(problem: KVCacheProblem) -> int:
+    """Of a block: on fewer the compiler crashes, or the cube core multiplies no fewer."""
+    return 32 if family(problem.arch) is NPUArch.A5 else 16
 
 
-def _decode_shapes(problem: AttentionProblem | KVCacheProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+def _head_dim_class(problem: KVCacheProblem) -> int:
     widest = max(problem.head_dim, problem.head_dim_v)
-    return DECODE_SHAPES[ELEMENT_BYTES[problem.dtype], next(d for d in HEAD_DIM_CLASSES if widest <= d)]
+    return next(d for d in HEAD_DIM_CLASSES if widest <= d)
 
 
 def _power_of_2(n: int) -> int:
@@ -408,23 +429,23 @@ def pages_form(problem: KVCacheProblem, tile: AttentionTile) -> str:
     return "gathered" if problem.page_size % tile.block_n else "whole"
 
 
-def candidates(problem: AttentionProblem, kernel: str = "fwd") -> list[AttentionTile]:
+def candidates(problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> list[AttentionTile]:
     """Tiles worth timing on a device: the table's, then its halves, each with both depths of workspace buffering; last
     the conservative one, which compiles where none of these does.
     """
-    row = attention_tile(problem, kernel)
+    row = table_tile(problem, kernel)
     shapes = [(row.block_m, row.block_n), (row.block_m // 2, row.block_n), (row.block_m, row.block_n // 2)]
     tiles = [
         tile
         for block_m, block_n in shapes
-        if min(block_m, block_n) >= 16
+        if block_m >= 16 and block_n >= (_least_keys(problem) if isinstance(problem, KVCacheProblem) else 16)
         for buffers in (4, 2)
         if fits(tile := replace(row, block_m=block_m, block_n=block_n, workspace_buffers=buffers), problem, kernel)
     ]
     return [*tiles, conservative_tile(problem, kernel)]
 
 
-def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") -> bool:
+def fits(tile: AttentionTile, problem: AttentionProblem | KVCacheProblem, kernel: str = "fwd") -> bool:
     """Whether one copy of each operand tile fits L1, and of what accumulates over the loop, L0C.
 
     Necessary only: what else the compiler must keep is its own business, and the compile gate tries every row.
@@ -434,6 +455,7 @@ def fits(tile: AttentionTile, problem: AttentionProblem, kernel: str = "fwd") ->
         return False
     width, d, dv = ELEMENT_BYTES[problem.dtype], problem.head_dim, problem.head_dim_v
     rows, keys = tile.block_m, tile.block_n
+    kernel = "fwd" if kernel == "decode" else kernel
     operands = {
         "fwd": rows * d + keys * (d + dv) + rows * keys,
         "dq": rows * (d + dv) + keys * (d + dv) + rows * keys,
