@@ -1,0 +1,179 @@
+"""`context_parallel_attention`: one attention call over a sequence that several devices hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diyfa import ops, validation
+from diyfa.attention import Result, autocast, checked_options
+from diyfa.distributed import ulysses
+from diyfa.distributed.merge import head_dim, row_dim
+from diyfa.distributed.ring import Ring, ring_attention
+from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
+from diyfa.distributed.steps import normalised, steps_of
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.problem import LAYOUTS, VARLEN
+
+METHODS = ("auto", "ring", "ulysses", "both")
+
+
+def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
+    """Packed lengths of what this rank holds."""
+    lens = [0] * sequences
+    first = 0
+    for segment in segments:
+        if segment.sequence >= 0:
+            lens[segment.sequence] += segment.rows
+        elif not sum(lens):
+            first += segment.rows
+    offsets = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + first
+    return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
+
+
+def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], heads: int) -> str:
+    """The method that is to run.
+
+    Raises:
+        ValueError: there is no such method, or it cannot run on these groups with so many heads.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    two = len(groups) == 2
+    if method == "auto":
+        method = "both" if two else "ring"
+    if two != (method == "both"):
+        raise ValueError(
+            f"method {method!r} needs a group of {'two dimensions, (ring, ulysses)' if not two else 'one dimension'}, "
+            f"got a group of {len(groups)}"
+        )
+    if method != "ring":
+        reason = ulysses.refuses(heads, dist.get_world_size(groups[-1]))
+        if reason:
+            raise ValueError(f"method {method!r} cannot run: {reason}")
+    return method
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    method: str = "auto",
+    load_balance: str = "zigzag",
+    layout: str = "bhsd",
+    cu_seqlens: torch.Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    variant: str = "auto",
+    backend: str | None = None,
+) -> Result:
+    """`flash_attention` of a sequence of which every rank of `group` holds its rows (`shard_sequence`).
+
+    All ranks must call it, with arguments that differ in the values of tensors alone. q, k and v belong to one sequence
+    (self-attention): they have the same rows.
+
+    Args:
+        q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
+            H, D). float16, bfloat16 or float32.
+        k, v: as q, with Hk heads (H a multiple of Hk) and, for v, Dv features.
+        group: a process group; a DeviceMesh of one dimension, or of two: (ring, ulysses); None: all processes.
+        causal, sm_scale, window, softcap, deterministic, variant, backend: as for `flash_attention`. Positions are
+            those in the whole sequence.
+        method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
+            ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" chooses.
+        load_balance: how the sequence is cut, "zigzag" or "none", as `shard_sequence` was told.
+        cu_seqlens: (B + 1,) int32 offsets of packed sequences in the whole, unsharded tensor, as `shard_sequence` was
+            given. The host reads them: on the CPU that waits for nothing.
+        alibi_slopes: (H,) or (B, H) float32, all heads on every rank; method "ulysses" only.
+        sinks: (H,) float32, all heads on every rank.
+        return_lse: also return the log-sum-exp, (B, H, S / ranks) or (H, T / ranks) float32.
+
+    Returns:
+        What `flash_attention` returns for this rank's rows. Gradients of q, k and v are those of the whole sequence;
+        that of `sinks` is this rank's share, to be summed over the ranks like that of any other replicated weight.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
+    """
+    packed = cu_seqlens is not None
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    layout = VARLEN if packed else layout
+    validation.check_tensors(q=q, k=k, v=v)
+    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
+        raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
+    rows = q.shape[row_dim(layout)]
+    if k.shape[row_dim(layout)] != rows:
+        raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
+    q, k, v = autocast(q, k, v)
+    groups = groups_of(group)
+    ranks, rank = place_in(groups)
+    sequences = sequences_of(rows * ranks, cu_seqlens)
+    segments = segments_of(sequences, ranks, load_balance)
+    lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
+    options = checked_options(q, k, v, lengths, {
+        "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "deterministic": deterministic,
+        "backend": backend,
+    })  # fmt: skip
+    method = _chosen(method, groups, q.shape[head_dim(layout)])
+    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    qkv: tuple[torch.Tensor, ...],
+    groups: tuple[dist.ProcessGroup, ...],
+    method: str,
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+) -> ops.Pair:
+    """(out, lse); `where` are the sequences and what of them each rank holds."""
+    sequences, segments = where
+    if method == "ring":
+        return _ring(qkv, groups[0], segments, sequences, options)
+    size = dist.get_world_size(groups[-1])
+    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
+    own = dist.get_rank(groups[0]) if method == "both" else 0
+    exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout)
+    options = options._replace(
+        sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
+    )
+    q, k, v = exchange.scatter_heads(*qkv)
+    if method == "both":
+        out, lse = _ring((q, k, v), groups[0], tuple(joined(team) for team in teams), sequences, options)
+    else:
+        lengths = WHOLE
+        if options.layout == VARLEN:
+            lengths = _own_lengths(joined(segments), len(sequences) - 2, q.device)
+        out, lse = ops.attend(q, k, v, lengths, options)
+    out, lse = exchange.gather_heads(out, lse)
+    return out, lse
+
+
+def _ring(
+    qkv: tuple[Any, ...],
+    group: dist.ProcessGroup,
+    segments: tuple[Segments, ...],
+    sequences: tuple[int, ...],
+    options: AttentionOptions,
+) -> ops.Pair:
+    if options.alibi_slopes is not None:
+        raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")
+    if options.batch_invariant:
+        raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
+    window = normalised((options.window_left, options.window_right), sequences[-1])
+    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)
+    q, k, v = qkv
+    return ring_attention(Ring(group, steps, options._replace(sinks=None)), q, k, v, options.sinks)

@@ -1,0 +1,116 @@
+"""Ulysses: an all-to-all gives each rank all rows of some heads, and another brings the results back (Jacobs et al.
+2023, arXiv:2309.14509).
+
+Where there are fewer key/value heads than ranks, or they do not divide, each is repeated just so often that they do:
+up to the least common multiple, which the query heads are a multiple of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from diyfa.distributed.merge import head_dim, row_dim
+from diyfa.distributed.sharding import Segments, joined, rows_of
+
+
+class _Exchange(NamedTuple):
+    """Between all heads of own rows and some heads of all rows; `dims` of each tensor are those of rows and heads."""
+
+    group: dist.ProcessGroup
+    order: torch.Tensor | None  # where each row of the sequence comes in what the ranks send, None: in the same order
+    dims: tuple[tuple[int, int], ...]
+
+    def gather_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = self._exchanged(tensors, [(heads, rows) for rows, heads in self.dims])
+        if self.order is None:
+            return found
+        return [x.index_select(rows, self.order) for x, (rows, _) in zip(found, self.dims, strict=True)]
+
+    def gather_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.order is not None:
+            back = torch.argsort(self.order)
+            tensors = [x.index_select(rows, back) for x, (rows, _) in zip(tensors, self.dims, strict=True)]
+        return self._exchanged(tensors, list(self.dims))
+
+    def _exchanged(self, tensors: Sequence[torch.Tensor], dims: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Cut along the first of each tensor's `dims`, one part for each rank, and join what comes along the second."""
+        ranks = dist.get_world_size(self.group)
+        arrived = []
+        for dtype in dict.fromkeys(x.dtype for x in tensors):  # one message for tensors of one dtype
+            alike = [n for n, x in enumerate(tensors) if x.dtype == dtype]
+            parts = [tensors[n].unflatten(dims[n][0], (ranks, -1)).movedim(dims[n][0], 0) for n in alike]
+            sent = torch.cat([x.reshape(ranks, -1) for x in parts], 1)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+            sizes = [x[0].numel() for x in parts]
+            for n, x, part in zip(alike, received.split(sizes, 1), parts, strict=True):
+                whole = x.reshape(part.shape).movedim(0, dims[n][1])
+                arrived.append((n, whole.flatten(dims[n][1], dims[n][1] + 1)))
+        return [x for _, x in sorted(arrived, key=lambda pair: pair[0])]
+
+
+class _Gather(torch.autograd.Function):
+    """One direction of an exchange; its gradient is the other."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, rows: bool, *tensors: Any) -> Any:
+        ctx.exchange, ctx.rows = exchange, rows
+        return tuple(exchange.gather_rows(tensors) if rows else exchange.gather_heads(tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gather = ctx.exchange.gather_heads if ctx.rows else ctx.exchange.gather_rows
+        return (None, None, *gather(gradients))
+
+
+def refuses(heads: int, ranks: int) -> str | None:
+    """Why the heads cannot be divided, or None."""
+    return f"{heads} query heads cannot be divided between {ranks} ranks" if heads % ranks else None
+
+
+def repeats_of(heads_kv: int, ranks: int) -> int:
+    """How often each key/value head is sent, so that every rank gets as many."""
+    return math.lcm(heads_kv, ranks) // heads_kv
+
+
+class Ulysses(NamedTuple):
+    """What the exchanges of one call need: `held` are the segments of this group's ranks."""
+
+    group: dist.ProcessGroup
+    held: tuple[Segments, ...]
+    layout: str
+
+    def _order(self, device: torch.device) -> torch.Tensor | None:
+        rows = torch.cat([rows_of(segments) for segments in self.held])
+        wanted = rows_of(joined(self.held))
+        if torch.equal(rows, wanted):
+            return None
+        return torch.argsort(rows).to(device, non_blocking=True)
+
+    def scatter_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v of own rows -> of all rows in order, with this rank's heads; differentiable."""
+        rows, heads = row_dim(self.layout), head_dim(self.layout)
+        repeats = repeats_of(k.shape[heads], dist.get_world_size(self.group))
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, heads) for x in (k, v))
+        exchange = _Exchange(self.group, self._order(q.device), ((rows, heads),) * 3)
+        return _Gather.apply(exchange, True, q, k, v)
+
+    def gather_heads(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """out and log-sum-exp the other way."""
+        dims = ((row_dim(self.layout), head_dim(self.layout)), (lse.dim() - 1, lse.dim() - 2))
+        return _Gather.apply(_Exchange(self.group, self._order(out.device), dims), False, out, lse)
+
+    def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of what has an entry for each query head, in its last dimension."""
+        if x is None:
+            return None
+        size = x.shape[-1] // dist.get_world_size(self.group)
+        return x.narrow(-1, dist.get_rank(self.group) * size, size)
