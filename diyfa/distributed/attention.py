@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from diyfa import ops, validation
 from diyfa.attention import Result, autocast, checked_options
 from diyfa.distributed import ulysses
+from diyfa.distributed.check import check_agreement
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import Ring, ring_attention
 from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
@@ -56,6 +58,12 @@ def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], heads: int) -> s
     return method
 
 
+def _is_dtensor(x: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; without it there are none
+    return module is not None and isinstance(x, module.DTensor)
+
+
+@torch.compiler.disable
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,8 +87,11 @@ def context_parallel_attention(
 ) -> Result:
     """`flash_attention` of a sequence of which every rank of `group` holds its rows (`shard_sequence`).
 
-    All ranks must call it, with arguments that differ in the values of tensors alone. q, k and v belong to one sequence
-    (self-attention): they have the same rows.
+    All ranks must call it, with arguments that differ in the values of tensors alone; the first call of each kind
+    compares them. q, k and v belong to one sequence (self-attention): they have the same rows.
+
+    q, k and v may be DTensors that are sharded along the sequence, and by heads or batch along other mesh dimensions;
+    the result then is one. There is no dropout: its mask would need positions that the kernels are not told.
 
     Args:
         q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
@@ -108,27 +119,39 @@ def context_parallel_attention(
     packed = cu_seqlens is not None
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    layout = VARLEN if packed else layout
+    options: dict[str, Any] = {
+        "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
+        "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "deterministic": deterministic, "return_lse": return_lse, "variant": variant, "backend": backend,
+    }  # fmt: skip
+    if any(_is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed.dtensor import with_local_tensors
+
+        return with_local_tensors(context_parallel_attention, (q, k, v), group, VARLEN if packed else layout, options)
     validation.check_tensors(q=q, k=k, v=v)
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    groups = groups_of(group)
+    learned = [x for x in (q, k, v, sinks) if isinstance(x, torch.Tensor) and x.requires_grad]
+    wants_grad = torch.is_grad_enabled() and bool(learned)
+    check_agreement(groups, {"q": q, "k": k, "v": v, **options, "gradients": wants_grad})
+    layout = VARLEN if packed else layout
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
     if k.shape[row_dim(layout)] != rows:
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
     q, k, v = autocast(q, k, v)
-    groups = groups_of(group)
     ranks, rank = place_in(groups)
     sequences = sequences_of(rows * ranks, cu_seqlens)
     segments = segments_of(sequences, ranks, load_balance)
     lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    options = checked_options(q, k, v, lengths, {
+    checked = checked_options(q, k, v, lengths, {
         "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "deterministic": deterministic,
         "backend": backend,
     })  # fmt: skip
     method = _chosen(method, groups, q.shape[head_dim(layout)])
-    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options)
+    out, lse = _attend((q, k, v), groups, method, (sequences, segments), checked)
     return (out, lse) if return_lse else out
 
 

@@ -76,6 +76,16 @@ def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
     return ranks, rank
 
 
+def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The contiguous tensors of all ranks, one after another along the first dimension."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    for group in reversed(groups):  # the last dimension is the fastest
+        whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
+        gather(whole, part, group=group)
+        part = whole
+    return part
+
+
 def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
     """The unsharded sequences: one of all rows, or the packed ones.
 
@@ -216,11 +226,7 @@ def unshard_sequence(
     groups = groups_of(group)
     ranks, _ = place_in(groups)
     layout = segments_of(sequences_of(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
-    parts = x.movedim(dim, 0).contiguous()
-    for each in reversed(groups):  # the last dimension is the fastest
-        gathered = parts.new_empty((dist.get_world_size(each) * parts.shape[0], *parts.shape[1:]))
-        dist.all_gather_into_tensor(gathered, parts, group=each)
-        parts = gathered
+    parts = gather_parts(x.movedim(dim, 0).contiguous(), groups)
     whole = torch.empty_like(parts)
     whole[torch.cat([rows_of(segments) for segments in layout]).to(x.device)] = parts
     return whole.movedim(0, dim)

@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 
 import pytest
-from context_parallel_cases import MATRIX, How, drawn, run_sharded
+import torch
+from context_parallel_cases import (
+    MATRIX,
+    WITH_ALIBI,
+    How,
+    call_with,
+    drawn,
+    lose_rank,
+    run_block,
+    run_dtensors,
+    run_dtensors_with_heads,
+    run_helpers,
+    run_sharded,
+    run_twice,
+)
 from gloo_workers import Workers
 
 from diyfa.testing import AttentionCase, assert_within_budget
 
 RANKS = 4
-DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "12"))  # 200 take minutes
+DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "40"))  # 200 take half a minute
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +50,10 @@ def test_matrix(workers, method):
     check(workers, [(case, How(method)) for case in MATRIX])
 
 
+def test_alibi(workers):
+    check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
+
+
 @pytest.mark.parametrize("method", ["ring", "both"])
 def test_matrix_without_balance(workers, method):
     check(workers, [(case, How(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
@@ -43,3 +61,74 @@ def test_matrix_without_balance(workers, method):
 
 def test_drawn(workers):
     check(workers, [drawn(seed, RANKS) for seed in range(DRAWN)])
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_gradients_are_bitwise_equal_from_run_to_run(workers, method):
+    assert all(workers.run(run_twice, How(method, deterministic=True)))
+
+
+def test_helpers(workers):
+    workers.run(run_helpers)
+
+
+def test_dtensors(workers):
+    for method in ("ring", "ulysses", "both"):
+        assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
+    assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile"])
+def test_blocks_of_a_model(workers, how):
+    for method in ("ring", "ulysses", "both"):
+        assert all(workers.run(run_block, method, how)), method
+
+
+def test_ranks_that_disagree_are_named(workers):
+    for odd, told in (
+        ({"rows": 24}, "q: rank 2 has (1, 4, 24, 8) float32 on cpu, the others (1, 4, 16, 8) float32 on cpu"),
+        ({"keys": 8}, "k: rank 2 has (1, 4, 8, 8)"),
+        ({"dtype": torch.float16}, "rank 2 has (1, 4, 16, 8) float16"),
+        ({"causal": True}, "causal: rank 2 has True, the others False"),
+        ({"window": (3, 0)}, "window: rank 2 has (3, 0), the others (-1, -1)"),
+        ({"method": "ulysses"}, "method: rank 2 has ulysses, the others auto"),
+        ({"load_balance": "none"}, "load_balance: rank 2 has none"),
+        ({"grad": True}, "gradients: rank 2 has True"),
+    ):
+        messages = workers.run(call_with, {}, {}, odd, {})
+        assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"keys": 8}, "ValueError: q and k must have the same rows"),
+        ({"method": "tree"}, "ValueError: method must be one of auto, ring, ulysses, both, got 'tree'"),
+        ({"method": "both"}, "ValueError: method 'both' needs a group of two dimensions"),
+        ({"load_balance": "even"}, "ValueError: load_balance must be one of zigzag, none"),
+        ({"layout": "thd"}, "ValueError: layout must be one of bhsd, bshd"),
+        ({"group": "world"}, "TypeError: group must be a ProcessGroup, a DeviceMesh or None"),
+        ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
+        ({"causal": 1}, "TypeError: causal must be True or False"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
+        ({"dtype": torch.complex64}, "TypeError: Unsupported dtype"),
+    ],
+)
+def test_what_is_refused(workers, arguments, told):
+    messages = workers.run(call_with, *[arguments] * RANKS)
+    assert all(message.startswith(told) for message in messages), messages
+
+
+def test_eight_ranks(tmp_path):
+    with Workers(8, tmp_path) as workers:
+        cases = {case.name: case for case in MATRIX}
+        check(workers, [(cases["packed_odd"], How("ring")), (cases["causal_gqa"], How("both"))])
+
+
+@pytest.mark.parametrize("how, told", [("dies", "onnection"), ("lags", "imed out")])
+def test_a_lost_rank_ends_in_an_error(tmp_path, how, told):
+    """torch.distributed's own error, within its timeout."""
+    with Workers(2, tmp_path, timeout=2) as workers:
+        workers.start(lose_rank, [(how,)] * 2)
+        (message,) = workers.finish([0])
+    assert told in message, message

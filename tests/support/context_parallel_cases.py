@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diyfa.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from diyfa.attention import flash_attention
+from diyfa.distributed import context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
 METHODS = ("ring", "ulysses", "both")
@@ -96,6 +99,11 @@ MATRIX = [
     Case("packed_causal_sinks", heads=8, layout="thd", lens_q=(3, 17, 30), causal=True, sinks=True, slack=14),
     Case("packed_nothing", heads=8, layout="thd", lens_q=(0, 0), slack=16),
 ]  # fmt: skip
+WITH_ALIBI = [  # by Ulysses alone
+    Case("alibi", batch=2, heads=8, heads_kv=2, seqlen_q=64, alibi="h", causal=True),
+    Case("alibi_batch", batch=2, heads=8, seqlen_q=64, alibi="bh", window=(9, 9), layout="bshd"),
+    Case("alibi_packed", heads=8, layout="thd", lens_q=(9, 0, 47), alibi="bh", slack=8),
+]
 
 
 def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
@@ -132,3 +140,144 @@ def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
     else:
         case = Case(batch=rng.choice([1, 1, 2]), layout=rng.choice(["bhsd", "bshd"]), seqlen_q=rows, **common)
     return case, How(method, rng.choice(["zigzag", "zigzag", "none"]), rng.random() < 0.2)
+
+
+def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list[torch.Tensor]:
+    """Whole q, k, v (B, H, S, D) and a gradient of the output, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, rows, 16, generator=generator).requires_grad_(grad) for _ in range(4)]
+
+
+def call_with(*changes: dict[str, Any]) -> str:
+    """What a call with this rank's changes raises."""
+    own = dict(changes[dist.get_rank()])
+    rows = own.pop("rows", 16)
+    q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
+    k = torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype)
+    try:
+        context_parallel_attention(q, k, k, own.pop("group", None), backend="cpu", **own)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_twice(how: How) -> bool:
+    """Whether gradients are bitwise equal from run to run."""
+    case = Case("deterministic", heads=8, heads_kv=2, seqlen_q=96, causal=True, dtype="bfloat16", sinks=True)
+    first, second = run_sharded(case, how), run_sharded(case, how)
+    return (
+        first is None
+        or second is None
+        or all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None)
+    )
+
+
+def run_dtensors(method: str) -> list[bool]:
+    """DTensors beside plain tensors: out, log-sum-exp and gradients."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    group = mesh() if method == "both" else init_device_mesh("cpu", (dist.get_world_size(),))
+    *qkv, dout = (shard_sequence(x.detach(), group, 2).requires_grad_() for x in _small(0))
+    out, lse = context_parallel_attention(*qkv, group, causal=True, method=method, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad((out, lse.sum()), qkv, (dout, torch.tensor(1.0)))
+    placements = [Shard(2)] * group.ndim
+    given = [DTensor.from_local(x, group, placements) for x in qkv]
+    out2, lse2 = context_parallel_attention(*given, causal=True, method=method, return_lse=True, backend="cpu")
+    grads2 = torch.autograd.grad((out2.to_local(), lse2.to_local().sum()), given, (dout, torch.tensor(1.0)))
+    assert list(out2.placements) == list(lse2.placements) == placements
+    pairs = [(out, out2), (lse, lse2), *zip(grads, grads2, strict=True)]
+    return [torch.equal(a, b.to_local()) for a, b in pairs]
+
+
+def run_dtensors_with_heads() -> list[bool]:
+    """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
+    qkv, dout = _small(1)[:3], _small(1)[3].detach()
+    sinks = torch.linspace(-1, 1, 8).requires_grad_()
+    expected, lse = flash_attention(*qkv, causal=True, sinks=sinks, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad(expected, (*qkv, sinks), dout)
+    cut = {"load_balance": "none"}  # as DTensors are cut
+    places = [Shard(2), Shard(1)]
+    given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
+    own_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
+    out, lse2 = context_parallel_attention(*given, causal=True, sinks=own_sinks, return_lse=True, backend="cpu", **cut)
+    grads2 = torch.autograd.grad(out, (*given, own_sinks), distribute_tensor(dout, grid, places))
+    assert isinstance(out, DTensor)
+    pairs = [(expected, out), (lse, lse2), *zip(grads, grads2, strict=True)]
+    return [torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs]
+
+
+class _Block(torch.nn.Module):
+    """A projection, context parallel attention and another projection."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        group = mesh() if self.method == "both" else None
+        attended = context_parallel_attention(
+            q, k, v, group, causal=True, method=self.method, layout="bshd", backend="cpu"
+        )
+        return self.out(attended.flatten(2))
+
+
+def run_block(method: str, how: str) -> bool:
+    """Whether a block gives the same gradients compiled, or checkpointed, as it does by itself."""
+    torch.manual_seed(0)
+    block = _Block(method)
+    x = shard_sequence(torch.randn(2, 64, 32), mesh() if method == "both" else None, 1)
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x).square().sum(), block.parameters()))
+
+    expected = gradients(block)
+    if how == "checkpoint":
+        from torch.utils.checkpoint import checkpoint
+
+        found = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
+    else:
+        found = gradients(torch.compile(block, backend="aot_eager"))
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
+
+
+def run_helpers() -> None:
+    """Shards and their opposite, positions, and gradients of what is cut."""
+    ranks = dist.get_world_size()
+    cu_seqlens = torch.tensor([0, 5, 5, 33, 60], dtype=torch.int32)
+    whole = torch.arange(64.0 * 3).reshape(3, 64)
+    positions = torch.tensor([*range(5), *range(28), *range(27), *range(4)])
+    for group in (None, mesh()):
+        for cut in ({}, {"load_balance": "none"}, {"cu_seqlens": cu_seqlens}):
+            part = shard_sequence(whole, group, 1, **cut)
+            assert part.shape == (3, 64 // ranks)
+            assert torch.equal(unshard_sequence(part, group, 1, **cut), whole)
+            expected = positions if "cu_seqlens" in cut else torch.arange(64)
+            assert torch.equal(shard_positions(64, group, **cut), shard_sequence(expected, group, **cut))
+    x = whole.clone().requires_grad_()
+    (shard_sequence(x, dim=1) ** 2).sum().backward()
+    assert x.grad is not None
+    dist.all_reduce(x.grad)
+    assert torch.equal(x.grad, 2 * whole)
+
+
+def lose_rank(how: str) -> str:
+    """Rank 1 dies, or comes late, before its second call; what the others raise."""
+    q, k, v, dout = _small(0, heads=2)
+    out = context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(1)
+        if how == "lags":
+            time.sleep(4)
+    try:
+        if how != "dies":
+            context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
+        out.backward(dout)
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-TIMEOUT = 20  # seconds that a collective waits for a rank
+TIMEOUT = 60  # seconds that a collective waits for a rank
 
 
 def _packed(value: Any) -> bytes:
@@ -23,12 +23,12 @@ def _packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: connection.Connection) -> None:
+def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: connection.Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     pipe.send(("ready", b""))
     while True:
@@ -55,12 +55,13 @@ class Failure(Exception):
 class Workers:
     """`ranks` processes; leave its `with` block and they end."""
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        context = get_context("spawn")
+    def __init__(self, ranks: int, folder: Path, timeout: float = TIMEOUT) -> None:
+        context = get_context("forkserver")  # which imports PyTorch once
+        context.set_forkserver_preload(["torch.distributed.device_mesh", "diyfa.distributed"])
         pipes = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=_serve, args=(rank, ranks, str(folder / "store"), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, ranks, str(folder / "store"), timeout, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
