@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diyfa import ops, validation
+from diyfa import ops, registry, validation
 from diyfa.attention import Result, autocast, checked_options
-from diyfa.distributed import ulysses
+from diyfa.distributed import cost, ulysses
 from diyfa.distributed.check import check_agreement
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import Ring, ring_attention
@@ -35,7 +35,22 @@ def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Le
     return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
 
 
-def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], heads: int) -> str:
+def _cheapest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, options: Any) -> str:
+    """The method for one group."""
+    if options.alibi_slopes is not None or options.batch_invariant:
+        return "ulysses"
+    rows, heads = row_dim(options.layout), head_dim(options.layout)
+    ranks, own = dist.get_world_size(group), q.shape[rows]
+    causal = options.window_right == 0
+    work = cost.Work(
+        ranks, q.numel() // max(1, own * q.shape[heads] * q.shape[-1]), q.shape[heads], k.shape[heads], own,
+        q.shape[-1], v.shape[-1], q.element_size(), 0.5 if causal else 1.0, options.needs_grad,
+    )  # fmt: skip
+    arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
+    return cost.cheapest(work, cost.machine_of(arch, group))
+
+
+def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch.Tensor, ...], options: Any) -> str:
     """The method that is to run.
 
     Raises:
@@ -43,18 +58,16 @@ def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], heads: int) -> s
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    q, k, v = qkv
     two = len(groups) == 2
     if method == "auto":
-        method = "both" if two else "ring"
+        method = "both" if two else _cheapest(q, k, v, groups[0], options)
     if two != (method == "both"):
-        raise ValueError(
-            f"method {method!r} needs a group of {'two dimensions, (ring, ulysses)' if not two else 'one dimension'}, "
-            f"got a group of {len(groups)}"
-        )
-    if method != "ring":
-        reason = ulysses.refuses(heads, dist.get_world_size(groups[-1]))
-        if reason:
-            raise ValueError(f"method {method!r} cannot run: {reason}")
+        wanted = "one dimension" if two else "two dimensions, (ring, ulysses)"
+        raise ValueError(f"method {method!r} needs a group of {wanted}, got a group of {len(groups)}")
+    reason = ulysses.refuses(q.shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
+    if method != "ring" and reason:
+        raise ValueError(f"method {method!r} cannot run: {reason}")
     return method
 
 
@@ -101,7 +114,8 @@ def context_parallel_attention(
         causal, sm_scale, window, softcap, deterministic, variant, backend: as for `flash_attention`. Positions are
             those in the whole sequence.
         method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
-            ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" chooses.
+            ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" is "both" on
+            such a mesh, else what `diyfa.distributed.cost` predicts to be the faster.
         load_balance: how the sequence is cut, "zigzag" or "none", as `shard_sequence` was told.
         cu_seqlens: (B + 1,) int32 offsets of packed sequences in the whole, unsharded tensor, as `shard_sequence` was
             given. The host reads them: on the CPU that waits for nothing.
@@ -150,7 +164,7 @@ def context_parallel_attention(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "deterministic": deterministic,
         "backend": backend,
     })  # fmt: skip
-    method = _chosen(method, groups, q.shape[head_dim(layout)])
+    method = _chosen(method, groups, (q, k, v), checked)
     out, lse = _attend((q, k, v), groups, method, (sequences, segments), checked)
     return (out, lse) if return_lse else out
 
