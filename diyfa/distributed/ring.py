@@ -76,24 +76,30 @@ def _options(ring: Ring, call: Call, sinks: torch.Tensor | None) -> AttentionOpt
     return ring.options._replace(window_left=left, window_right=right, sinks=sinks if call.own else None)
 
 
+def forward_step(
+    ring: Ring, step: Step, q: torch.Tensor, held: Sequence[torch.Tensor], sinks: torch.Tensor | None, merged: Merged
+) -> None:
+    """Add to `merged` what the keys and values `held` come to."""
+    dim = row_dim(ring.options.layout)
+    for call in step.calls:
+        queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
+        options = _options(ring, call, sinks)
+        merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
+
+
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> ops.Pair:
     """(out, lse) of this rank's queries."""
-    layout = ring.options.layout
-    dim = row_dim(layout)
-    merged = Merged(q, v.shape[-1], layout)
+    merged = Merged(q, v.shape[-1], ring.options.layout)
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None
-        for call in step.calls:
-            queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
-            options = _options(ring, call, sinks)
-            merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
+        forward_step(ring, step, q, held, sinks, merged)
         if transfer:
             (held,) = transfer.wait()
     return merged.result()
 
 
-class _Sum:
+class Sum:
     """A gradient in float32 (float64) to which shares are added, each of some of the rows."""
 
     def __init__(self, like: torch.Tensor, dim: int) -> None:
@@ -116,40 +122,47 @@ class _Sum:
         return self.total
 
 
-def ring_backward(
-    ring: Ring,
-    gradients: tuple[torch.Tensor | None, torch.Tensor | None],
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    results: ops.Pair,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv of what this rank holds, and its queries' share of dsinks."""
-    (dout, dlse), (q, k, v), (out, lse) = gradients, qkv, results
-    dim, ranks = row_dim(ring.options.layout), dist.get_world_size(ring.group)
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dsinks = _Sum(q, dim), None if sinks is None else torch.zeros_like(sinks)
+class Saved(NamedTuple):
+    """What the backward pass of a rank's queries reads in every step, and the sums that it adds to."""
+
+    q: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    dq: Sum
+    dsinks: torch.Tensor | None
+
+
+def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Add to dq and dsinks, and return this rank's shares of dk and dv, in float32, of the keys and values `held`."""
+    dim = row_dim(ring.options.layout)
+    shares = [Sum(x, dim) for x in held]
+    for call in step.calls:
+        q, out, dout = (_rows(x, call.queries, dim) for x in (saved.q, saved.out, saved.dout))
+        lse = _rows(saved.lse, call.queries, -1).contiguous()
+        dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
+        keys = [_rows(x, call.keys, dim) for x in held]
+        options = _options(ring, call, saved.sinks)
+        found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
+        saved.dq.add(call.queries[0], found[0])
+        for share, x in zip(shares, found[1:3], strict=True):
+            share.add(call.keys[0], x)
+        if saved.dsinks is not None and call.own:
+            saved.dsinks.add_(found[-1])  # the last row of the features' gradients
+    return [share.all() for share in shares]
+
+
+def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv of what this rank holds; its queries' gradients are added to `saved`."""
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     parcels: list[Any] = []  # the sums of the step before, on their way to the rank that has their keys now
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         if following:
             parcels.append((following.shift - step.shift, held))
         transfer = _Transfer(ring.group, parcels)
-        shares = [_Sum(x, dim) for x in held]
-        for call in step.calls:
-            queries = [_rows(x, call.queries, dim) for x in (q, out, dout)]
-            own_lse = _rows(lse, call.queries, -1).contiguous()
-            own_dlse = None if dlse is None else _rows(dlse, call.queries, -1).contiguous()
-            keys = [_rows(x, call.keys, dim) for x in held]
-            found = ops.differentiate(
-                (queries[2], own_dlse), (queries[0], *keys), (queries[1], own_lse),
-                _lengths(call, q.device), _options(ring, call, sinks),
-            )  # fmt: skip
-            dq.add(call.queries[0], found[0])
-            for share, x in zip(shares, found[1:3], strict=True):
-                share.add(call.keys[0], x)
-            if dsinks is not None and call.own:
-                dsinks += found[-1]
-        sums = [share.all() for share in shares]
+        sums = backward_step(ring, step, saved, held)
         arrived = transfer.wait()
         if step.shift:
             for mine, others in zip(sums, arrived[0], strict=True):
@@ -158,9 +171,9 @@ def ring_backward(
             held = arrived[-1]
             parcels = [(following.shift - step.shift, sums)]
         elif step.shift:
-            (sums,) = _Transfer(ring.group, [(ranks - step.shift, sums)]).wait()
+            (sums,) = _Transfer(ring.group, [(dist.get_world_size(ring.group) - step.shift, sums)]).wait()
     dk, dv = (x.to(k.dtype) for x in sums)
-    return dq.all().to(q.dtype), dk, dv, dsinks
+    return dk, dv
 
 
 class _RingAttention(torch.autograd.Function):
@@ -178,7 +191,12 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        return (None, *ring_backward(ctx.ring, (gradients[0], gradients[1]), (q, k, v), (out, lse), sinks))
+        dout, dlse = gradients
+        dout = torch.zeros_like(out) if dout is None else dout
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        dq = Sum(q, row_dim(ctx.ring.options.layout))
+        dk, dv = ring_backward(ctx.ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
+        return None, dq.all().to(q.dtype), dk, dv, dsinks
 
 
 def ring_attention(ring: Ring, q: Any, k: Any, v: Any, sinks: torch.Tensor | None) -> ops.Pair:
