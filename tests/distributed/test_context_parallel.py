@@ -16,9 +16,11 @@ from context_parallel_cases import (
     run_block,
     run_dtensors,
     run_dtensors_with_heads,
+    run_guide,
     run_helpers,
     run_sharded,
     run_twice,
+    train_gpt,
 )
 from gloo_workers import Workers
 
@@ -66,6 +68,10 @@ def test_drawn(workers):
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_gradients_are_bitwise_equal_from_run_to_run(workers, method):
     assert all(workers.run(run_twice, How(method, deterministic=True)))
+
+
+def test_the_guide(workers):
+    workers.run(run_guide)
 
 
 def test_helpers(workers):
@@ -123,6 +129,13 @@ def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
         cases = {case.name: case for case in MATRIX}
         check(workers, [(cases["packed_odd"], How("ring")), (cases["causal_gqa"], How("both"))])
+        losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
+    assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
+
+
+def test_a_model_learns_the_same_on_four_ranks(workers):
+    losses = workers.run(train_gpt, 256, 4)
+    assert losses == [losses[0]] * RANKS and losses[0] == pytest.approx(train_gpt(256, 4), rel=1e-5)
 
 
 @pytest.mark.parametrize("how, told", [("dies", "onnection"), ("lags", "imed out")])

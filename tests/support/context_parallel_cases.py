@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
+import re
 import time
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diyfa.attention import flash_attention
 from diyfa.distributed import context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
+from diyfa.registry import use_backend
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
 METHODS = ("ring", "ulysses", "both")
@@ -281,3 +285,23 @@ def lose_rank(how: str) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def train_gpt(tokens: int, steps: int) -> list[float]:
+    """The losses of docs/long_context_gpt.py, on these processes."""
+    path = Path(__file__).parents[2] / "docs" / "long_context_gpt.py"
+    spec = importlib.util.spec_from_file_location("long_context_gpt", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with use_backend("cpu"):
+        return module.train(tokens, steps)
+
+
+def run_guide() -> None:
+    """The block of docs/distributed.md."""
+    text = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["whole"].shape == (1, 8, 512, 64)
