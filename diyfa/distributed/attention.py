@@ -35,22 +35,35 @@ def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Le
     return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
 
 
-def _cheapest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, options: Any) -> str:
+def _cheapest(
+    qkv: tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup,
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+) -> str:
     """The method for one group."""
     if options.alibi_slopes is not None or options.batch_invariant:
         return "ulysses"
+    q, k, v = qkv
+    sequences, segments = where
     rows, heads = row_dim(options.layout), head_dim(options.layout)
-    ranks, own = dist.get_world_size(group), q.shape[rows]
-    causal = options.window_right == 0
+    window = normalised((options.window_left, options.window_right), sequences[-1])
     work = cost.Work(
-        ranks, q.numel() // max(1, own * q.shape[heads] * q.shape[-1]), q.shape[heads], k.shape[heads], own,
-        q.shape[-1], v.shape[-1], q.element_size(), 0.5 if causal else 1.0, options.needs_grad,
+        dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.share_of(sequences, window),
+        options.needs_grad, len(steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)),
     )  # fmt: skip
     arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
     return cost.cheapest(work, cost.machine_of(arch, group))
 
 
-def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch.Tensor, ...], options: Any) -> str:
+def _chosen(
+    method: str,
+    groups: tuple[dist.ProcessGroup, ...],
+    qkv: tuple[torch.Tensor, ...],
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+) -> str:
     """The method that is to run.
 
     Raises:
@@ -58,14 +71,13 @@ def _chosen(method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    q, k, v = qkv
     two = len(groups) == 2
     if method == "auto":
-        method = "both" if two else _cheapest(q, k, v, groups[0], options)
+        method = "both" if two else _cheapest(qkv, groups[0], where, options)
     if two != (method == "both"):
         wanted = "one dimension" if two else "two dimensions, (ring, ulysses)"
         raise ValueError(f"method {method!r} needs a group of {wanted}, got a group of {len(groups)}")
-    reason = ulysses.refuses(q.shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
+    reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
     if method != "ring" and reason:
         raise ValueError(f"method {method!r} cannot run: {reason}")
     return method
@@ -164,9 +176,9 @@ def context_parallel_attention(
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "deterministic": deterministic,
         "backend": backend,
     })  # fmt: skip
-    method = _chosen(method, groups, (q, k, v), checked)
-    out, lse = _attend((q, k, v), groups, method, (sequences, segments), checked)
-    return (out, lse) if return_lse else out
+    method = _chosen(method, groups, (q, k, v), (sequences, segments), checked)
+    out, lse = _attend((q, k, v), groups, method, (sequences, segments), checked, return_lse)
+    return out if lse is None else (out, lse)
 
 
 def _attend(
@@ -175,11 +187,13 @@ def _attend(
     method: str,
     where: tuple[tuple[int, ...], tuple[Segments, ...]],
     options: AttentionOptions,
-) -> ops.Pair:
-    """(out, lse); `where` are the sequences and what of them each rank holds."""
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse or None); `where` are the sequences and what of them each rank holds."""
     sequences, segments = where
     if method == "ring":
-        return _ring(qkv, groups[0], segments, sequences, options)
+        out, lse = _ring(qkv, groups[0], segments, sequences, options)
+        return out, lse if return_lse else None
     size = dist.get_world_size(groups[-1])
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
     own = dist.get_rank(groups[0]) if method == "both" else 0
@@ -195,8 +209,7 @@ def _attend(
         if options.layout == VARLEN:
             lengths = _own_lengths(joined(segments), len(sequences) - 2, q.device)
         out, lse = ops.attend(q, k, v, lengths, options)
-    out, lse = exchange.gather_heads(out, lse)
-    return out, lse
+    return exchange.gather_heads(out, lse if return_lse else None)
 
 
 def _ring(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -64,6 +65,11 @@ class Work:
     element_size: int
     share: float = 1.0  # of all pairs of query and key that a mask leaves
     backward: bool = True
+    steps: int = 0  # of a ring; 0: as many as ranks
+
+    @property
+    def ring_steps(self) -> int:
+        return self.steps or self.ranks
 
     @property
     def flops(self) -> float:
@@ -101,6 +107,16 @@ class Work:
         )  # half of the steps of a causal zigzag have half of the rows
 
 
+def share_of(sequences: Sequence[int], window: tuple[int, int]) -> float:
+    """The part of all pairs that packed sequences (offsets and all rows) and a window leave, about."""
+    *offsets, rows = sequences
+    pairs = 0.0
+    for length in (b - a for a, b in pairwise(offsets)):
+        seen = [length / 2 if bound < 0 else min(bound, length / 2) for bound in window]  # before and after a row
+        pairs += length * sum(seen)
+    return max(pairs, 1.0) / max(rows * rows, 1)
+
+
 def ring_timeline(compute: Sequence[Sequence[float]], transfer: float) -> float:
     """Seconds until the last rank is done; compute[rank][step]. A transfer begins with the step before it."""
     now, arrived = [0.0] * len(compute), [0.0] * len(compute)
@@ -113,14 +129,14 @@ def ring_timeline(compute: Sequence[Sequence[float]], transfer: float) -> float:
 
 def ring_seconds(work: Work, machine: Machine) -> float:
     """Forward, and backward where there is one."""
-    step = work.flops / machine.flops / work.ranks
+    step = work.flops / machine.flops / work.ring_steps
     merge = work.merged / machine.memory
-    forward = [[step] + [step + merge] * (work.ranks - 1)] * work.ranks
+    forward = [[step] + [step + merge] * (work.ring_steps - 1)] * work.ranks
     seconds = ring_timeline(forward, work.keys / machine.peer + machine.latency)
     if work.backward:
         home = work.sums / machine.peer + machine.latency
-        backward = [[BACKWARD_WORK * step] * work.ranks] * work.ranks
-        seconds += ring_timeline(backward, work.keys / machine.peer + home) + home
+        backward = [[BACKWARD_WORK * step] * work.ring_steps] * work.ranks
+        seconds += ring_timeline(backward, work.keys / machine.peer + home) + home * (work.ring_steps > 1)
     return seconds
 
 

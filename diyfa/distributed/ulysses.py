@@ -103,10 +103,14 @@ class Ulysses(NamedTuple):
         exchange = _Exchange(self.group, self._order(q.device), ((rows, heads),) * 3)
         return _Gather.apply(exchange, True, q, k, v)
 
-    def gather_heads(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """out and log-sum-exp the other way."""
-        dims = ((row_dim(self.layout), head_dim(self.layout)), (lse.dim() - 1, lse.dim() - 2))
-        return _Gather.apply(_Exchange(self.group, self._order(out.device), dims), False, out, lse)
+    def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """out, and the log-sum-exp where it is wanted, the other way."""
+        results = [(out, (row_dim(self.layout), head_dim(self.layout)))]
+        if lse is not None:
+            results.append((lse, (lse.dim() - 1, lse.dim() - 2)))
+        tensors, dims = zip(*results, strict=True)
+        found = _Gather.apply(_Exchange(self.group, self._order(out.device), dims), False, *tensors)
+        return found[0], found[1] if lse is not None else None
 
     def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of what has an entry for each query head, in its last dimension."""

@@ -52,6 +52,11 @@ def test_matrix(workers, method):
     check(workers, [(case, How(method)) for case in MATRIX])
 
 
+def test_meshes_with_one_rank_in_a_dimension(workers):
+    cases = [case for case in MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
+    check(workers, [(case, How("both", together=together)) for case in cases for together in (1, RANKS)])
+
+
 def test_alibi(workers):
     check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
 

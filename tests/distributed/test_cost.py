@@ -14,6 +14,7 @@ from diyfa.distributed.cost import (
     cheapest,
     ring_seconds,
     ring_timeline,
+    share_of,
     ulysses_seconds,
 )
 
@@ -59,3 +60,17 @@ def test_one_million_tokens_scale():
         forward = replace(LONG, backward=False)
         assert forward.flops / machine.flops / ring_seconds(forward, machine) > 0.9
         assert LONG.flops * 3.5 / machine.flops / ring_seconds(LONG, machine) > 0.93
+
+
+def test_what_masks_leave():
+    assert share_of((0, 100, 100), (-1, -1)) == 1.0
+    assert share_of((0, 100, 100), (-1, 0)) == 0.5
+    assert share_of((0, 100, 100), (10, 0)) == 0.1
+    assert share_of((0, 50, 100, 100), (-1, -1)) == 0.5
+    assert share_of((0, 0), (-1, -1)) == 1.0
+
+
+def test_a_window_takes_the_ring():
+    """Which then has two steps, where Ulysses moves as much as ever."""
+    windowed = replace(LONG, share=share_of((0, 2**20, 2**20), (4096, 0)), steps=2)
+    assert cheapest(windowed, HOPPER) == "ring"

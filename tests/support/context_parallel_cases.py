@@ -30,19 +30,20 @@ class How(NamedTuple):
     method: str
     load_balance: str = "zigzag"
     deterministic: bool = False
+    together: int = 2  # with "both"
 
 
-@lru_cache(maxsize=1)
-def mesh() -> DeviceMesh:
-    """All ranks, two in each team of Ulysses."""
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
+@lru_cache(maxsize=4)
+def mesh(together: int = 2) -> DeviceMesh:
+    """All ranks, so many in each team of Ulysses."""
+    return init_device_mesh("cpu", (dist.get_world_size() // together, together))
 
 
 def run_sharded(case: AttentionCase, how: How) -> Results | None:
     """All results of a case, whole, on rank 0."""
     inputs = make_inputs(case)
     options = dict(inputs.options)
-    group = mesh() if how.method == "both" else None
+    group = mesh(how.together) if how.method == "both" else None
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -93,6 +94,8 @@ MATRIX = [
     Case("rise", heads=8, seqlen_q=96, head_dim=64, rise=60.0, dtype="bfloat16"),
     Case("rise_back", heads=8, seqlen_q=96, head_dim=64, rise=-60.0, causal=True),
     Case("negative_scale", heads=8, seqlen_q=64, sm_scale=-0.5, causal=True, view="sliced"),
+    Case("no_rows", heads=8, seqlen_q=0, causal=True, sinks=True),
+    Case("no_batch", batch=0, heads=8, seqlen_q=16, causal=True),
     Case("everything", batch=2, heads=8, heads_kv=2, seqlen_q=96, head_dim=48, head_dim_v=32, window=(40, 3),
          softcap=5.0, sinks=True, layout="bshd", view="transposed"),
     Case("packed", heads=8, layout="thd", lens_q=(40, 56), causal=True),
