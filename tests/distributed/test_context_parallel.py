@@ -8,6 +8,7 @@ import pytest
 import torch
 from context_parallel_cases import (
     MATRIX,
+    ON_KERNELS,
     WITH_ALIBI,
     How,
     call_with,
@@ -23,6 +24,7 @@ from context_parallel_cases import (
     train_gpt,
 )
 from gloo_workers import Workers
+from targets import TARGETS
 
 from diyfa.testing import AttentionCase, assert_within_budget
 
@@ -55,6 +57,14 @@ def test_matrix(workers, method):
 def test_meshes_with_one_rank_in_a_dimension(workers):
     cases = [case for case in MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
     check(workers, [(case, How("both", together=together)) for case in cases for together in (1, RANKS)])
+
+
+@pytest.mark.parametrize("backend", ["cuda", "npu"], ids=["cuda_kernels", "npu_kernels"])
+def test_triton_kernels_in_a_ring(workers, backend):
+    """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""
+    if backend not in TARGETS or not TARGETS[backend].interpreted:
+        pytest.skip(f"the {backend} kernels do not run in the interpreter here")
+    check(workers, [(case, How("ring", backend=backend)) for case in ON_KERNELS])
 
 
 def test_alibi(workers):

@@ -31,6 +31,7 @@ class How(NamedTuple):
     load_balance: str = "zigzag"
     deterministic: bool = False
     together: int = 2  # with "both"
+    backend: str = "cpu"
 
 
 @lru_cache(maxsize=4)
@@ -58,7 +59,7 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     learned = [options["sinks"]] if "sinks" in options else []
     with poisoned_allocations():
         out, lse = context_parallel_attention(
-            q, k, v, group, method=how.method, deterministic=how.deterministic, return_lse=True, backend="cpu",
+            q, k, v, group, method=how.method, deterministic=how.deterministic, return_lse=True, backend=how.backend,
             layout="bhsd" if packed else case.layout, **cut, **options,
         )  # fmt: skip
         gradients = torch.autograd.grad(
@@ -106,6 +107,10 @@ MATRIX = [
     Case("packed_causal_sinks", heads=8, layout="thd", lens_q=(3, 17, 30), causal=True, sinks=True, slack=14),
     Case("packed_nothing", heads=8, layout="thd", lens_q=(0, 0), slack=16),
 ]  # fmt: skip
+ON_KERNELS = [  # small: Triton's interpreter is slow
+    Case("triton", heads=2, heads_kv=1, seqlen_q=32, head_dim=16, window=(11, 0), sinks=True, layout="bshd"),
+    Case("triton_packed", heads=2, layout="thd", lens_q=(5, 19), head_dim=16, causal=True, dtype="bfloat16"),
+]
 WITH_ALIBI = [  # by Ulysses alone
     Case("alibi", batch=2, heads=8, heads_kv=2, seqlen_q=64, alibi="h", causal=True),
     Case("alibi_batch", batch=2, heads=8, seqlen_q=64, alibi="bh", window=(9, 9), layout="bshd"),
