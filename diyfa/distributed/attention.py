@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +89,6 @@ def _is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-@torch.compiler.disable
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,25 +142,42 @@ def context_parallel_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
     """
-    packed = cu_seqlens is not None
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "deterministic": deterministic, "return_lse": return_lse, "variant": variant, "backend": backend,
     }  # fmt: skip
+    return _outside_graphs(q, k, v, group, given)
+
+
+class _OutsideGraphs:
+    """torch.compile breaks the graph at a call. What tells it so is slow to import, so that waits for a call."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run, self.disabled = run, False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.disabled:
+            self.run, self.disabled = torch.compiler.disable(self.run), True
+        return self.run(*arguments)
+
+
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+    """`context_parallel_attention` with its options by name."""
+    packed = given["cu_seqlens"] is not None
+    layout = VARLEN if packed else given["layout"]
     if any(_is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed.dtensor import with_local_tensors
 
-        return with_local_tensors(context_parallel_attention, (q, k, v), group, VARLEN if packed else layout, options)
+        return with_local_tensors(_checked, (q, k, v), group, layout, given)
     validation.check_tensors(q=q, k=k, v=v)
-    validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
     groups = groups_of(group)
-    learned = [x for x in (q, k, v, sinks) if isinstance(x, torch.Tensor) and x.requires_grad]
+    learned = [x for x in (q, k, v, given["sinks"]) if isinstance(x, torch.Tensor) and x.requires_grad]
     wants_grad = torch.is_grad_enabled() and bool(learned)
-    check_agreement(groups, {"q": q, "k": k, "v": v, **options, "gradients": wants_grad})
-    layout = VARLEN if packed else layout
+    check_agreement(groups, {"q": q, "k": k, "v": v, **given, "gradients": wants_grad})
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
@@ -168,17 +185,19 @@ def context_parallel_attention(
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
     q, k, v = autocast(q, k, v)
     ranks, rank = place_in(groups)
-    sequences = sequences_of(rows * ranks, cu_seqlens)
-    segments = segments_of(sequences, ranks, load_balance)
+    sequences = sequences_of(rows * ranks, given["cu_seqlens"])
+    segments = segments_of(sequences, ranks, given["load_balance"])
     lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    checked = checked_options(q, k, v, lengths, {
-        "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "deterministic": deterministic,
-        "backend": backend,
-    })  # fmt: skip
-    method = _chosen(method, groups, (q, k, v), (sequences, segments), checked)
-    out, lse = _attend((q, k, v), groups, method, (sequences, segments), checked, return_lse)
+    own = ("method", "load_balance", "cu_seqlens", "return_lse")  # what the kernels need not know
+    options = checked_options(
+        q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
+    )
+    method = _chosen(given["method"], groups, (q, k, v), (sequences, segments), options)
+    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options, given["return_lse"])
     return out if lse is None else (out, lse)
+
+
+_outside_graphs = _OutsideGraphs(_checked)
 
 
 def _attend(

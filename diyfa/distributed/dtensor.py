@@ -41,7 +41,7 @@ def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Te
 def with_local_tensors(
     attend: Callable[..., Any], qkv: Sequence[torch.Tensor], group: Group, layout: str, options: dict[str, Any]
 ) -> Any:
-    """`attend(q, k, v, group, **options)` of what this rank holds of DTensors; results are placed as q is.
+    """`attend(q, k, v, group, options)` of what this rank holds of DTensors; results are placed as q is.
 
     Raises:
         TypeError, ValueError: some of q, k, v are no DTensors, or placed otherwise; `group` is another mesh.
@@ -61,9 +61,8 @@ def with_local_tensors(
         own = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
     if group is not None and group != own:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
-    for name in ("sinks", "alibi_slopes"):
-        options[name] = _local_of_heads(options[name], q, layout)
-    result = attend(q.to_local(), k.to_local(), v.to_local(), own, **options)
+    options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
+    result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
     if isinstance(result, torch.Tensor):
         return DTensor.from_local(result, mesh, placements, run_check=False)
     out, lse = result

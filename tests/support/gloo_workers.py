@@ -57,7 +57,7 @@ class Workers:
 
     def __init__(self, ranks: int, folder: Path, timeout: float = TIMEOUT) -> None:
         context = get_context("forkserver")  # which imports PyTorch once
-        context.set_forkserver_preload(["torch.distributed.device_mesh", "diyfa.distributed"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.device_mesh", "diyfa.distributed"])
         pipes = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
