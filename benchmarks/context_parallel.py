@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --tokens 1048576
     python benchmarks/context_parallel.py --predict 8 --tokens 1048576
-    python benchmarks/context_parallel.py --predict 8 --tokens 1048576 --kernel-tflops 160     # no device at all
+    python benchmarks/context_parallel.py --predict 8 --tokens 1048576 --kernel-tflops 699 435     # no device at all
 
 Efficiency is the time of the same work on one device, divided by the ranks, over the time of the call. `--predict` runs
 what each rank would compute, step by step, on one device, and lays the steps on a timeline with the stated speeds of
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from diyfa.bench.record import device_name
 from diyfa.bench.timing import synchronize, time_calls
 from diyfa.device import default_backend
 from diyfa.distributed import context_parallel_attention
-from diyfa.distributed.cost import BETWEEN_HOSTS, MACHINES, Work, ring_timeline
+from diyfa.distributed.cost import BACKWARD_WORK, BETWEEN_HOSTS, MACHINES, Work, ring_timeline
 from diyfa.distributed.merge import Merged
 from diyfa.distributed.ring import Ring, Saved, Sum, backward_step, forward_step, ring_forward
 from diyfa.distributed.sharding import segments_of
@@ -35,11 +36,12 @@ from diyfa.distributed.steps import Step, steps_of
 from diyfa.options import WHOLE
 
 SPEEDS = dict(MACHINES)
-LINKS = {  # bytes a second in one direction: (to the next rank, out of a rank that sends to all)
-    "NVLink 4": (SPEEDS["sm_90"].peer, SPEEDS["sm_90"].exchange),
-    "HCCS 910B": (SPEEDS["Ascend910B"].peer, SPEEDS["Ascend910B"].exchange),
-    "HCCS 910_93": (SPEEDS["Ascend910_93"].peer, SPEEDS["Ascend910_93"].exchange),
-    "400 Gb/s": (BETWEEN_HOSTS, BETWEEN_HOSTS),
+ADAPTER = replace(SPEEDS["sm_90"], peer=BETWEEN_HOSTS, exchange=BETWEEN_HOSTS)
+LINKS = {
+    "NVLink 4": SPEEDS["sm_90"],
+    "400 Gb/s": ADAPTER,
+    "HCCS 910B": SPEEDS["Ascend910B"],
+    "HCCS 910_93": SPEEDS["Ascend910_93"],
 }
 LATENCY = 20e-6
 ASSUMED = """Assumed: all ranks run at this device's speed and start together; a transfer begins with the step before
@@ -131,16 +133,17 @@ def kernel_seconds(sizes: Sizes, step: Step, qkv: tuple[torch.Tensor, ...], reps
     return total
 
 
-def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: float) -> list[dict[str, Any]]:
+def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[float]) -> list[dict[str, Any]]:
     """One row for each method and kind of links."""
     work = sizes.work(ranks, rows)
     if kernel_tflops:
-        whole = (work.flops * ranks / kernel_tflops / 1e12, 2.5 * work.flops * ranks / kernel_tflops / 1e12)
+        speeds = [1e12 * x for x in (kernel_tflops[0], kernel_tflops[-1])]
+        whole = (work.flops * ranks / speeds[0], BACKWARD_WORK * work.flops * ranks / speeds[1])
         steps = {
             name: [[x / ranks / ranks] * ranks] * ranks for name, x in zip(("forward", "backward"), whole, strict=True)
         }
         of_heads = None if sizes.heads % ranks else tuple(x / ranks for x in whole)
-        print(f"kernels: {kernel_tflops} TFLOP/s assumed, forward and backward; merges left out")
+        print(f"kernels: {kernel_tflops} TFLOP/s assumed, partial calls as fast; merges as fast as memory")
     else:
         whole = sizes.whole(rows, 1 if rows > 200000 else reps)
         steps = time_steps(sizes, ranks, rows, reps)
@@ -153,11 +156,14 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: float
             f"partial calls: {whole[0] / kernels:.3f} of the speed of the whole one; merges {merges / kernels - 1:.2%}"
         )
     rows_found = []
-    for links, (peer, exchange) in LINKS.items():
+    for links, machine in LINKS.items():
+        peer, exchange = machine.peer, machine.exchange
         home = work.sums / peer + LATENCY
         keys = work.keys / peer + LATENCY
         moved = work.exchanged / exchange + 2 * LATENCY
-        ahead, back = ring_timeline(steps["forward"], keys), ring_timeline(steps["backward"], keys + home) + home
+        merge = work.merged / machine.memory if kernel_tflops else 0.0  # else it is in what was measured
+        forward = [[own[0], *(x + merge for x in own[1:])] for own in steps["forward"]]
+        ahead, back = ring_timeline(forward, keys), ring_timeline(steps["backward"], keys + home) + home
         times = {"ring": (ahead, back)}
         if of_heads:
             times["ulysses"] = (of_heads[0] + moved, of_heads[1] + moved)
@@ -253,7 +259,10 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--device", help="cuda, npu or cpu; default: what is there")
     parser.add_argument("--predict", type=int, metavar="RANKS", help="from this one device")
-    parser.add_argument("--kernel-tflops", type=float, default=0.0, help="with --predict: measure nothing")
+    parser.add_argument(
+        "--kernel-tflops", type=float, nargs="+", default=[], metavar="TFLOPS",
+        help="with --predict: measure nothing; forward, and backward where it differs",
+    )  # fmt: skip
     arguments = parser.parse_args()
     kind = arguments.device or ("cpu" if arguments.kernel_tflops else default_backend())
     if arguments.predict:

@@ -105,6 +105,7 @@ def context_parallel_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
     variant: str = "auto",
@@ -116,7 +117,7 @@ def context_parallel_attention(
     compares them. q, k and v belong to one sequence (self-attention): they have the same rows.
 
     q, k and v may be DTensors that are sharded along the sequence, and by heads or batch along other mesh dimensions;
-    the result then is one. There is no dropout: its mask would need positions that the kernels are not told.
+    the result then is one.
 
     Args:
         q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
@@ -133,6 +134,8 @@ def context_parallel_attention(
             given. The host reads them: on the CPU that waits for nothing.
         alibi_slopes: (H,) or (B, H) float32, all heads on every rank; method "ulysses" only.
         sinks: (H,) float32, all heads on every rank.
+        dropout_p: 0. The kernels form dropout's mask from positions and heads as they count them within one call, so
+            that it would not be the mask of the whole sequence.
         return_lse: also return the log-sum-exp, (B, H, S / ranks) or (H, T / ranks) float32.
 
     Returns:
@@ -144,6 +147,11 @@ def context_parallel_attention(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0 over several devices, got {dropout_p}: the kernels form the mask from positions and "
+            "heads as they count them within one call, not from those in the whole sequence"
+        )
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,

@@ -130,6 +130,7 @@ def test_ranks_that_disagree_are_named(workers):
         ({"layout": "thd"}, "ValueError: layout must be one of bhsd, bshd"),
         ({"group": "world"}, "TypeError: group must be a ProcessGroup, a DeviceMesh or None"),
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
+        ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
         ({"dtype": torch.complex64}, "TypeError: Unsupported dtype"),

@@ -57,6 +57,11 @@ def far(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/hopper/test_hopper_fixed_max.py::test_within_budget[{name}-]" for name in names)
 
 
+def context_parallel(*names: str) -> tuple[str, ...]:
+    """Tests of attention over several processes."""
+    return tuple(f"tests/distributed/test_{name}" for name in names)
+
+
 def hostile(test: str, *names: str) -> tuple[str, ...]:
     """Cases of a test in test_hopper_hostile.py, or all of them."""
     where = f"tests/hopper/test_hopper_hostile.py::test_{test}"
@@ -84,6 +89,39 @@ SM90, TILES, SOFTMAX = "backends/cuda/hopper/fwd.py", "backends/cuda/hopper/tile
 WINDOW = (RANGES + "test_a_normalised_window_shows_the_same_keys",)
 
 MUTATIONS = [
+    Mutation(
+        "ring_sink_joins_in_every_block", "diyfa/distributed/ring.py", "sinks=sinks if call.own else None",
+        "sinks=sinks", context_parallel("context_parallel.py::test_matrix[ring]"),
+    ),
+    Mutation(
+        "ring_forgets_the_gradient_of_lse", "diyfa/distributed/ring.py", "(dout, dlse), (q, *keys)",
+        "(dout, None), (q, *keys)", context_parallel("context_parallel.py::test_matrix[ring]"),
+    ),
+    Mutation(
+        "ring_forgets_the_sums_of_others", "diyfa/distributed/ring.py", "mine += others", "pass",
+        context_parallel("context_parallel.py::test_matrix[ring]"),
+    ),
+    Mutation(
+        "steps_window_off_by_one", "diyfa/distributed/steps.py", "else right + behind\n", "else right + behind + 1\n",
+        context_parallel("steps.py"),
+    ),
+    Mutation(
+        "steps_own_blocks_leave_gaps", "diyfa/distributed/steps.py", "(rows == 0 if block.own else rows >= 0)",
+        "rows >= 0", context_parallel("steps.py", "context_parallel.py::test_matrix[ring]"),
+    ),
+    Mutation(
+        "merge_takes_the_other_weight", "diyfa/distributed/merge.py", "torch.sigmoid(lse - own_lse)",
+        "torch.sigmoid(own_lse - lse)", context_parallel("context_parallel.py::test_matrix[ring]"),
+    ),
+    Mutation(
+        "ulysses_does_not_repeat_heads", "diyfa/distributed/ulysses.py",
+        "return math.lcm(heads_kv, ranks) // heads_kv", "return 1",
+        context_parallel("context_parallel.py::test_matrix[ulysses]"),
+    ),
+    Mutation(
+        "ranks_do_not_compare_options", "diyfa/distributed/check.py", "if len(set(hashes.tolist())) > 1:", "if False:",
+        context_parallel("context_parallel.py::test_ranks_that_disagree_are_named"),
+    ),
     # ---- Ranges of blocks
     Mutation(
         "key_blocks: full_end + 1", SCORES,
