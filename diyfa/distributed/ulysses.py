@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,26 +17,52 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.sharding import Segments, joined, rows_of
+from diyfa.distributed.sharding import Segments
+
+
+class _Order(NamedTuple):
+    """Of the rows that ranks send one after another: which comes where in the sequence, and the opposite."""
+
+    sequence: torch.Tensor
+    ranks: torch.Tensor
+
+
+@lru_cache(maxsize=8)
+def _order_of(held: tuple[Segments, ...], device: torch.device) -> _Order | None:
+    """None where the ranks' rows follow each other already."""
+    rows, first = [], 0  # (row in the sequence, row as sent, number) of each segment
+    for segment in (segment for segments in held for segment in segments):
+        rows.append((segment.row, first, segment.rows))
+        first += segment.rows
+    ascending = sorted(rows)
+    if ascending == rows:
+        return None
+    found = [torch.arange(0), *(torch.arange(sent, sent + number) for _, sent, number in ascending)]
+    where, first = {}, 0
+    for row, _, number in ascending:
+        where[row] = first
+        first += number
+    back = [torch.arange(0), *(torch.arange(where[row], where[row] + number) for row, _, number in rows)]
+    return _Order(*(torch.cat(x).to(device) for x in (found, back)))
 
 
 class _Exchange(NamedTuple):
     """Between all heads of own rows and some heads of all rows; `dims` of each tensor are those of rows and heads."""
 
     group: dist.ProcessGroup
-    order: torch.Tensor | None  # where each row of the sequence comes in what the ranks send, None: in the same order
+    order: _Order | None
     dims: tuple[tuple[int, int], ...]
 
     def gather_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = self._exchanged(tensors, [(heads, rows) for rows, heads in self.dims])
         if self.order is None:
             return found
-        return [x.index_select(rows, self.order) for x, (rows, _) in zip(found, self.dims, strict=True)]
+        return [x.index_select(rows, self.order.sequence) for x, (rows, _) in zip(found, self.dims, strict=True)]
 
     def gather_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.order is not None:
-            back = torch.argsort(self.order)
-            tensors = [x.index_select(rows, back) for x, (rows, _) in zip(tensors, self.dims, strict=True)]
+            pairs = zip(tensors, self.dims, strict=True)
+            tensors = [x.index_select(rows, self.order.ranks) for x, (rows, _) in pairs]
         return self._exchanged(tensors, list(self.dims))
 
     def _exchanged(self, tensors: Sequence[torch.Tensor], dims: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -87,20 +114,13 @@ class Ulysses(NamedTuple):
     held: tuple[Segments, ...]
     layout: str
 
-    def _order(self, device: torch.device) -> torch.Tensor | None:
-        rows = torch.cat([rows_of(segments) for segments in self.held])
-        wanted = rows_of(joined(self.held))
-        if torch.equal(rows, wanted):
-            return None
-        return torch.argsort(rows).to(device, non_blocking=True)
-
     def scatter_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v of own rows -> of all rows in order, with this rank's heads; differentiable."""
         rows, heads = row_dim(self.layout), head_dim(self.layout)
         repeats = repeats_of(k.shape[heads], dist.get_world_size(self.group))
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, heads) for x in (k, v))
-        exchange = _Exchange(self.group, self._order(q.device), ((rows, heads),) * 3)
+        exchange = _Exchange(self.group, _order_of(self.held, q.device), ((rows, heads),) * 3)
         return _Gather.apply(exchange, True, q, k, v)
 
     def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,7 +129,7 @@ class Ulysses(NamedTuple):
         if lse is not None:
             results.append((lse, (lse.dim() - 1, lse.dim() - 2)))
         tensors, dims = zip(*results, strict=True)
-        found = _Gather.apply(_Exchange(self.group, self._order(out.device), dims), False, *tensors)
+        found = _Gather.apply(_Exchange(self.group, _order_of(self.held, out.device), dims), False, *tensors)
         return found[0], found[1] if lse is not None else None
 
     def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
