@@ -142,10 +142,10 @@ def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]
     held = [0] * ranks
     for whole in wholes:
         size, rest = divmod(whole.rows, 2 * ranks)
-        longer = [0] * ranks
-        for _ in range(rest):
-            rank = min((r for r in range(ranks) if longer[r] < 2), key=lambda r: held[r] + longer[r])
-            longer[rank] += 1
+        longer = [0] * ranks  # at most two each; what the ranks hold in all differs by one row at most
+        fewest_first = sorted(range(ranks), key=held.__getitem__)
+        for n in range(rest):
+            longer[fewest_first[n % ranks]] += 1
         start = 0
         for chunk in range(2 * ranks):
             rank = min(chunk, 2 * ranks - 1 - chunk)

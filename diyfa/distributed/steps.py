@@ -53,8 +53,12 @@ class Step(NamedTuple):
     calls: tuple[Call, ...]
 
 
-def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, int]) -> Block | None:
-    """The block of two segments without what the mask hides at its edges; None where nothing is left."""
+def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, int], packed: bool) -> Block | None:
+    """The block of two segments without what the mask hides at its edges; None where nothing is left.
+
+    Bounds that hide nothing are dropped, so that blocks can be joined; but not those of packed sequences' own keys,
+    which are all the same and make one call.
+    """
     left, right = window
     q_first, q_last, k_first, k_last = q.start, q.stop, k.start, k.stop
     if left >= 0:
@@ -64,8 +68,9 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
     if q_first >= q_last or k_first >= k_last:
         return None
     behind = q_last - k_last
-    left = -1 if left < 0 or left - behind >= k_last - k_first - 1 else left - behind
-    right = -1 if right < 0 or right + behind >= q_last - q_first - 1 else right + behind
+    if not (packed and q == k):
+        left = -1 if left < 0 or left - behind >= k_last - k_first - 1 else left - behind
+        right = -1 if right < 0 or right + behind >= q_last - q_first - 1 else right + behind
     return Block(
         (q_row + q_first - q.start, q_row + q_last - q.start),
         (k_row + k_first - k.start, k_row + k_last - k.start),
@@ -105,7 +110,7 @@ def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
     return found
 
 
-def blocks_of(queries: Segments, keys: Segments, window: tuple[int, int]) -> list[Block]:
+def blocks_of(queries: Segments, keys: Segments, window: tuple[int, int], packed: bool) -> list[Block]:
     """The blocks that queries of one rank and keys of another have in common."""
     found = []
     by_sequence = _by_sequence(keys)
@@ -115,7 +120,7 @@ def blocks_of(queries: Segments, keys: Segments, window: tuple[int, int]) -> lis
             rows = own[0][1], own[-1][1] + own[-1][0].rows
             found.append(Block(rows, rows, window, True))
             continue
-        pairs = [_block(q, k, q_row, k_row, window) for q, q_row in own for k, k_row in theirs]
+        pairs = [_block(q, k, q_row, k_row, window, packed) for q, q_row in own for k, k_row in theirs]
         found += _join([block for block in pairs if block is not None])
     return found
 
@@ -171,11 +176,11 @@ def steps_of(layout: tuple[Segments, ...], rank: int, window: tuple[int, int], p
     ranks = len(layout)
     found = []
     for shift in range(ranks):
-        blocks = blocks_of(layout[rank], layout[rank - shift], window)
+        blocks = blocks_of(layout[rank], layout[rank - shift], window, packed)
         anyone = (
             shift == 0
             or blocks
-            or any(blocks_of(layout[other], layout[other - shift], window) for other in range(ranks))
+            or any(blocks_of(layout[other], layout[other - shift], window, packed) for other in range(ranks))
         )
         if anyone:
             found.append(Step(shift, _calls(blocks, packed)))

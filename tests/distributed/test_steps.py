@@ -112,6 +112,14 @@ def test_a_window_visits_neighbours_only():
     assert [step.shift for step in steps_of(zigzag, 3, (50, 0), False)] == [0, 1, 7]
 
 
+def test_packed_windows_without_balance_take_few_calls():
+    rng = random.Random(0)
+    cuts = sorted(rng.randint(0, 8192) for _ in range(60))
+    layout = segments_of((0, *cuts, 8192, 8192), 8, "none")
+    for rank in range(8):
+        assert all(len(step.calls) <= 1 for step in steps_of(layout, rank, (100, 0), True))
+
+
 def test_neighbouring_segments_join():
     layout = segments_of((0, 64, 64), 8, "zigzag")
     assert joined(layout) == (layout[0][0]._replace(stop=64),)
