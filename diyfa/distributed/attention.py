@@ -185,7 +185,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
     groups = groups_of(group)
     learned = [x for x in (q, k, v, given["sinks"]) if isinstance(x, torch.Tensor) and x.requires_grad]
     wants_grad = torch.is_grad_enabled() and bool(learned)
-    check_agreement(groups, {"q": q, "k": k, "v": v, **given, "gradients": wants_grad})
+    modes = {"gradients": wants_grad, "batch_invariant": registry.is_batch_invariant()}
+    check_agreement(groups, {"q": q, "k": k, "v": v, **given, **modes})
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
+import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +29,8 @@ def _serve(rank: int, ranks: int, store: str, timeout: float, pipe: connection.C
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if sys.platform == "linux":  # the machine's name need not be known to anybody
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
