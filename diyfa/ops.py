@@ -420,7 +420,7 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
+def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """The forward operator, or at once what it would call; q, k and v are views."""
     if takes_fast_path(q, k, v, *_given(*tensors_of(lengths, options))):
         return _launch_forward(q, k, v, lengths, options)
@@ -435,7 +435,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lengths: Lengths, options: AttentionOptions, q: Any, k: Any, v: Any, *optional: Any) -> Pair:
-        out, lse = _forward(*UNPACK[options.packing](q, k, v), lengths, options)
+        out, lse = forward(*UNPACK[options.packing](q, k, v), lengths, options)
         ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
         ctx.save_for_backward(q, k, v, out, lse, *optional)
         ctx.packing, ctx.scalars = options.packing, scalars_of(lengths, options)
@@ -446,7 +446,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, *optional = ctx.saved_tensors
         lengths, options = unpack((*optional, *ctx.scalars), ctx.packing)
-        dq, dk, dv, *rest = _differentiate(grads, (q, k, v), (out, lse), lengths, options)
+        dq, dk, dv, *rest = differentiate(grads, (q, k, v), (out, lse), lengths, options)
         of_features = iter(rest)  # in the order of the table
         gradients = [dq, None if k is None else dk, None if v is None else dv]
         gradients += [next(of_features) if feature.gradient else None for feature in TENSORS]
@@ -455,7 +455,7 @@ class _Attention(torch.autograd.Function):
         return (None, None, *(x if need else None for x, need in zip(gradients, needed, strict=True)))
 
 
-def _differentiate(
+def differentiate(
     grads: tuple[torch.Tensor | None, ...],
     owners: tuple[Any, ...],
     results: Pair,
@@ -512,7 +512,7 @@ def _backward_of_planned(
     """As `_run_backward`, of a call whose gradients are seen by others than the device, or come from lse too."""
     owners, (out, lse), optional = saved[:3], saved[3:5], saved[5:]
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
-    found = _differentiate(grads, owners, (out, lse), lengths, options)
+    found = differentiate(grads, owners, (out, lse), lengths, options)
     # An operator returns a tensor without elements where there is no gradient.
     return tuple(x if x is not None and x.numel() else None for x in found)
 
@@ -615,7 +615,7 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
         return _fwd(q, k, v, options.packing, *pack(lengths, options))
     if _differentiates_forward() or options.needs_grad:
         return _Attention.apply(lengths, options, q, k, v, *tensors_of(lengths, options))
-    return _forward(*UNPACK[options.packing](q, k, v), lengths, options)
+    return forward(*UNPACK[options.packing](q, k, v), lengths, options)
 
 
 def _is_matrix_aligned(x: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ MOST_GLUON_PARAMETERS = 15
 PUBLIC = {
     "diyfa/attention.py", "diyfa/flash_attn_interface.py", "diyfa/kvcache.py", "diyfa/selector.py",
     "diyfa/reference.py", "diyfa/testing.py", "diyfa/attn_probs.py", "diyfa/layers/rotary.py",
-    "diyfa/integrations/npu_fusion_attention.py",
+    "diyfa/integrations/npu_fusion_attention.py", "diyfa/distributed/attention.py",
 }  # fmt: skip
 # Everything that remembers, by what it is. In calls: what was decided, what was compiled, the tile that tuning found,
 # each bounded.

@@ -1,0 +1,289 @@
+"""Context parallel attention: measured on several devices, or predicted from the kernels' times on one.
+
+    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --tokens 1048576
+    python benchmarks/context_parallel.py --predict 8 --tokens 1048576
+    python benchmarks/context_parallel.py --predict 8 --tokens 1048576 --kernel-tflops 699 435     # no device at all
+
+Efficiency is the time of the same work on one device, divided by the ranks, over the time of the call. `--predict` runs
+what each rank would compute, step by step, on one device, and lays the steps on a timeline with the stated speeds of
+links; it prints what it assumes. Prints one JSON line after the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diyfa import flash_attention
+from diyfa.attention import checked_options
+from diyfa.bench.record import device_name
+from diyfa.bench.timing import synchronize, time_calls
+from diyfa.device import default_backend
+from diyfa.distributed import context_parallel_attention
+from diyfa.distributed.cost import BACKWARD_WORK, BETWEEN_HOSTS, MACHINES, Work, ring_timeline
+from diyfa.distributed.merge import Merged
+from diyfa.distributed.ring import Ring, Saved, Sum, backward_step, forward_step, ring_forward
+from diyfa.distributed.sharding import segments_of
+from diyfa.distributed.steps import Step, steps_of
+from diyfa.options import WHOLE
+
+SPEEDS = dict(MACHINES)
+ADAPTER = replace(SPEEDS["sm_90"], peer=BETWEEN_HOSTS, exchange=BETWEEN_HOSTS)
+LINKS = {
+    "NVLink 4": SPEEDS["sm_90"],
+    "400 Gb/s": ADAPTER,
+    "HCCS 910B": SPEEDS["Ascend910B"],
+    "HCCS 910_93": SPEEDS["Ascend910_93"],
+}
+LATENCY = 20e-6
+ASSUMED = """Assumed: all ranks run at this device's speed and start together; a transfer begins with the step before
+it, runs at the stated speed whatever else the chip does, and slows down no kernel; 20 us for each transfer besides;
+links at 0.8 of what vendors state. Ulysses' exchanges hide nothing, and the copies beside them cost nothing."""
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device, reps: int, warmup: int = 1) -> float:
+    return min(time_calls(run, device, warmup, reps)) / 1e3
+
+
+class Sizes:
+    """The sizes of a run, and tensors of them."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.heads, self.heads_kv, self.head_dim = arguments.heads, arguments.heads_kv, arguments.head_dim
+        self.dtype, self.device, self.causal = getattr(torch, arguments.dtype), device, not arguments.full
+        self.backend = "cpu" if device.type == "cpu" else None
+
+    def random(self, rows: int, heads: int = 0, heads_kv: int = 0) -> list[torch.Tensor]:
+        counts = (heads or self.heads, heads_kv or self.heads_kv, heads_kv or self.heads_kv)
+        return [torch.randn(1, h, rows, self.head_dim, device=self.device, dtype=self.dtype) for h in counts]
+
+    def whole(self, rows: int, reps: int, heads: int = 0, heads_kv: int = 0) -> tuple[float, float]:
+        """Seconds of forward and backward of one call on this device."""
+        q, k, v = (x.requires_grad_() for x in self.random(rows, heads, heads_kv))
+        attend = partial(flash_attention, causal=self.causal, backend=self.backend)
+        with torch.no_grad():
+            forward = seconds_of(lambda: attend(q, k, v), self.device, reps, 1 if reps > 1 else 0)
+        out = attend(q, k, v)
+        dout = torch.randn_like(out)
+        backward = seconds_of(
+            lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), self.device, reps, int(reps > 1)
+        )
+        return forward, backward
+
+    def work(self, ranks: int, rows: int) -> Work:
+        share = 0.5 if self.causal else 1.0
+        return Work(
+            ranks, 1, self.heads, self.heads_kv, rows // ranks, self.head_dim, self.head_dim, self.dtype.itemsize, share
+        )
+
+    def ring(self, group: Any, steps: tuple[Step, ...], qkv: list[torch.Tensor]) -> Ring:
+        options = checked_options(*qkv, WHOLE, {"layout": "bhsd", "causal": self.causal, "backend": self.backend})
+        return Ring(group, steps, options)
+
+
+def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list[list[float]]]:
+    """Seconds of each rank's steps: of the kernels ("partial"), and with the merge; and backward."""
+    layout = segments_of((0, rows, rows), ranks, "zigzag")
+    q, k, v = sizes.random(rows // ranks)
+    q.requires_grad_()
+    window = (-1, 0 if sizes.causal else -1)
+    every = [steps_of(layout, rank, window, False) for rank in range(ranks)]
+    ring = sizes.ring(None, every[0], [q, k, v])
+    q = q.detach()
+    merged = Merged(q, v.shape[-1], "bhsd")
+    for step in every[0][:2]:  # from now on merges are in float32
+        forward_step(ring, step, q, [k, v], None, merged)
+    out, lse = merged.result()
+    saved = Saved(q, None, out, lse, torch.randn_like(out), None, Sum(q, 2), None)
+    saved.dq.all()
+    known: dict[Any, tuple[float, float, float]] = {}
+    found: dict[str, list[list[float]]] = {"partial": [], "forward": [], "backward": []}
+    for own in every:
+        times = []
+        for step in own:
+            first = step.shift == 0
+            if (first, step.calls) not in known:
+                kernel = kernel_seconds(sizes, step, (q, k, v), reps)
+                ahead = partial(forward_step, ring, step, q, [k, v], None, merged)
+                back = partial(backward_step, ring, step, saved, [k, v])
+                with_merge, backward = (seconds_of(run, sizes.device, reps) for run in (ahead, back))
+                known[first, step.calls] = kernel, kernel if first else with_merge, backward
+            times.append(known[first, step.calls])
+        for name, values in zip(found, zip(*times, strict=True), strict=True):
+            found[name].append(list(values))
+    return found
+
+
+def kernel_seconds(sizes: Sizes, step: Step, qkv: tuple[torch.Tensor, ...], reps: int) -> float:
+    """Seconds of a step's calls without what joins them."""
+    total = 0.0
+    for call in step.calls:
+        rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
+        attend = partial(flash_attention, *rows, window=call.window, backend=sizes.backend)
+        with torch.no_grad():
+            total += seconds_of(attend, sizes.device, reps)
+    return total
+
+
+def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[float]) -> list[dict[str, Any]]:
+    """One row for each method and kind of links."""
+    work = sizes.work(ranks, rows)
+    if kernel_tflops:
+        speeds = [1e12 * x for x in (kernel_tflops[0], kernel_tflops[-1])]
+        whole = (work.flops * ranks / speeds[0], BACKWARD_WORK * work.flops * ranks / speeds[1])
+        steps = {
+            name: [[x / ranks / ranks] * ranks] * ranks for name, x in zip(("forward", "backward"), whole, strict=True)
+        }
+        of_heads = None if sizes.heads % ranks else tuple(x / ranks for x in whole)
+        print(f"kernels: {kernel_tflops} TFLOP/s assumed, partial calls as fast; merges as fast as memory")
+    else:
+        whole = sizes.whole(rows, 1 if rows > 200000 else reps)
+        steps = time_steps(sizes, ranks, rows, reps)
+        of_heads = None
+        if sizes.heads % ranks == 0:
+            of_heads = sizes.whole(rows, reps, sizes.heads // ranks, max(1, sizes.heads_kv // ranks))
+        kernels, merges = (sum(map(sum, steps[name])) for name in ("partial", "forward"))
+        print(f"one device: forward {whole[0]:.4f} s, backward {whole[1]:.4f} s")
+        print(
+            f"partial calls: {whole[0] / kernels:.3f} of the speed of the whole one; merges {merges / kernels - 1:.2%}"
+        )
+    rows_found = []
+    for links, machine in LINKS.items():
+        peer, exchange = machine.peer, machine.exchange
+        home = work.sums / peer + LATENCY
+        keys = work.keys / peer + LATENCY
+        moved = work.exchanged / exchange + 2 * LATENCY
+        merge = work.merged / machine.memory if kernel_tflops else 0.0  # else it is in what was measured
+        forward = [[own[0], *(x + merge for x in own[1:])] for own in steps["forward"]]
+        ahead, back = ring_timeline(forward, keys), ring_timeline(steps["backward"], keys + home) + home
+        times = {"ring": (ahead, back)}
+        if of_heads:
+            times["ulysses"] = (of_heads[0] + moved, of_heads[1] + moved)
+        for method, (forward, backward) in times.items():
+            ring = method == "ring"
+            rows_found.append({
+                "method": method, "links": links, "GB/s": (peer if ring else exchange) / 1e9,
+                "forward_s": forward, "backward_s": backward,
+                "forward_efficiency": whole[0] / ranks / forward,
+                "efficiency": sum(whole) / ranks / (forward + backward),
+                "sent_GB_forward": (work.keys * (ranks - 1) if ring else work.exchanged) / 1e9,
+                "links_alone_s": keys * (ranks - 1) if ring else moved,
+            })  # fmt: skip
+    print(ASSUMED)
+    return rows_found
+
+
+def measure(sizes: Sizes, rows: int, reps: int, methods: list[str]) -> list[dict[str, Any]]:
+    """One row for each method, on all ranks of torchrun."""
+    ranks = dist.get_world_size()
+    work = sizes.work(ranks, rows)
+    equal = max(1, int(rows / ranks**0.5)) // 16 * 16  # as much work on one device as each rank has
+    alone = sizes.whole(equal, reps)
+    factor = rows * rows / ranks / (equal * equal)
+    qkv = [x.requires_grad_() for x in sizes.random(rows // ranks)]
+    found = []
+    for method in methods:
+        attend = partial(context_parallel_attention, *qkv, causal=sizes.causal, method=method, backend=sizes.backend)
+        dout = torch.randn_like(attend())
+        runs = partial(_without_gradient, attend), partial(_with_gradients, attend, qkv, dout)
+        forward, total = (reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs)
+        row = {
+            "method": method, "forward_s": forward, "backward_s": total - forward,
+            "forward_efficiency": alone[0] * factor / forward, "efficiency": sum(alone) * factor / total,
+            "sent_GB_forward": (work.keys * (ranks - 1) if method == "ring" else work.exchanged) / 1e9,
+        }  # fmt: skip
+        if method == "ring":
+            links, kernels = _apart(sizes, rows, [x.detach() for x in qkv], reps)
+            overlap = max(0.0, min(1.0, (links + kernels - forward) / min(links, kernels)))
+            row |= {"links_alone_s": links, "kernels_alone_s": kernels, "overlap": overlap}
+        found.append(row)
+    return found
+
+
+def _without_gradient(attend: Callable[[], Any]) -> None:
+    with torch.no_grad():
+        attend()
+
+
+def _with_gradients(attend: Callable[[], Any], qkv: list[torch.Tensor], dout: torch.Tensor) -> None:
+    torch.autograd.grad(attend(), qkv, dout)
+
+
+def _apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[float, float]:
+    """Seconds of a ring's transfers without kernels, and of its kernels without transfers."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    steps = steps_of(segments_of((0, rows, rows), ranks, "zigzag"), rank, (-1, 0 if sizes.causal else -1), False)
+    idle = sizes.ring(dist.group.WORLD, tuple(Step(step.shift, ()) for step in steps), qkv)
+    busy = sizes.ring(dist.group.WORLD, steps, qkv)
+
+    def compute() -> None:
+        merged = Merged(qkv[0], sizes.head_dim, "bhsd")
+        for step in steps:
+            forward_step(busy, step, qkv[0], qkv[1:], None, merged)
+
+    runs = partial(ring_forward, idle, *qkv, None), compute
+    links, kernels = (reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs)
+    return links, kernels
+
+
+def reduced(x: float, device: torch.device) -> float:
+    """The largest of all ranks' numbers."""
+    value = torch.tensor([x], device=device, dtype=torch.float32)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table of rows that have other columns each."""
+    for row in rows:
+        print("  ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=131072, help="of the whole sequence")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--heads-kv", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--full", action="store_true", help="without a causal mask")
+    parser.add_argument("--methods", nargs="+", default=["ring", "ulysses"], choices=["ring", "ulysses"])
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--device", help="cuda, npu or cpu; default: what is there")
+    parser.add_argument("--predict", type=int, metavar="RANKS", help="from this one device")
+    parser.add_argument(
+        "--kernel-tflops", type=float, nargs="+", default=[], metavar="TFLOPS",
+        help="with --predict: measure nothing; forward, and backward where it differs",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    kind = arguments.device or ("cpu" if arguments.kernel_tflops else default_backend())
+    if arguments.predict:
+        sizes = Sizes(arguments, torch.device(kind))
+        rows = predict(sizes, arguments.predict, arguments.tokens, arguments.reps, arguments.kernel_tflops)
+    else:
+        local = int(os.environ["LOCAL_RANK"])  # torchrun's
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, local)
+        if kind != "cpu":
+            getattr(torch, kind).set_device(device)
+        dist.init_process_group({"cuda": "nccl", "npu": "hccl"}.get(kind, "gloo"))
+        sizes = Sizes(arguments, device)
+        rows = measure(sizes, arguments.tokens, arguments.reps, arguments.methods)
+        synchronize(device)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        show(rows)
+        name = "none" if arguments.kernel_tflops else device_name(sizes.device)
+        print(json.dumps({"device": name, "arguments": vars(arguments), "rows": rows}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""`context_parallel_attention`: one attention call over a sequence that several devices hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diyfa import ops, registry, validation
+from diyfa.attention import Result, autocast, checked_options
+from diyfa.distributed import cost, ulysses
+from diyfa.distributed.check import check_agreement
+from diyfa.distributed.merge import head_dim, row_dim
+from diyfa.distributed.ring import Ring, ring_attention
+from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
+from diyfa.distributed.steps import normalised, steps_of
+from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
+from diyfa.problem import LAYOUTS, VARLEN
+
+METHODS = ("auto", "ring", "ulysses", "both")
+
+
+def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
+    """Packed lengths of what this rank holds."""
+    lens = [0] * sequences
+    first = 0
+    for segment in segments:
+        if segment.sequence >= 0:
+            lens[segment.sequence] += segment.rows
+        elif not sum(lens):
+            first += segment.rows
+    offsets = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32) + first
+    return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
+
+
+def _cheapest(
+    qkv: tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup,
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+) -> str:
+    """The method for one group."""
+    if options.alibi_slopes is not None or options.batch_invariant:
+        return "ulysses"
+    q, k, v = qkv
+    sequences, segments = where
+    rows, heads = row_dim(options.layout), head_dim(options.layout)
+    window = normalised((options.window_left, options.window_right), sequences[-1])
+    work = cost.Work(
+        dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.share_of(sequences, window),
+        options.needs_grad, len(steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)),
+    )  # fmt: skip
+    arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
+    return cost.cheapest(work, cost.machine_of(arch, group))
+
+
+def _chosen(
+    method: str,
+    groups: tuple[dist.ProcessGroup, ...],
+    qkv: tuple[torch.Tensor, ...],
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+) -> str:
+    """The method that is to run.
+
+    Raises:
+        ValueError: there is no such method, or it cannot run on these groups with so many heads.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    two = len(groups) == 2
+    if method == "auto":
+        method = "both" if two else _cheapest(qkv, groups[0], where, options)
+    if two != (method == "both"):
+        wanted = "one dimension" if two else "two dimensions, (ring, ulysses)"
+        raise ValueError(f"method {method!r} needs a group of {wanted}, got a group of {len(groups)}")
+    reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
+    if method != "ring" and reason:
+        raise ValueError(f"method {method!r} cannot run: {reason}")
+    return method
+
+
+def _is_dtensor(x: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; without it there are none
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    method: str = "auto",
+    load_balance: str = "zigzag",
+    layout: str = "bhsd",
+    cu_seqlens: torch.Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    variant: str = "auto",
+    backend: str | None = None,
+) -> Result:
+    """`flash_attention` of a sequence of which every rank of `group` holds its rows (`shard_sequence`).
+
+    All ranks must call it, with arguments that differ in the values of tensors alone; the first call of each kind
+    compares them. q, k and v belong to one sequence (self-attention): they have the same rows.
+
+    q, k and v may be DTensors that are sharded along the sequence, and by heads or batch along other mesh dimensions;
+    the result then is one.
+
+    Args:
+        q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
+            H, D). float16, bfloat16 or float32.
+        k, v: as q, with Hk heads (H a multiple of Hk) and, for v, Dv features.
+        group: a process group; a DeviceMesh of one dimension, or of two: (ring, ulysses); None: all processes.
+        causal, sm_scale, window, softcap, deterministic, variant, backend: as for `flash_attention`. Positions are
+            those in the whole sequence.
+        method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
+            ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" is "both" on
+            such a mesh, else what `diyfa.distributed.cost` predicts to be the faster.
+        load_balance: how the sequence is cut, "zigzag" or "none", as `shard_sequence` was told.
+        cu_seqlens: (B + 1,) int32 offsets of packed sequences in the whole, unsharded tensor, as `shard_sequence` was
+            given. The host reads them: on the CPU that waits for nothing.
+        alibi_slopes: (H,) or (B, H) float32, all heads on every rank; method "ulysses" only.
+        sinks: (H,) float32, all heads on every rank.
+        dropout_p: 0. The kernels form dropout's mask from positions and heads as they count them within one call, so
+            that it would not be the mask of the whole sequence.
+        return_lse: also return the log-sum-exp, (B, H, S / ranks) or (H, T / ranks) float32.
+
+    Returns:
+        What `flash_attention` returns for this rank's rows. Gradients of q, k and v are those of the whole sequence;
+        that of `sinks` is this rank's share, to be summed over the ranks like that of any other replicated weight.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0 over several devices, got {dropout_p}: the kernels form the mask from positions and "
+            "heads as they count them within one call, not from those in the whole sequence"
+        )
+    given: dict[str, Any] = {
+        "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
+        "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "deterministic": deterministic, "return_lse": return_lse, "variant": variant, "backend": backend,
+    }  # fmt: skip
+    return _outside_graphs(q, k, v, group, given)
+
+
+class _OutsideGraphs:
+    """torch.compile breaks the graph at a call. What tells it so is slow to import, so that waits for a call."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run, self.disabled = run, False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.disabled:
+            self.run, self.disabled = torch.compiler.disable(self.run), True
+        return self.run(*arguments)
+
+
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+    """`context_parallel_attention` with its options by name."""
+    packed = given["cu_seqlens"] is not None
+    layout = VARLEN if packed else given["layout"]
+    if any(_is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed.dtensor import with_local_tensors
+
+        return with_local_tensors(_checked, (q, k, v), group, layout, given)
+    validation.check_tensors(q=q, k=k, v=v)
+    validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
+    groups = groups_of(group)
+    learned = [x for x in (q, k, v, given["sinks"]) if isinstance(x, torch.Tensor) and x.requires_grad]
+    wants_grad = torch.is_grad_enabled() and bool(learned)
+    modes = {"gradients": wants_grad, "batch_invariant": registry.is_batch_invariant()}
+    check_agreement(groups, {"q": q, "k": k, "v": v, **given, **modes})
+    if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
+        raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
+    rows = q.shape[row_dim(layout)]
+    if k.shape[row_dim(layout)] != rows:
+        raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
+    q, k, v = autocast(q, k, v)
+    ranks, rank = place_in(groups)
+    sequences = sequences_of(rows * ranks, given["cu_seqlens"])
+    segments = segments_of(sequences, ranks, given["load_balance"])
+    lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
+    own = ("method", "load_balance", "cu_seqlens", "return_lse")  # what the kernels need not know
+    options = checked_options(
+        q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
+    )
+    method = _chosen(given["method"], groups, (q, k, v), (sequences, segments), options)
+    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options, given["return_lse"])
+    return out if lse is None else (out, lse)
+
+
+_outside_graphs = _OutsideGraphs(_checked)
+
+
+def _attend(
+    qkv: tuple[torch.Tensor, ...],
+    groups: tuple[dist.ProcessGroup, ...],
+    method: str,
+    where: tuple[tuple[int, ...], tuple[Segments, ...]],
+    options: AttentionOptions,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse or None); `where` are the sequences and what of them each rank holds."""
+    sequences, segments = where
+    if method == "ring":
+        out, lse = _ring(qkv, groups[0], segments, sequences, options)
+        return out, lse if return_lse else None
+    size = dist.get_world_size(groups[-1])
+    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
+    own = dist.get_rank(groups[0]) if method == "both" else 0
+    exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout)
+    options = options._replace(
+        sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
+    )
+    q, k, v = exchange.scatter_heads(*qkv)
+    if method == "both":
+        out, lse = _ring((q, k, v), groups[0], tuple(joined(team) for team in teams), sequences, options)
+    else:
+        lengths = WHOLE
+        if options.layout == VARLEN:
+            lengths = _own_lengths(joined(segments), len(sequences) - 2, q.device)
+        out, lse = ops.attend(q, k, v, lengths, options)
+    return exchange.gather_heads(out, lse if return_lse else None)
+
+
+def _ring(
+    qkv: tuple[Any, ...],
+    group: dist.ProcessGroup,
+    segments: tuple[Segments, ...],
+    sequences: tuple[int, ...],
+    options: AttentionOptions,
+) -> ops.Pair:
+    if options.alibi_slopes is not None:
+        raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")
+    if options.batch_invariant:
+        raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
+    window = normalised((options.window_left, options.window_right), sequences[-1])
+    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)
+    q, k, v = qkv
+    return ring_attention(Ring(group, steps, options._replace(sinks=None)), q, k, v, options.sinks)

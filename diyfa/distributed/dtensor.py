@@ -1,0 +1,74 @@
+"""DTensors in, DTensors out: the mesh dimensions along which the sequence is sharded are the group of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from diyfa.distributed.merge import head_dim, row_dim
+from diyfa.distributed.sharding import Group
+
+
+def _sequence_dims(q: DTensor, layout: str) -> list[int]:
+    """Mesh dimensions that shard the sequence.
+
+    Raises:
+        ValueError: there is none, or q is sharded in a way that attention cannot follow.
+    """
+    rows = row_dim(layout)
+    allowed = (Replicate(), *(Shard(dim) for dim in range(q.dim() - 1)))
+    if any(placement not in allowed for placement in q.placements) or Shard(rows) not in q.placements:
+        raise ValueError(
+            f"q must be sharded along its sequence, Shard({rows}), and be no partial sum nor sharded by features, got "
+            f"placements {q.placements}"
+        )
+    return [n for n, placement in enumerate(q.placements) if placement == Shard(rows)]
+
+
+def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Tensor | None:
+    """This rank's part of what has an entry for each head in its last dimension; its gradient is a share."""
+    if not isinstance(x, DTensor):
+        return x
+    wanted = [Shard(x.dim() - 1) if p == Shard(head_dim(layout)) else Replicate() for p in q.placements]
+    if x.device_mesh != q.device_mesh or list(x.placements) != wanted:
+        raise ValueError(f"sinks and alibi_slopes must have placements {wanted} on q's mesh, got {x.placements}")
+    return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in wanted])
+
+
+def with_local_tensors(
+    attend: Callable[..., Any], qkv: Sequence[torch.Tensor], group: Group, layout: str, options: dict[str, Any]
+) -> Any:
+    """`attend(q, k, v, group, options)` of what this rank holds of DTensors; results are placed as q is.
+
+    Raises:
+        TypeError, ValueError: some of q, k, v are no DTensors, or placed otherwise; `group` is another mesh.
+    """
+    q, k, v = qkv
+    if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
+        raise TypeError(f"q, k and v must all be DTensors or none, got {', '.join(type(x).__name__ for x in qkv)}")
+    mesh, placements = q.device_mesh, q.placements
+    for name, x in (("k", k), ("v", v)):
+        if x.device_mesh != mesh or x.placements != placements:
+            raise ValueError(f"q, k and v must be placed alike, got q {placements} and {name} {x.placements}")
+    dims = _sequence_dims(q, layout)
+    own: Any = mesh
+    if len(dims) < mesh.ndim:
+        if mesh.mesh_dim_names is None:
+            raise ValueError("a mesh with other dimensions than the sequence's needs mesh_dim_names")
+        own = mesh[tuple(mesh.mesh_dim_names[n] for n in dims)]
+    if group is not None and group != own:
+        raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
+    options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
+    result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
+    if isinstance(result, torch.Tensor):
+        return DTensor.from_local(result, mesh, placements, run_check=False)
+    out, lse = result
+    where = {row_dim(layout): lse.dim() - 1, head_dim(layout): lse.dim() - 2}
+    of_lse = [Shard(where.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
+    return (
+        DTensor.from_local(out, mesh, placements, run_check=False),
+        DTensor.from_local(lse, mesh, of_lse, run_check=False),
+    )

@@ -1,0 +1,204 @@
+"""Ring attention: keys and values pass round the ranks, each of which keeps its queries (Liu et al. 2023,
+arXiv:2310.01889; the merge by log-sum-exp as in FlashAttention-2, Dao 2023, arXiv:2307.08691).
+
+Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps are merged by
+their log-sum-exp (`merge.py`).
+
+Backward: keys and values pass round once more, followed by the float32 sums of their gradients, to which each rank adds
+its share; a last hop takes the sums home. Each step is the backend's own backward pass, given the final output and
+log-sum-exp: these make its weights p = exp(s - lse) those of the whole row, so that nothing has to be merged.
+
+Steps without work on any rank (a window's) are skipped: keys then hop over the ranks between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from diyfa import ops
+from diyfa.distributed.merge import Merged, row_dim
+from diyfa.distributed.steps import Call, Step
+from diyfa.options import WHOLE, AttentionOptions, Lengths
+
+
+class Ring(NamedTuple):
+    """What a call of `ring_attention` has besides its tensors."""
+
+    group: dist.ProcessGroup
+    steps: tuple[Step, ...]
+    options: AttentionOptions  # of the whole call, without optional tensors
+
+
+class _Transfer:
+    """Tensors on their way to the rank `hop` places on, and those that come from as far behind."""
+
+    def __init__(self, group: dist.ProcessGroup, parcels: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.arriving: list[list[torch.Tensor]] = []
+        operations = []
+        for hop, tensors in parcels:
+            to, by = (dist.get_global_rank(group, (rank + n) % ranks) for n in (hop, -hop))
+            coming = [torch.empty_like(x) for x in tensors]
+            operations += [dist.P2POp(dist.isend, x, to, group) for x in tensors]
+            operations += [dist.P2POp(dist.irecv, x, by, group) for x in coming]
+            self.arriving.append(coming)
+        self.sent = [tensors for _, tensors in parcels]  # alive until they are
+        self.requests = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        for request in self.requests:
+            request.wait()
+        return self.arriving
+
+
+def _lengths(call: Call, device: torch.device) -> Lengths:
+    """Those of one call; offsets go to the device without waiting for it."""
+    if not call.offsets_q:
+        return WHOLE
+    both = call.offsets_q, call.offsets_k
+    longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
+    offsets_q, offsets_k = (torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in both)
+    return Lengths(offsets_q, offsets_k, None, longest_q, longest_k)
+
+
+def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
+    return x.narrow(dim, rows[0], rows[1] - rows[0])
+
+
+def _options(ring: Ring, call: Call, sinks: torch.Tensor | None) -> AttentionOptions:
+    left, right = call.window
+    return ring.options._replace(window_left=left, window_right=right, sinks=sinks if call.own else None)
+
+
+def forward_step(
+    ring: Ring, step: Step, q: torch.Tensor, held: Sequence[torch.Tensor], sinks: torch.Tensor | None, merged: Merged
+) -> None:
+    """Add to `merged` what the keys and values `held` come to."""
+    dim = row_dim(ring.options.layout)
+    for call in step.calls:
+        queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
+        options = _options(ring, call, sinks)
+        merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
+
+
+def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> ops.Pair:
+    """(out, lse) of this rank's queries."""
+    merged = Merged(q, v.shape[-1], ring.options.layout)
+    held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
+    for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
+        transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None
+        forward_step(ring, step, q, held, sinks, merged)
+        if transfer:
+            (held,) = transfer.wait()
+    return merged.result()
+
+
+class Sum:
+    """A gradient in float32 (float64) to which shares are added, each of some of the rows."""
+
+    def __init__(self, like: torch.Tensor, dim: int) -> None:
+        self.like, self.dim = like, dim
+        self.total: torch.Tensor | None = None
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.like.dtype, torch.float32)
+
+    def add(self, first: int, share: torch.Tensor) -> None:
+        if self.total is None and share.shape == self.like.shape:
+            self.total = share.to(self.wide)
+        else:
+            self.all().narrow(self.dim, first, share.shape[self.dim]).add_(share)
+
+    def all(self) -> torch.Tensor:
+        if self.total is None:
+            self.total = torch.zeros_like(self.like, dtype=self.wide)
+        return self.total
+
+
+class Saved(NamedTuple):
+    """What the backward pass of a rank's queries reads in every step, and the sums that it adds to."""
+
+    q: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    dq: Sum
+    dsinks: torch.Tensor | None
+
+
+def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Add to dq and dsinks, and return this rank's shares of dk and dv, in float32, of the keys and values `held`."""
+    dim = row_dim(ring.options.layout)
+    shares = [Sum(x, dim) for x in held]
+    for call in step.calls:
+        q, out, dout = (_rows(x, call.queries, dim) for x in (saved.q, saved.out, saved.dout))
+        lse = _rows(saved.lse, call.queries, -1).contiguous()
+        dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
+        keys = [_rows(x, call.keys, dim) for x in held]
+        options = _options(ring, call, saved.sinks)
+        found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
+        saved.dq.add(call.queries[0], found[0])
+        for share, x in zip(shares, found[1:3], strict=True):
+            share.add(call.keys[0], x)
+        if saved.dsinks is not None and call.own:
+            saved.dsinks.add_(found[-1])  # the last row of the features' gradients
+    return [share.all() for share in shares]
+
+
+def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv of what this rank holds; its queries' gradients are added to `saved`."""
+    held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
+    parcels: list[Any] = []  # the sums of the step before, on their way to the rank that has their keys now
+    for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
+        if following:
+            parcels.append((following.shift - step.shift, held))
+        transfer = _Transfer(ring.group, parcels)
+        sums = backward_step(ring, step, saved, held)
+        arrived = transfer.wait()
+        if step.shift:
+            for mine, others in zip(sums, arrived[0], strict=True):
+                mine += others
+        if following:
+            held = arrived[-1]
+            parcels = [(following.shift - step.shift, sums)]
+        elif step.shift:
+            (sums,) = _Transfer(ring.group, [(dist.get_world_size(ring.group) - step.shift, sums)]).wait()
+    dk, dv = (x.to(k.dtype) for x in sums)
+    return dk, dv
+
+
+class _RingAttention(torch.autograd.Function):
+    """`ring_forward`, with gradients of q, k, v and sinks from out and lse."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> ops.Pair:
+        out, lse = ring_forward(ring, q, k, v, sinks)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.ring = ring
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout, dlse = gradients
+        dout = torch.zeros_like(out) if dout is None else dout
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        dq = Sum(q, row_dim(ctx.ring.options.layout))
+        dk, dv = ring_backward(ctx.ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
+        return None, dq.all().to(q.dtype), dk, dv, dsinks
+
+
+def ring_attention(ring: Ring, q: Any, k: Any, v: Any, sinks: torch.Tensor | None) -> ops.Pair:
+    """(out, lse) of this rank's queries over the keys of all ranks; differentiable. Every rank must call it."""
+    return _RingAttention.apply(ring, q, k, v, sinks)

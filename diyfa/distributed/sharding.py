@@ -1,0 +1,249 @@
+"""Which rows of a sequence each rank holds, and tensors cut and joined accordingly.
+
+Two rules, `load_balance`:
+
+* "none": rank n holds the n-th of N equal parts of all rows.
+* "zigzag": every sequence is cut into 2N chunks, and rank n holds chunks n and 2N - 1 - n. Under a causal mask the work
+  of a chunk grows with its index, so all pairs cost the same. Packed sequences are cut one by one, whatever their
+  lengths, and each rank's rows are in the order of the sequences.
+
+The rows of all ranks are as many. Where a length is no multiple of 2N, some chunks are a row longer than others; the
+ranks with the fewest rows so far get them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh | None
+LOAD_BALANCES = ("zigzag", "none")
+
+
+class Segment(NamedTuple):
+    """Consecutive rows of one sequence; `sequence` is -1 for packed rows that belong to none."""
+
+    sequence: int
+    start: int  # position of the first row in its sequence
+    stop: int
+    row: int  # of the first row, in the unsharded tensor
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+Segments = tuple[Segment, ...]
+Sequences = tuple[int, ...]  # offsets as in cu_seqlens, and the number of all rows at the end
+
+
+def groups_of(group: Group) -> tuple[dist.ProcessGroup, ...]:
+    """The process group of each dimension: one, or two of a two-dimensional DeviceMesh.
+
+    Raises:
+        TypeError, ValueError: something else, a mesh of more dimensions, or a group that this process is no part of.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(f"group must be a DeviceMesh of one or two dimensions, got {group.ndim}: name those meant")
+        found = tuple(group.get_group(dim) for dim in range(group.ndim))
+    elif isinstance(group, dist.ProcessGroup):
+        found = (group,)
+    else:
+        raise TypeError(
+            f"group must be a ProcessGroup, a DeviceMesh or None (all processes, once "
+            f"torch.distributed.init_process_group has run), got {type(group).__name__}"
+        )
+    if any(dist.get_rank(each) < 0 for each in found):
+        raise ValueError(f"rank {dist.get_rank()} is no part of the given group")
+    return found
+
+
+def place_in(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+    """(number of ranks, own rank), counted with the last dimension fastest."""
+    ranks, rank = 1, 0
+    for group in groups:
+        size = dist.get_world_size(group)
+        ranks, rank = ranks * size, rank * size + dist.get_rank(group)
+    return ranks, rank
+
+
+def gather_parts(part: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The contiguous tensors of all ranks, one after another along the first dimension."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    for group in reversed(groups):  # the last dimension is the fastest
+        whole = part.new_empty((dist.get_world_size(group) * part.shape[0], *part.shape[1:]))
+        gather(whole, part, group=group)
+        part = whole
+    return part
+
+
+def sequences_of(rows: int, cu_seqlens: torch.Tensor | None) -> Sequences:
+    """The unsharded sequences: one of all rows, or the packed ones.
+
+    Raises:
+        TypeError, ValueError: cu_seqlens is no int32 vector that ascends within `rows`.
+    """
+    if cu_seqlens is None:
+        return 0, rows, rows
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be an int32 tensor, got {getattr(cu_seqlens, 'dtype', type(cu_seqlens))}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must be a vector of B + 1 offsets, got shape {tuple(cu_seqlens.shape)}")
+    offsets = cu_seqlens.tolist()
+    if offsets[0] < 0 or any(a > b for a, b in pairwise((*offsets, rows))):
+        raise ValueError(f"cu_seqlens must ascend from 0 or more to at most {rows} rows (of all ranks), got {offsets}")
+    return (*offsets, rows)
+
+
+@lru_cache(maxsize=64)
+def segments_of(sequences: Sequences, ranks: int, load_balance: str) -> tuple[Segments, ...]:
+    """What each rank holds, in the order in which it does.
+
+    Raises:
+        ValueError: the rows cannot be divided evenly, or there is no such rule.
+    """
+    *offsets, rows = sequences
+    if load_balance not in LOAD_BALANCES:
+        raise ValueError(f"load_balance must be one of {', '.join(LOAD_BALANCES)}, got {load_balance!r}")
+    if rows % ranks:
+        raise ValueError(f"{rows} rows cannot be divided evenly between {ranks} ranks: pad them to a multiple")
+    wholes = [Segment(b, 0, stop - start, start) for b, (start, stop) in enumerate(pairwise(offsets))]
+    wholes = [Segment(-1, 0, offsets[0], 0), *wholes, Segment(-1, 0, rows - offsets[-1], offsets[-1])]
+    wholes = [whole for whole in wholes if whole.rows]
+    cut = _zigzag if load_balance == "zigzag" else _in_order
+    return tuple(tuple(own) for own in cut(wholes, ranks, rows))
+
+
+def _part(whole: Segment, start: int, stop: int) -> Segment:
+    return Segment(whole.sequence, start, stop, whole.row + start)
+
+
+def _in_order(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+    size = rows // ranks
+    found: list[list[Segment]] = []
+    for rank in range(ranks):
+        first, last = rank * size, (rank + 1) * size
+        parts = [_part(w, max(0, first - w.row), min(w.rows, last - w.row)) for w in wholes]
+        found.append([part for part in parts if part.rows > 0])
+    return found
+
+
+def _zigzag(wholes: list[Segment], ranks: int, rows: int) -> list[list[Segment]]:
+    found: list[list[Segment]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    for whole in wholes:
+        size, rest = divmod(whole.rows, 2 * ranks)
+        longer = [0] * ranks  # at most two each; what the ranks hold in all differs by one row at most
+        fewest_first = sorted(range(ranks), key=held.__getitem__)
+        for n in range(rest):
+            longer[fewest_first[n % ranks]] += 1
+        start = 0
+        for chunk in range(2 * ranks):
+            rank = min(chunk, 2 * ranks - 1 - chunk)
+            stop = start + size + (longer[rank] > (0 if chunk < ranks else 1))
+            if stop > start:
+                found[rank].append(_part(whole, start, stop))
+            start = stop
+        held = [h + 2 * size + extra for h, extra in zip(held, longer, strict=True)]
+    return found
+
+
+def joined(several: Sequence[Segments]) -> Segments:
+    """What some ranks hold together, in the order of the rows, with neighbouring segments made one."""
+    found: list[Segment] = []
+    for segment in sorted((s for segments in several for s in segments), key=lambda s: s.row):
+        last = found[-1] if found else None
+        if last and last.row + last.rows == segment.row and last.sequence == segment.sequence:
+            found[-1] = last._replace(stop=segment.stop)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def rows_of(segments: Segments) -> torch.Tensor:
+    """Rows of the unsharded tensor, int64, in the order in which they are held."""
+    return torch.cat([torch.arange(0), *(torch.arange(s.row, s.row + s.rows) for s in segments)])
+
+
+def _own_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
+    ranks, rank = place_in(groups_of(group))
+    return segments_of(sequences_of(rows, cu_seqlens), ranks, load_balance)[rank]
+
+
+def shard_sequence(
+    x: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's rows of a tensor that all ranks have whole; differentiable.
+
+    Args:
+        x: any tensor: tokens, labels, embeddings, q.
+        group: a process group, a DeviceMesh of one or two dimensions, or None: all processes.
+        dim: the dimension of the sequence.
+        load_balance: "zigzag" or "none" (see the module); what `context_parallel_attention` is told, too.
+        cu_seqlens: (B + 1,) int32 offsets of packed sequences, over the whole tensor.
+
+    Returns:
+        The rows that this rank holds, as many on every rank; contiguous.
+
+    Raises:
+        ValueError, TypeError: the rows cannot be divided evenly, or an argument does not fit.
+    """
+    segments = _own_segments(x.shape[dim], group, load_balance, cu_seqlens)
+    return torch.cat([x.narrow(dim, s.row, s.rows) for s in segments] or [x.narrow(dim, 0, 0)], dim)
+
+
+def unshard_sequence(
+    x: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole tensor, on every rank, of which each holds its rows; the opposite of `shard_sequence`.
+
+    All ranks must call it. It is no part of the autograd graph.
+
+    Raises:
+        ValueError: x requires a gradient; else as for `shard_sequence`.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("unshard_sequence is no part of the autograd graph: detach x, or compute on what a rank holds")
+    groups = groups_of(group)
+    ranks, _ = place_in(groups)
+    layout = segments_of(sequences_of(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
+    parts = gather_parts(x.movedim(dim, 0).contiguous(), groups)
+    whole = torch.empty_like(parts)
+    whole[torch.cat([rows_of(segments) for segments in layout]).to(x.device)] = parts
+    return whole.movedim(0, dim)
+
+
+def shard_positions(
+    rows: int,
+    group: Group = None,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Position within its sequence of each row that this rank holds, (rows / ranks,) int64: for rotary embedding.
+
+    `rows` are those of all ranks. Rows of no packed sequence count from their own beginning. Raises as
+    `shard_sequence`.
+    """
+    segments = _own_segments(rows, group, load_balance, cu_seqlens)
+    return torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in segments)]).to(device)

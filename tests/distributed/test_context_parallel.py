@@ -1,0 +1,163 @@
+"""Context parallel attention over gloo processes: results as on one device, under the same error budget."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from context_parallel_cases import (
+    MATRIX,
+    ON_KERNELS,
+    WITH_ALIBI,
+    How,
+    call_with,
+    drawn,
+    lose_rank,
+    run_block,
+    run_dtensors,
+    run_dtensors_with_heads,
+    run_guide,
+    run_helpers,
+    run_sharded,
+    run_twice,
+    train_gpt,
+)
+from gloo_workers import Workers
+from targets import TARGETS
+
+from diyfa.testing import AttentionCase, assert_within_budget
+
+RANKS = 4
+DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "40"))  # 200 take half a minute
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    with Workers(RANKS, tmp_path_factory.mktemp("gloo")) as found:
+        yield found
+
+
+def check(workers: Workers, cases: list[tuple[AttentionCase, How]]) -> None:
+    """Every case within its budget; all failures are told at once."""
+    failures = []
+    for case, how in cases:
+        try:
+            assert_within_budget(workers.run(run_sharded, case, how)[0], case)
+        except AssertionError as error:
+            failures.append(f"{how}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
+def test_matrix(workers, method):
+    check(workers, [(case, How(method)) for case in MATRIX])
+
+
+def test_meshes_with_one_rank_in_a_dimension(workers):
+    cases = [case for case in MATRIX if case.name in ("causal_gqa", "packed_causal_sinks")]
+    check(workers, [(case, How("both", together=together)) for case in cases for together in (1, RANKS)])
+
+
+@pytest.mark.parametrize("backend", ["cuda", "npu"], ids=["cuda_kernels", "npu_kernels"])
+def test_triton_kernels_in_a_ring(workers, backend):
+    """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""
+    if backend not in TARGETS or not TARGETS[backend].interpreted:
+        pytest.skip(f"the {backend} kernels do not run in the interpreter here")
+    check(workers, [(case, How("ring", backend=backend)) for case in ON_KERNELS])
+
+
+def test_alibi(workers):
+    check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
+
+
+@pytest.mark.parametrize("method", ["ring", "both"])
+def test_matrix_without_balance(workers, method):
+    check(workers, [(case, How(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
+
+
+def test_drawn(workers):
+    check(workers, [drawn(seed, RANKS) for seed in range(DRAWN)])
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_gradients_are_bitwise_equal_from_run_to_run(workers, method):
+    assert all(workers.run(run_twice, How(method, deterministic=True)))
+
+
+def test_the_guide(workers):
+    workers.run(run_guide)
+
+
+def test_helpers(workers):
+    workers.run(run_helpers)
+
+
+def test_dtensors(workers):
+    for method in ("ring", "ulysses", "both"):
+        assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
+    assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile"])
+def test_blocks_of_a_model(workers, how):
+    for method in ("ring", "ulysses", "both"):
+        assert all(workers.run(run_block, method, how)), method
+
+
+def test_ranks_that_disagree_are_named(workers):
+    for odd, told in (
+        ({"rows": 24}, "q: rank 2 has (1, 4, 24, 8) float32 on cpu, the others (1, 4, 16, 8) float32 on cpu"),
+        ({"keys": 8}, "k: rank 2 has (1, 4, 8, 8)"),
+        ({"dtype": torch.float16}, "rank 2 has (1, 4, 16, 8) float16"),
+        ({"causal": True}, "causal: rank 2 has True, the others False"),
+        ({"window": (3, 0)}, "window: rank 2 has (3, 0), the others (-1, -1)"),
+        ({"method": "ulysses"}, "method: rank 2 has ulysses, the others auto"),
+        ({"load_balance": "none"}, "load_balance: rank 2 has none"),
+        ({"grad": True}, "gradients: rank 2 has True"),
+    ):
+        messages = workers.run(call_with, {}, {}, odd, {})
+        assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"keys": 8}, "ValueError: q and k must have the same rows"),
+        ({"method": "tree"}, "ValueError: method must be one of auto, ring, ulysses, both, got 'tree'"),
+        ({"method": "both"}, "ValueError: method 'both' needs a group of two dimensions"),
+        ({"load_balance": "even"}, "ValueError: load_balance must be one of zigzag, none"),
+        ({"layout": "thd"}, "ValueError: layout must be one of bhsd, bshd"),
+        ({"group": "world"}, "TypeError: group must be a ProcessGroup, a DeviceMesh or None"),
+        ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
+        ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
+        ({"causal": 1}, "TypeError: causal must be True or False"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
+        ({"dtype": torch.complex64}, "TypeError: Unsupported dtype"),
+    ],
+)
+def test_what_is_refused(workers, arguments, told):
+    messages = workers.run(call_with, *[arguments] * RANKS)
+    assert all(message.startswith(told) for message in messages), messages
+
+
+def test_eight_ranks(tmp_path):
+    with Workers(8, tmp_path) as workers:
+        cases = {case.name: case for case in MATRIX}
+        check(workers, [(cases["packed_odd"], How("ring")), (cases["causal_gqa"], How("both"))])
+        losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
+    assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
+
+
+def test_a_model_learns_the_same_on_four_ranks(workers):
+    losses = workers.run(train_gpt, 256, 4)
+    assert losses == [losses[0]] * RANKS and losses[0] == pytest.approx(train_gpt(256, 4), rel=1e-5)
+
+
+@pytest.mark.parametrize("how, told", [("dies", "onnection"), ("lags", "imed out")])
+def test_a_lost_rank_ends_in_an_error(tmp_path, how, told):
+    """torch.distributed's own error, within its timeout."""
+    with Workers(2, tmp_path, timeout=2) as workers:
+        workers.start(lose_rank, [(how,)] * 2)
+        (message,) = workers.finish([0])
+    assert told in message, message

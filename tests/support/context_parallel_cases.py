@@ -1,0 +1,314 @@
+"""Context parallel attention of an `AttentionCase`: what the workers run, and cases for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diyfa.attention import flash_attention
+from diyfa.distributed import context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
+from diyfa.registry import use_backend
+from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
+
+METHODS = ("ring", "ulysses", "both")
+Case = AttentionCase
+
+
+class How(NamedTuple):
+    """How a case is divided between the ranks."""
+
+    method: str
+    load_balance: str = "zigzag"
+    deterministic: bool = False
+    together: int = 2  # with "both"
+    backend: str = "cpu"
+
+
+@lru_cache(maxsize=4)
+def mesh(together: int = 2) -> DeviceMesh:
+    """All ranks, so many in each team of Ulysses."""
+    return init_device_mesh("cpu", (dist.get_world_size() // together, together))
+
+
+def run_sharded(case: AttentionCase, how: How) -> Results | None:
+    """All results of a case, whole, on rank 0."""
+    inputs = make_inputs(case)
+    options = dict(inputs.options)
+    group = mesh(how.together) if how.method == "both" else None
+    packed = case.lens_q is not None
+    cu_seqlens = options.pop("cu_seqlens_q", None)
+    for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
+        options.pop(name, None)
+    dim = 0 if packed else 1 if case.layout == "bshd" else 2
+    cut: dict[str, Any] = {"load_balance": how.load_balance, "cu_seqlens": cu_seqlens}
+
+    def shard(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
+        return shard_sequence(x.detach(), group, dim, **cut)
+
+    q, k, v = (shard(x).requires_grad_() for x in inputs[:3])
+    learned = [options["sinks"]] if "sinks" in options else []
+    with poisoned_allocations():
+        out, lse = context_parallel_attention(
+            q, k, v, group, method=how.method, deterministic=how.deterministic, return_lse=True, backend=how.backend,
+            layout="bhsd" if packed else case.layout, **cut, **options,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(
+            (out, lse), (q, k, v, *learned), (shard(inputs.dout), shard(inputs.dlse, inputs.dlse.dim() - 1))
+        )
+    dsinks = gradients[3].clone() if learned else None
+    if dsinks is not None:
+        dist.all_reduce(dsinks)
+    whole = [unshard_sequence(x.detach(), group, dim, **cut) for x in (out, *gradients[:3])]
+    lse = unshard_sequence(lse.detach(), group, lse.dim() - 1, **cut)
+    return Results(whole[0], lse, *whole[1:], None, dsinks) if dist.get_rank() == 0 else None
+
+
+# Lengths are multiples of eight ranks.
+MATRIX = [
+    Case("full", batch=2, heads=8, seqlen_q=72),
+    Case("causal", batch=2, heads=8, seqlen_q=72, causal=True, dtype="bfloat16"),
+    Case("causal_fp32", heads=8, seqlen_q=64, causal=True, dtype="float32", layout="bshd"),
+    Case("causal_gqa", heads=8, heads_kv=2, seqlen_q=128, causal=True),
+    Case("gqa_odd", heads=24, heads_kv=3, seqlen_q=64, causal=True, layout="bshd"),
+    Case("mqa", heads=8, heads_kv=1, seqlen_q=64, dtype="bfloat16"),
+    Case("dv", heads=8, seqlen_q=64, head_dim=48, head_dim_v=32, causal=True),
+    Case("softcap", heads=8, heads_kv=4, seqlen_q=64, softcap=5.0, causal=True),
+    Case("sinks", heads=8, seqlen_q=64, sinks=True, causal=True),
+    Case("sinks_full_large", heads=8, seqlen_q=64, sinks=True, sink_offset=10, dtype="bfloat16"),
+    Case("sinks_window", heads=8, seqlen_q=80, sinks=True, window=(25, 0), dtype="float32"),
+    Case("window_left", heads=8, heads_kv=2, seqlen_q=128, window=(20, 0)),
+    Case("window_both", heads=8, seqlen_q=96, window=(7, 30), layout="bshd", dtype="bfloat16"),
+    Case("window_open", heads=8, seqlen_q=96, window=(-1, 5)),
+    Case("window_one_key", heads=8, seqlen_q=64, window=(0, 0), sm_scale=1.5),
+    Case("one_row_each", heads=8, seqlen_q=8, causal=True),
+    Case("peaked", heads=8, seqlen_q=96, causal=True, sm_scale=1.5, dtype="bfloat16"),
+    Case("rise", heads=8, seqlen_q=96, head_dim=64, rise=60.0, dtype="bfloat16"),
+    Case("rise_back", heads=8, seqlen_q=96, head_dim=64, rise=-60.0, causal=True),
+    Case("negative_scale", heads=8, seqlen_q=64, sm_scale=-0.5, causal=True, view="sliced"),
+    Case("no_rows", heads=8, seqlen_q=0, causal=True, sinks=True),
+    Case("no_batch", batch=0, heads=8, seqlen_q=16, causal=True),
+    Case("everything", batch=2, heads=8, heads_kv=2, seqlen_q=96, head_dim=48, head_dim_v=32, window=(40, 3),
+         softcap=5.0, sinks=True, layout="bshd", view="transposed"),
+    Case("packed", heads=8, layout="thd", lens_q=(40, 56), causal=True),
+    Case("packed_odd", heads=8, heads_kv=2, layout="thd", lens_q=(1, 50, 0, 3, 19, 7), causal=True, slack=8,
+         dtype="bfloat16"),
+    Case("packed_full", heads=8, layout="thd", lens_q=(33, 9, 22), dtype="float32"),
+    Case("packed_window_sinks", heads=8, layout="thd", lens_q=(33, 1, 46), window=(9, 4), sinks=True),
+    Case("packed_causal_sinks", heads=8, layout="thd", lens_q=(3, 17, 30), causal=True, sinks=True, slack=14),
+    Case("packed_nothing", heads=8, layout="thd", lens_q=(0, 0), slack=16),
+]  # fmt: skip
+ON_KERNELS = [  # small: Triton's interpreter is slow
+    Case("triton", heads=2, heads_kv=1, seqlen_q=32, head_dim=16, window=(11, 0), sinks=True, layout="bshd"),
+    Case("triton_packed", heads=2, layout="thd", lens_q=(5, 19), head_dim=16, causal=True, dtype="bfloat16"),
+]
+WITH_ALIBI = [  # by Ulysses alone
+    Case("alibi", batch=2, heads=8, heads_kv=2, seqlen_q=64, alibi="h", causal=True),
+    Case("alibi_batch", batch=2, heads=8, seqlen_q=64, alibi="bh", window=(9, 9), layout="bshd"),
+    Case("alibi_packed", heads=8, layout="thd", lens_q=(9, 0, 47), alibi="bh", slack=8),
+]
+
+
+def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
+    """A case and how it is divided, any that there can be."""
+    rng = random.Random(seed)
+    heads_kv, group = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 4])
+    method = rng.choice(METHODS)
+    heads = heads_kv * group
+    if method != "ring":  # a multiple of those that share them
+        size = ranks if method == "ulysses" else 2
+        heads = heads * size // 2 if heads * size // 2 % size == 0 else heads * size
+    head_dim = rng.choice([8, 16, 24, 32])
+    common: dict[str, Any] = {
+        "name": f"drawn_{seed}",
+        "heads": heads,
+        "heads_kv": heads_kv if heads % heads_kv == 0 else heads,
+        "head_dim": head_dim,
+        "head_dim_v": rng.choice([head_dim, 16, 40]),
+        "dtype": rng.choice(["float16", "bfloat16", "float32"]),
+        "causal": rng.random() < 0.5,
+        "sm_scale": rng.choice([None, None, 0.3, 1.0, -0.2]),
+        "window": rng.choice([(-1, -1), (-1, -1), (rng.randint(-1, 60), rng.randint(-1, 60))]),
+        "softcap": rng.choice([0.0, 0.0, 3.0]),
+        "sinks": rng.random() < 0.3,
+        "view": rng.choice(["contiguous", "transposed", "sliced"]),
+        "seed": seed,
+    }
+    rows = ranks * rng.randint(1, 24)
+    if rng.random() < 0.4:
+        lens = []
+        while sum(lens) < rows and len(lens) < 6:
+            lens.append(min(rows - sum(lens), rng.choice([0, 1, rng.randint(0, rows)])))
+        case = Case(layout="thd", lens_q=tuple(lens), slack=rows - sum(lens), **common)
+    else:
+        case = Case(batch=rng.choice([1, 1, 2]), layout=rng.choice(["bhsd", "bshd"]), seqlen_q=rows, **common)
+    return case, How(method, rng.choice(["zigzag", "zigzag", "none"]), rng.random() < 0.2)
+
+
+def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list[torch.Tensor]:
+    """Whole q, k, v (B, H, S, D) and a gradient of the output, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, rows, 16, generator=generator).requires_grad_(grad) for _ in range(4)]
+
+
+def call_with(*changes: dict[str, Any]) -> str:
+    """What a call with this rank's changes raises."""
+    own = dict(changes[dist.get_rank()])
+    rows = own.pop("rows", 16)
+    q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
+    k = torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype)
+    try:
+        context_parallel_attention(q, k, k, own.pop("group", None), backend="cpu", **own)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_twice(how: How) -> bool:
+    """Whether gradients are bitwise equal from run to run."""
+    case = Case("deterministic", heads=8, heads_kv=2, seqlen_q=96, causal=True, dtype="bfloat16", sinks=True)
+    first, second = run_sharded(case, how), run_sharded(case, how)
+    return (
+        first is None
+        or second is None
+        or all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None)
+    )
+
+
+def run_dtensors(method: str) -> list[bool]:
+    """DTensors beside plain tensors: out, log-sum-exp and gradients."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    group = mesh() if method == "both" else init_device_mesh("cpu", (dist.get_world_size(),))
+    *qkv, dout = (shard_sequence(x.detach(), group, 2).requires_grad_() for x in _small(0))
+    out, lse = context_parallel_attention(*qkv, group, causal=True, method=method, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad((out, lse.sum()), qkv, (dout, torch.tensor(1.0)))
+    placements = [Shard(2)] * group.ndim
+    given = [DTensor.from_local(x, group, placements) for x in qkv]
+    out2, lse2 = context_parallel_attention(*given, causal=True, method=method, return_lse=True, backend="cpu")
+    grads2 = torch.autograd.grad((out2.to_local(), lse2.to_local().sum()), given, (dout, torch.tensor(1.0)))
+    assert list(out2.placements) == list(lse2.placements) == placements
+    pairs = [(out, out2), (lse, lse2), *zip(grads, grads2, strict=True)]
+    return [torch.equal(a, b.to_local()) for a, b in pairs]
+
+
+def run_dtensors_with_heads() -> list[bool]:
+    """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
+    qkv, dout = _small(1)[:3], _small(1)[3].detach()
+    sinks = torch.linspace(-1, 1, 8).requires_grad_()
+    expected, lse = flash_attention(*qkv, causal=True, sinks=sinks, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad(expected, (*qkv, sinks), dout)
+    cut = {"load_balance": "none"}  # as DTensors are cut
+    places = [Shard(2), Shard(1)]
+    given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
+    own_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
+    out, lse2 = context_parallel_attention(*given, causal=True, sinks=own_sinks, return_lse=True, backend="cpu", **cut)
+    grads2 = torch.autograd.grad(out, (*given, own_sinks), distribute_tensor(dout, grid, places))
+    assert isinstance(out, DTensor)
+    pairs = [(expected, out), (lse, lse2), *zip(grads, grads2, strict=True)]
+    return [torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs]
+
+
+class _Block(torch.nn.Module):
+    """A projection, context parallel attention and another projection."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        group = mesh() if self.method == "both" else None
+        attended = context_parallel_attention(
+            q, k, v, group, causal=True, method=self.method, layout="bshd", backend="cpu"
+        )
+        return self.out(attended.flatten(2))
+
+
+def run_block(method: str, how: str) -> bool:
+    """Whether a block gives the same gradients compiled, or checkpointed, as it does by itself."""
+    torch.manual_seed(0)
+    block = _Block(method)
+    x = shard_sequence(torch.randn(2, 64, 32), mesh() if method == "both" else None, 1)
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x).square().sum(), block.parameters()))
+
+    if how == "checkpoint":
+        from torch.utils.checkpoint import checkpoint
+
+        found = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
+    else:
+        found = gradients(torch.compile(block, backend="aot_eager"))
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(block), found, strict=True))
+
+
+def run_helpers() -> None:
+    """Shards and their opposite, positions, and gradients of what is cut."""
+    ranks = dist.get_world_size()
+    cu_seqlens = torch.tensor([0, 5, 5, 33, 60], dtype=torch.int32)
+    whole = torch.arange(64.0 * 3).reshape(3, 64)
+    positions = torch.tensor([*range(5), *range(28), *range(27), *range(4)])
+    for group in (None, mesh()):
+        for cut in ({}, {"load_balance": "none"}, {"cu_seqlens": cu_seqlens}):
+            part = shard_sequence(whole, group, 1, **cut)
+            assert part.shape == (3, 64 // ranks)
+            assert torch.equal(unshard_sequence(part, group, 1, **cut), whole)
+            expected = positions if "cu_seqlens" in cut else torch.arange(64)
+            assert torch.equal(shard_positions(64, group, **cut), shard_sequence(expected, group, **cut))
+    x = whole.clone().requires_grad_()
+    (shard_sequence(x, dim=1) ** 2).sum().backward()
+    assert x.grad is not None
+    dist.all_reduce(x.grad)
+    assert torch.equal(x.grad, 2 * whole)
+
+
+def lose_rank(how: str) -> str:
+    """Rank 1 dies, or comes late, before its second call; what the others raise."""
+    q, k, v, dout = _small(0, heads=2)
+    out = context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(1)
+        if how == "lags":
+            time.sleep(4)
+    try:
+        if how != "dies":
+            context_parallel_attention(q, k, v, causal=True, backend="cpu", method="ring")
+        out.backward(dout)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def train_gpt(tokens: int, steps: int) -> list[float]:
+    """The losses of docs/long_context_gpt.py, on these processes."""
+    path = Path(__file__).parents[2] / "docs" / "long_context_gpt.py"
+    spec = importlib.util.spec_from_file_location("long_context_gpt", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with use_backend("cpu"):
+        return module.train(tokens, steps)
+
+
+def run_guide() -> None:
+    """The block of docs/distributed.md."""
+    text = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["whole"].shape == (1, 8, 512, 64)
