@@ -29,6 +29,10 @@ CACHES = {
     "diyfa/fast_path.py:Plan.backward_repeats": "compiled launch",
     "backends/cuda/runtime/replay.py:TensorMaps._known": "compiled launch",
     "backends/npu/runtime/tiles.py:_refused": "compiled launch",
+    "diyfa/distributed/check.py:_agreed": "decision: what all ranks have called with",
+    "diyfa/distributed/sharding.py:segments_of": "decision: of a batch, which all layers share",
+    "diyfa/distributed/steps.py:steps_of": "decision: the same",
+    "diyfa/distributed/ulysses.py:_order_of": "decision: the same",
     "diyfa/tuning.py:Tuner._known": "tuned tile",
     "diyfa/tuning.py:Tuner._unmeasured": "tuned tile",
 }
