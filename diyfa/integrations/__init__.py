@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from diyfa.integrations.alias import AliasHandle as AliasHandle
-from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["AliasHandle", "alias_flash_attn"]
+# Public name -> module that defines it.
+_PUBLIC = {
+    "AliasHandle": "alias",
+    "alias_flash_attn": "alias",
+    "Handle": "seams",
+    "use_in_pytorch": "pytorch",
+}
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from diyfa.integrations.alias import AliasHandle as AliasHandle
+    from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
+    from diyfa.integrations.pytorch import use_in_pytorch as use_in_pytorch
+    from diyfa.integrations.seams import Handle as Handle
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'diyfa.integrations' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"diyfa.integrations.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
