@@ -7,6 +7,7 @@ a forward to its backward operator in `rng_state`, (2,) uint64 as everywhere in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 
 from diyfa import flash_attn_interface as interface
 from diyfa import registry
+from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
 from diyfa.integrations.seams import record
+from diyfa.options import UNBOUNDED
+from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
 SEAM = "pytorch"
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -183,3 +187,56 @@ FLASH_OPERATORS = (
     _scaled_dot_product_flash_attention_backward,
     _flash_attention_forward_no_dropout_inplace,  # of newer releases
 )
+
+
+# ---- The whole of scaled_dot_product_attention --------------------------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """Why a call is not one of diyfa's, or nothing."""
+    tensors = (query, key, value)
+    if any(x.is_nested or x.dim() != 4 for x in tensors):
+        return "not (B, H, S, D)"
+    if len({x.dtype for x in tensors}) > 1 or query.dtype not in _DTYPES:
+        return "dtype"
+    if query.shape[-1] > MAX_HEAD_DIM or value.shape[-1] > MAX_HEAD_DIM_V:
+        return "head_dim"
+    if any(x.stride(-1) != 1 for x in tensors):
+        return "last stride not 1"
+    alike = [x.shape[:2] for x in tensors]
+    if alike[1] != alike[2] or alike[0][0] != alike[1][0] or (alike[0] != alike[1] and not enable_gqa):
+        return "batch or heads differ"
+    return ""
+
+
+def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """PyTorch's function by diyfa, and by `original` for what is not among diyfa's calls."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        reason = _left_to_pytorch(query, key, value, enable_gqa)
+        if reason:
+            record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )  # fmt: skip
+        if is_causal and attn_mask is not None:
+            raise ValueError("is_causal=True and attn_mask exclude each other")
+        record(SEAM, "scaled_dot_product_attention: diyfa")
+        window = UNBOUNDED
+        if is_causal:
+            key, value, window = causal_from_the_top_left(query, key, value)
+        return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
+
+    return attention
