@@ -11,6 +11,7 @@ _PUBLIC = {
     "alias_flash_attn": "alias",
     "Handle": "seams",
     "use_in_pytorch": "pytorch",
+    "use_in_transformers": "transformers",
 }
 __all__ = sorted(_PUBLIC)
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
     from diyfa.integrations.pytorch import use_in_pytorch as use_in_pytorch
     from diyfa.integrations.seams import Handle as Handle
+    from diyfa.integrations.transformers import use_in_transformers as use_in_transformers
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from npu_interpreter import on_the_host
 from subprocesses import run_python
 
 from diyfa.integrations import Handle, use_in_pytorch
+from diyfa.integrations.transformers import attention as attention_of_transformers
 
 SDPA = "scaled_dot_product_attention"
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -118,3 +121,20 @@ def test_removal_gives_torch_npus_kernels_back(npu: torch.device) -> None:
     assert kernels() != before
     handle.remove()
     assert kernels() == before and not handle.active
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_layer_of_transformers(npu: torch.device, padded: bool) -> None:
+    """What torch_npu's flash attention in Transformers drops: the window, the softcap, the sinks; and padding."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    module = SimpleNamespace(is_causal=True)
+    seen = torch.ones(2, 33, dtype=torch.bool)
+    seen[1, :9] = not padded
+    mask = seen.to(npu) if padded else None
+    bias = torch.zeros(2, 1, 1, 33).masked_fill(~seen[:, None, None], float("-inf"))
+    extras = {"sliding_window": 8, "softcap": 3.0, "s_aux": sinks.to(npu), "scaling": 0.2}
+    with on_the_host("zeros", "logical_not", "masked_fill_.Scalar") if padded else nullcontext():
+        assert_like_the_reference(
+            on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, mask, **extras)[0].transpose(1, 2)),
+            leaves(*SHAPES), causal=True, window=(7, 0), softcap=3.0, sinks=sinks, sm_scale=0.2, attn_bias=bias,
+        )  # fmt: skip

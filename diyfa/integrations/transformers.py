@@ -1,0 +1,266 @@
+"""Hugging Face Transformers: `attn_implementation="diyfa"`, on any device, and `"paged|diyfa"`.
+
+Transformers asks an attention implementation for two functions. The mask function sees how the model masks (causal,
+sliding window, padding, packed sequences, a cache with room left, anything else) and says it in a tensor; the attention
+function gets that tensor in every layer. What diyfa's options express stays small:
+
+    None                    nothing but the model's own causality and window
+    bool (B or 1, n)        padding; only the first n keys exist (a static cache has more rows)
+    uint8 (B or 1, n)       the same in a layer with a sliding window; (1, 1): nothing is padded
+    int32 (B, S)            packed sequences, the same number in the rows of one; int64: with a sliding window
+    bool (B, 1, Sq, Sk)     any other mask, and whatever a program passes itself: the whole truth, made a bias
+
+The meaning is always that of the model's eager attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diyfa.attention import flash_attention_varlen
+from diyfa.integrations.eager_attention import attend, bias_of
+from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.kvcache import flash_attn_with_kvcache
+
+NAME = "diyfa"
+SEAM = "transformers"
+WITH_WINDOW = {torch.bool: torch.uint8, torch.int32: torch.int64}
+OF_WINDOWS = frozenset(WITH_WINDOW.values())
+
+# ---- The mask ------------------------------------------------------------------------------------------------------
+
+
+def _parts(mask_function: Any) -> list[Any]:
+    """The functions whose intersection a mask function of Transformers is."""
+    if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
+        return [mask_function]
+    (functions,) = (cell.cell_contents for cell in mask_function.__closure__)
+    return [part for function in functions for part in _parts(function)]
+
+
+def _packed(mask_function: Any) -> torch.Tensor | None:
+    """The sequence that each row belongs to, where a causal mask, with or without a window, is cut into sequences."""
+    names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
+    if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
+        return None
+    inner = _parts(mask_function)[names.index("packed_sequence_mask_function")]
+    return inner.__closure__[0].cell_contents
+
+
+def attention_mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
+    from transformers import masking_utils
+
+    tracing = torch.compiler.is_compiling()
+    window = kwargs.get("local_size")
+    slides = window is not None and window == getattr(kwargs.get("config"), "sliding_window", None)
+    causal = mask_function is masking_utils.causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
+    both_ways = mask_function is masking_utils.bidirectional_mask_function or (
+        slides and kwargs.get("allow_is_bidirectional_skip")
+    )
+    if not tracing and not causal and not both_ways:
+        rows = _packed(mask_function)
+        if rows is not None and attention_mask is None:
+            return rows.to(torch.int64 if slides else torch.int32)
+    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: nobody waits for it
+    if not (causal or both_ways) or (causal and decodes):
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = int(q_offset)
+    keys = min(kv_length, q_offset + q_length - kv_offset) if causal else kv_length
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + keys]
+        if not tracing and bool(padding.all()):
+            padding = None
+    if padding is None and keys < kv_length:
+        padding = torch.ones((1, keys), dtype=torch.bool, device=kwargs.get("device"))
+    if padding is None and slides:
+        padding = torch.ones((1, 1), dtype=torch.bool, device=kwargs.get("device"))
+    return padding.to(WITH_WINDOW[torch.bool]) if padding is not None and slides else padding
+
+
+# ---- The attention -------------------------------------------------------------------------------------------------
+
+
+def _lengths(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Offsets of packed sequences and the longest, once for each mask, which all layers share."""
+    found = getattr(rows, "diyfa_lengths", None)
+    if found is None:
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        starts = begins.flatten().nonzero()[:, 0]
+        offsets = torch.cat((starts, starts.new_tensor([rows.numel()]))).to(torch.int32)
+        found = offsets, int(offsets.diff().max())
+        rows.diyfa_lengths = found  # type: ignore[attr-defined]
+    return found
+
+
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, Any, Any, Any], options: dict[str, Any]
+) -> torch.Tensor:
+    """(B, S, H, D), in which `lengths` (offsets and longest, of both sides) count rows of the whole batch."""
+    cu_q, cu_k, max_q, max_k = lengths
+    batch = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_attention_varlen(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out.unflatten(0, batch)
+
+
+def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: dict[str, Any]) -> None:
+    if extras.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True needs the weights, which diyfa never forms: use attn_implementation='eager'"
+        )
+    for name in ("block_indices", "head_mask"):
+        if extras.get(name) is not None:
+            raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
+    if mask is not None and mask.dim() == 2 and (mask.dtype in OF_WINDOWS) > bool(window):
+        raise ValueError(
+            f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
+            "attn_implementation='eager'"
+        )
+    if mask is not None and mask.dim() not in (2, 4):
+        raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
+    """(B, H, S, D) -> (B, S, H, D), as Transformers calls it; `extras` hold sliding_window, softcap, s_aux,
+    position_bias and the lengths of packed sequences, besides what concerns others."""
+    mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
+    _check(module, mask, window, extras)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    sinks, softcap = extras.get("s_aux"), extras.get("softcap")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "sm_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0,
+        "sinks": None if sinks is None else sinks.flatten().float(),
+        "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
+    }  # fmt: skip
+    if extras.get("cu_seq_lens_q") is not None:
+        lengths = tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
+    elif mask is not None and mask.dim() == 2 and mask.dtype in (torch.int32, torch.int64):
+        offsets, longest = _lengths(mask)
+        lengths = (offsets, offsets, longest, longest)
+    else:
+        lengths = ()
+    if lengths:
+        if bias is not None:
+            raise ValueError(
+                "position_bias cannot go with packed sequences: pad them, or use attn_implementation='eager'"
+            )
+        record(SEAM, "attention of packed sequences: diyfa")
+        return _attend_packed(q, k, v, lengths, options), None
+    if mask is not None and mask.dim() == 4:  # it says everything
+        options.update(causal=False, window=(-1, -1))
+    elif mask is not None and mask.shape[1] == 1 < k.shape[1] and mask.dtype in OF_WINDOWS:
+        mask = None
+    elif mask is not None:
+        keys = mask.shape[1]
+        k, v = k[:, :keys], v[:, :keys]
+        bias = None if bias is None else bias[..., :keys]
+        mask = mask.bool()[:, None, None, :]
+    if bias is not None:
+        mask = bias if mask is None else bias + bias_of(mask, bias.dtype)
+    record(SEAM, f"attention{'' if mask is None else ' with a mask'}: diyfa")
+    return attend(q, k, v, mask, "bshd", **options), None
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Any = None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """Continuous batching: (1, H, T, D) of all requests together over a paged cache -> (T, H, D)."""
+    _check(module, None, None, given)
+    window, lengths, longest = getattr(module, "sliding_window", None), given["cu_seq_lens_k"], given["max_seqlen_k"]
+    if isinstance(lengths, dict):
+        kind = "sliding_attention" if window else "full_attention"
+        lengths, longest = lengths[kind], longest[kind]
+    sinks, softcap, table = given.get("s_aux"), given.get("softcap"), given.get("block_table")
+    options: dict[str, Any] = {
+        "causal": True, "softcap": softcap or 0.0, "sinks": None if sinks is None else sinks.flatten().float(),
+    }  # fmt: skip
+    band = (window - 1, 0) if window else (-1, -1)
+    record(SEAM, f"paged attention{'' if table is None else ' over pages'}: diyfa")
+    if table is None:
+        k, v = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx,
+            read_index=given["read_index"], write_index=given["write_index"],
+        )  # fmt: skip
+        out = flash_attention_varlen(
+            query[0].transpose(0, 1), k, v, given["cu_seq_lens_q"].to(torch.int32), lengths.to(torch.int32),
+            int(given["max_seqlen_q"]), int(longest), sm_scale=module.scaling, window=band, **options,
+        )  # fmt: skip
+        return out, None  # type: ignore[return-value]
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    k_cache, v_cache = (x[layer].view(shape) for x in (cache.key_cache, cache.value_cache))
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # a new token of each request
+    used = (lengths.diff()[: k.shape[0]] - 1).to(torch.int32)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table[group], softmax_scale=module.scaling, window_size=band,
+        **options,
+    )  # fmt: skip
+    return out.squeeze(1), None  # type: ignore[union-attr]
+
+
+def use_in_transformers() -> Handle:
+    """Give Transformers the attention implementations "diyfa" and "paged|diyfa".
+
+        handle = use_in_transformers()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="diyfa")
+
+    Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
+
+    Returns:
+        A handle whose `remove()` takes the names back; models that use them then fail with Transformers' own error. A
+        second call returns the same handle.
+
+    Raises:
+        ModuleNotFoundError: there is no Transformers.
+    """
+    handle = handle_of(SEAM)
+    if handle is not None:
+        return handle
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(f"paged|{NAME}", paged_attention)
+    AttentionMaskInterface.register(NAME, attention_mask_of)
+
+    def undo() -> None:
+        for interface, names in ((AttentionInterface, (NAME, f"paged|{NAME}")), (AttentionMaskInterface, (NAME,))):
+            for name in names:
+                interface._global_mapping.pop(name, None)
+
+    return switch_on(SEAM, undo)
