@@ -10,6 +10,7 @@ _PUBLIC = {
     "AliasHandle": "alias",
     "alias_flash_attn": "alias",
     "Handle": "seams",
+    "use_in_diffusers": "diffusers",
     "use_in_pytorch": "pytorch",
     "use_in_transformers": "transformers",
 }
@@ -18,6 +19,7 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from diyfa.integrations.alias import AliasHandle as AliasHandle
     from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
+    from diyfa.integrations.diffusers import use_in_diffusers as use_in_diffusers
     from diyfa.integrations.pytorch import use_in_pytorch as use_in_pytorch
     from diyfa.integrations.seams import Handle as Handle
     from diyfa.integrations.transformers import use_in_transformers as use_in_transformers

@@ -228,8 +228,8 @@ def paged_attention(
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # a new token of each request
     used = (lengths.diff()[: k.shape[0]] - 1).to(torch.int32)
     out = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table[group], softmax_scale=module.scaling, window_size=band,
-        **options,
+        q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table[group], softmax_scale=module.scaling,
+        window_size=band, **options,
     )  # fmt: skip
     return out.squeeze(1), None  # type: ignore[union-attr]
 
