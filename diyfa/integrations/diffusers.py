@@ -54,8 +54,8 @@ def use_in_diffusers() -> Handle:
     Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
 
     Returns:
-        A handle whose `remove()` takes the name back; models that are set to it then fail until they are set to another.
-        A second call returns the same handle.
+        A handle whose `remove()` takes the name back; models that are set to it then fail until they are set to
+        another. A second call returns the same handle.
 
     Raises:
         ModuleNotFoundError: there is no diffusers, or one without such a registry.
