@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "AliasHandle": "alias",
     "alias_flash_attn": "alias",
+    "alias_flash_attn_3": "alias",
+    "alias_flash_attn_npu_v3": "alias",
     "Handle": "seams",
     "use_in_diffusers": "diffusers",
     "use_in_pytorch": "pytorch",
@@ -19,6 +21,8 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from diyfa.integrations.alias import AliasHandle as AliasHandle
     from diyfa.integrations.alias import alias_flash_attn as alias_flash_attn
+    from diyfa.integrations.alias import alias_flash_attn_3 as alias_flash_attn_3
+    from diyfa.integrations.alias import alias_flash_attn_npu_v3 as alias_flash_attn_npu_v3
     from diyfa.integrations.diffusers import use_in_diffusers as use_in_diffusers
     from diyfa.integrations.pytorch import use_in_pytorch as use_in_pytorch
     from diyfa.integrations.seams import Handle as Handle
