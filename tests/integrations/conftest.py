@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-CLIENTS = {"test_transformers.py": "transformers", "test_diffusers.py": "diffusers"}
+CLIENTS = {"test_transformers.py": "transformers", "test_diffusers.py": "diffusers", "test_hub_kernel.py": "kernels"}
 collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]
