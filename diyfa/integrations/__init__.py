@@ -12,6 +12,8 @@ _PUBLIC = {
     "alias_flash_attn_3": "alias",
     "alias_flash_attn_npu_v3": "alias",
     "Handle": "seams",
+    "Status": "overview",
+    "status": "overview",
     "use_in_diffusers": "diffusers",
     "use_in_pytorch": "pytorch",
     "use_in_transformers": "transformers",
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from diyfa.integrations.alias import alias_flash_attn_3 as alias_flash_attn_3
     from diyfa.integrations.alias import alias_flash_attn_npu_v3 as alias_flash_attn_npu_v3
     from diyfa.integrations.diffusers import use_in_diffusers as use_in_diffusers
+    from diyfa.integrations.overview import Status as Status
+    from diyfa.integrations.overview import status as status
     from diyfa.integrations.pytorch import use_in_pytorch as use_in_pytorch
     from diyfa.integrations.seams import Handle as Handle
     from diyfa.integrations.transformers import use_in_transformers as use_in_transformers

@@ -176,6 +176,11 @@ class AliasHandle:
     def active(self) -> bool:
         return self._finder in sys.meta_path
 
+    @property
+    def imported(self) -> list[str]:
+        """The modules that a program has got through the alias."""
+        return [n for n, module in sys.modules.items() if _is_ours(self._finder.package, n, module)]
+
     def remove(self) -> None:
         """Forget the alias and the modules made through it; a second time does nothing.
 
@@ -183,7 +188,7 @@ class AliasHandle:
         """
         if self.active:
             sys.meta_path.remove(self._finder)
-            for name in [n for n, module in sys.modules.items() if _is_ours(self._finder.package, n, module)]:
+            for name in self.imported:
                 del sys.modules[name]
 
 
