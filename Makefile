@@ -69,7 +69,7 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
 # What needs a client; the rest of the folder does not.
-INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py)
+INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
 .PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations docs clean
 

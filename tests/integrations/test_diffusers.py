@@ -136,6 +136,21 @@ def test_calls(handle: Any, name: str) -> None:
     assert sum(handle.calls.values()) == 1
 
 
+def test_dropout_and_compiled_graphs(handle: Any) -> None:
+    q, k, v = (x.detach() for x in leaves(*[(1, 9, 2, 16)] * 3, dtype=torch.float32))
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return dispatch_attention_fn(q * 1.0, k, v, dropout_p=0.3, backend=AttentionBackendName("diyfa"))
+
+    found = []
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(5)
+        found.append(call(q))
+    torch.manual_seed(5)
+    want = diyfa.flash_attention_v2(q, k, v, dropout_p=0.3)
+    assert all(torch.equal(x, want) for x in found)
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "return_lse=True of diffusers": lambda x: dispatch_attention_fn(x, x, x, attention_kwargs={"return_lse": True}),
     "context parallelism of diffusers": lambda x: dispatch_attention_fn(x, x, x, parallel_config=object()),

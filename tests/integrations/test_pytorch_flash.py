@@ -119,6 +119,28 @@ def test_dropout_travels_in_rng_state(handle: Handle) -> None:
         torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
 
 
+def test_blocks_of_keys_as_context_parallel_calls(handle: Handle) -> None:
+    """Partial results join by their log-sum-exp; the backward operator takes the joint ones for each block."""
+    q, k, v = (x.detach() for x in leaves((1, 4, 20, 32), *[(1, 2, 50, 32)] * 2, dtype=torch.float32))
+    blocks = [(x.contiguous(), y.contiguous()) for x, y in zip(k.split([31, 19], 2), v.split([31, 19], 2), strict=True)]
+    found = [aten._scaled_dot_product_flash_attention(q, *block) for block in blocks]
+    lse = torch.logaddexp(found[0][1], found[1][1])
+    out = sum(part[0] * (part[1] - lse).exp()[..., None] for part in found)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [
+        aten._scaled_dot_product_flash_attention_backward(
+            dout, q, *block, out, lse, None, None, 20, block[0].shape[2], 0.0, False, part[6], part[7]
+        )
+        for block, part in zip(blocks, found, strict=True)
+    ]
+    dq = gradients[0][0] + gradients[1][0]
+    dk, dv = (torch.cat([x[i] for x in gradients], 2) for i in (1, 2))
+    double = [x.double().requires_grad_() for x in (q, k, v)]
+    want = with_gradients(diyfa.reference_attention, double)
+    for got, expected in zip((out, dq, dk, dv), want, strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (4, 9)])
 def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")

@@ -64,6 +64,15 @@ def test_a_learned_bias(handle: Handle) -> None:
         torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
 
 
+def test_dropout(handle: Handle) -> None:
+    """diyfa's own, drawn from PyTorch's generator."""
+    q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
+    torch.manual_seed(5)
+    found = attention(q, k, v, dropout_p=0.3)
+    torch.manual_seed(5)
+    assert torch.equal(found, diyfa.flash_attention(q, k, v, dropout_p=0.3))
+
+
 def test_modules_and_compiled_graphs(handle: Handle) -> None:
     """nn.MultiheadAttention and nn.TransformerEncoderLayer in training, as they are and compiled."""
     torch.manual_seed(0)

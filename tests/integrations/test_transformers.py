@@ -235,6 +235,35 @@ def test_whisper() -> None:
     assert torch.equal(*found)
 
 
+def t5(attention: str) -> Any:
+    config = hf.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=1, relative_attention_num_buckets=8, dropout_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.T5ForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+
+
+def test_t5(handle: Any) -> None:
+    """A learned bias of positions, with and without padding, and its gradient."""
+    mask = MASKS["padded right"]
+    for inputs in ({"attention_mask": mask.long()}, {}):
+        side_by_side(t5, lambda model, i=inputs: model(tokens(), decoder_input_ids=tokens(2, 9), **i).logits)
+    assert sum(handle.calls.values()) == 12
+    found = [t5(how).generate(tokens(), max_new_tokens=6, do_sample=False) for how in ("eager", "diyfa")]
+    assert torch.equal(*found)
+
+
+def test_dropout() -> None:
+    """It is diyfa's own, drawn from PyTorch's generator."""
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    torch.manual_seed(5)
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None, dropout=0.3)
+    torch.manual_seed(5)
+    want = diyfa.flash_attention(q, k, v, causal=True, dropout_p=0.3)
+    assert torch.equal(found, want.transpose(1, 2))
+
+
 PAGED = """
 import sys, torch, transformers
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
