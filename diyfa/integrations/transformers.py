@@ -28,6 +28,7 @@ NAME = "diyfa"
 SEAM = "transformers"
 WITH_WINDOW = {torch.bool: torch.uint8, torch.int32: torch.int64}
 OF_WINDOWS = frozenset(WITH_WINDOW.values())
+PACKED = (torch.int32, WITH_WINDOW[torch.int32])
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
@@ -97,21 +98,45 @@ def attention_mask_of(
 # ---- The attention -------------------------------------------------------------------------------------------------
 
 
-def _lengths(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Offsets of packed sequences and the longest, once for each mask, which all layers share."""
-    found = getattr(rows, "diyfa_lengths", None)
-    if found is None:
-        begins = torch.ones_like(rows, dtype=torch.bool)
-        begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+def _lengths(x: torch.Tensor, step: int) -> tuple[torch.Tensor, int] | None:
+    """Offsets of packed sequences and the longest: one ends where x (B, S) does not go on by `step`. None if there is
+    one in each row. It is found once for each mask, which all layers share."""
+    version = None if x.is_inference() else x._version  # tensors of inference mode have none
+    known, found = getattr(x, "diyfa_lengths", (None, None))
+    if version is None or version != known:
+        begins = torch.ones_like(x, dtype=torch.bool)
+        begins[:, 1:] = x[:, 1:] != x[:, :-1] + step
         starts = begins.flatten().nonzero()[:, 0]
-        offsets = torch.cat((starts, starts.new_tensor([rows.numel()]))).to(torch.int32)
-        found = offsets, int(offsets.diff().max())
-        rows.diyfa_lengths = found  # type: ignore[attr-defined]
+        offsets = torch.cat((starts, starts.new_tensor([x.numel()]))).to(torch.int32)
+        found = None if offsets.shape[0] == x.shape[0] + 1 else (offsets, int(offsets.diff().max()))
+        x.diyfa_lengths = (version, found)  # type: ignore[attr-defined]
     return found
 
 
+def _whole_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Offsets of (B, S) rows with one sequence each."""
+    return torch.arange(0, mask.numel() + 1, mask.shape[1], dtype=torch.int32, device=mask.device)
+
+
+def _packed_lengths(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
+    or as position ids do that begin anew. Some models mask without a look at those."""
+    if extras.get("cu_seq_lens_q") is not None:
+        return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
+    found, positions = None, extras.get("position_ids")
+    if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
+        found = _lengths(mask, 0) or (_whole_rows(mask), mask.shape[1])
+    elif mask is None or mask.shape == (1, 1):
+        whole = causal and q.shape[:2] == k.shape[:2] and not torch.compiler.is_compiling()
+        if whole and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
+            found = _lengths(positions, 1)
+    return () if found is None else (found[0], found[0], found[1], found[1])
+
+
 def _attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, Any, Any, Any], options: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
     """(B, S, H, D), in which `lengths` (offsets and longest, of both sides) count rows of the whole batch."""
     cu_q, cu_k, max_q, max_k = lengths
@@ -162,13 +187,7 @@ def attention(
         "sinks": None if sinks is None else sinks.flatten().float(),
         "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
     }  # fmt: skip
-    if extras.get("cu_seq_lens_q") is not None:
-        lengths = tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
-    elif mask is not None and mask.dim() == 2 and mask.dtype in (torch.int32, torch.int64):
-        offsets, longest = _lengths(mask)
-        lengths = (offsets, offsets, longest, longest)
-    else:
-        lengths = ()
+    lengths = _packed_lengths(mask, q, k, causal, extras)
     if lengths:
         if bias is not None:
             raise ValueError(

@@ -89,8 +89,10 @@ MASKS = {
 }
 
 
-# Llama4 of Transformers 5.17 takes masks of two dimensions only, and cannot generate with a static cache.
-MASKED = [(name, mask) for name in DECODERS for mask in MASKS if (name, mask) != ("Llama4", "a mask of one's own")]
+# Llama4 of Transformers 5.17 takes masks of two dimensions only, and cannot generate with a static cache; the eager
+# attention of gpt-oss does not look at position ids.
+IMPOSSIBLE = {("Llama4", "a mask of one's own"), ("gpt-oss", "packed")}
+MASKED = [(name, mask) for name in DECODERS for mask in MASKS if (name, mask) not in IMPOSSIBLE]
 CACHED = [
     (name, cache) for name in DECODERS for cache in ("dynamic", "static", None) if (name, cache) != ("Llama4", "static")
 ]
@@ -114,7 +116,9 @@ def test_decoders(handle: Any, name: str, masked: str) -> None:
             tree[i] |= tree[parents[i]]
         inputs["attention_mask"] = torch.zeros(2, 1, 17, 17).masked_fill(~tree, torch.finfo(torch.float32).min)
     side_by_side(lambda attention: decoder(name, attention), lambda model: model(**inputs).logits[seen])
-    assert handle.calls and sum(handle.calls.values()) == 2
+    way = {"whole": "attention", "packed": "attention of packed sequences"}.get(masked, "attention with a mask")
+    assert sum(handle.calls.values()) == 2
+    assert handle.calls[f"{way}: diyfa"] == (1 if name == "Llama4" and way != "attention with a mask" else 2)
 
 
 @pytest.mark.parametrize("name, cache", CACHED)
@@ -167,6 +171,24 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
 
     mask = MASKS["padded left"]
     side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Mistral"])
+def test_position_ids_that_the_mask_does_not_tell(handle: Any, name: str) -> None:
+    """Each sequence is as alone, also where the model masks without a look at position ids: gpt-oss always does, others
+    when they fill a cache."""
+    model, ids = decoder(name, "diyfa"), tokens(1)
+    positions = torch.cat([torch.arange(n) for n in (5, 11, 1)])[None]
+    together = model(ids, position_ids=positions, use_cache=name == "Mistral").logits
+    assert handle.calls == {"attention of packed sequences: diyfa": 2}
+    alone = [model(part, use_cache=False).logits for part in ids.split([5, 11, 1], 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), **TOLERANCE)
+    positions.copy_(torch.arange(17))  # the same tensor with other contents
+    whole = model(ids, use_cache=False).logits
+    with torch.inference_mode():
+        again = model(ids, position_ids=positions.clone(), use_cache=False).logits
+    torch.testing.assert_close(again, whole, **TOLERANCE)
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, whole, **TOLERANCE)
 
 
 def test_packed_lengths_that_a_collator_counted(handle: Any) -> None:
