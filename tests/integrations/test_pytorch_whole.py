@@ -113,6 +113,23 @@ def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
         assert torch.equal(found, LEFT[reason](x))
 
 
+def test_before_pytorch_kept_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases without `torch.library.get_kernel`: what is left to PyTorch runs its own decomposition."""
+    monkeypatch.delattr(torch.library, "get_kernel")
+    inputs = leaves(*[(1, 2, 9, 16)] * 3, dtype=torch.float64)
+    want = with_gradients(attention, inputs, is_causal=True)
+    handle = use_in_pytorch("cpu")
+    try:
+        found = with_gradients(attention, inputs, is_causal=True)
+        with torch.inference_mode():
+            again = attention(*inputs, is_causal=True)
+        assert handle.calls == {f"{SDPA}: PyTorch (dtype)": 2}
+    finally:
+        handle.remove()
+    for got, expected in zip([*found, again], [*want, want[0]], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_two_masks(handle: Handle) -> None:
     x = leaves((1, 2, 9, 16))[0]
     with pytest.raises(ValueError, match="is_causal=True and attn_mask exclude each other"):
