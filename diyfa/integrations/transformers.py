@@ -5,8 +5,9 @@ sliding window, padding, packed sequences, a cache with room left, anything else
 function gets that tensor in every layer. What diyfa's options express stays small:
 
     None                    nothing but the model's own causality and window
-    bool (B or 1, n)        padding; only the first n keys exist (a static cache has more rows)
-    uint8 (B or 1, n)       the same in a layer with a sliding window; (1, 1): nothing is padded
+    bool (B, n)             padding, False where there is no token; (0, n): none. Only the first n keys exist: a static
+                            cache has more rows
+    uint8 (B, n)            the same in a layer with a sliding window
     int32 (B, S)            packed sequences, the same number in the rows of one; int64: with a sliding window
     bool (B, 1, Sq, Sk)     any other mask, and whatever a program passes itself: the whole truth, made a bias
 
@@ -15,6 +16,7 @@ The meaning is always that of the model's eager attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,50 +90,70 @@ def attention_mask_of(
         padding = padding[:, kv_offset : kv_offset + keys]
         if not tracing and bool(padding.all()):
             padding = None
-    if padding is None and keys < kv_length:
-        padding = torch.ones((1, keys), dtype=torch.bool, device=kwargs.get("device"))
-    if padding is None and slides:
-        padding = torch.ones((1, 1), dtype=torch.bool, device=kwargs.get("device"))
+    if padding is None and (slides or keys < kv_length):
+        padding = torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
     return padding.to(WITH_WINDOW[torch.bool]) if padding is not None and slides else padding
 
 
 # ---- The attention -------------------------------------------------------------------------------------------------
 
 
-def _lengths(x: torch.Tensor, step: int) -> tuple[torch.Tensor, int] | None:
-    """Offsets of packed sequences and the longest: one ends where x (B, S) does not go on by `step`. None if there is
-    one in each row. It is found once for each mask, which all layers share."""
+Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences and the longest
+
+
+def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
+    """find(x), which waits for the device, once for a mask that all layers share."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have none
-    known, found = getattr(x, "diyfa_lengths", (None, None))
+    known, found = getattr(x, "diyfa_found", (None, None))
     if version is None or version != known:
-        begins = torch.ones_like(x, dtype=torch.bool)
-        begins[:, 1:] = x[:, 1:] != x[:, :-1] + step
-        starts = begins.flatten().nonzero()[:, 0]
-        offsets = torch.cat((starts, starts.new_tensor([x.numel()]))).to(torch.int32)
-        found = None if offsets.shape[0] == x.shape[0] + 1 else (offsets, int(offsets.diff().max()))
-        x.diyfa_lengths = (version, found)  # type: ignore[attr-defined]
+        found = find(x)
+        x.diyfa_found = (version, found)  # type: ignore[attr-defined]
     return found
 
 
-def _whole_rows(mask: torch.Tensor) -> torch.Tensor:
-    """Offsets of (B, S) rows with one sequence each."""
-    return torch.arange(0, mask.numel() + 1, mask.shape[1], dtype=torch.int32, device=mask.device)
+def _sequences(begins: torch.Tensor) -> Sequences:
+    """Sequences that begin in these rows (B, S), and in the first of each sample."""
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero()[:, 0]
+    offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).to(torch.int32)
+    return offsets, int(offsets.diff().max())
 
 
-def _packed_lengths(
-    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
-) -> tuple[Any, ...]:
+def _by_number(numbers: torch.Tensor) -> Sequences:
+    return _sequences(numbers != numbers.roll(1, 1))
+
+
+def _by_position(positions: torch.Tensor) -> Sequences | None:
+    found = _sequences(positions != positions.roll(1, 1) + 1)
+    return None if found[0].shape[0] == 2 else found
+
+
+def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None]:
+    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; and how much
+    there is on the left. None where a sample's tokens have gaps, or are not the last ones."""
+    seen = mask.bool()
+    changes = seen != seen.roll(1, 1)
+    changes[:, 0] = seen[:, 0]
+    if bool(((changes & seen).sum(1) > 1).any()):
+        return None, None
+    to_the_end = bool(seen[:, -1].all())
+    return _sequences(changes), seen.int().argmax(1).to(torch.int32) if to_the_end else None
+
+
+def _packed_lengths(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, extras: dict[str, Any]) -> Any:
     """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
     or as position ids do that begin anew. Some models mask without a look at those."""
     if extras.get("cu_seq_lens_q") is not None:
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     found, positions = None, extras.get("position_ids")
-    if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
-        found = _lengths(mask, 0) or (_whole_rows(mask), mask.shape[1])
-    elif mask is None or mask.shape == (1, 1):
-        whole = causal and q.shape[:2] == k.shape[:2] and not torch.compiler.is_compiling()
-        if whole and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
-            found = _lengths(positions, 1)
+    if mask is not None and mask.dtype in PACKED:
+        found = _once(mask, _by_number)
+    elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
+        return ()
+    elif mask is not None and mask.dim() == 2:
+        found, _ = _once(mask, _by_padding)
+    elif mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
+        found = _once(positions, _by_position)
     return () if found is None else (found[0], found[0], found[1], found[1])
 
 
@@ -145,6 +167,27 @@ def _attend_packed(
     out = flash_attention_varlen(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out.unflatten(0, batch)
+
+
+def _attend_one_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """A new token of each sample over a cache, by the kernels that divide the keys; None where they do not do."""
+    tensors = (q, k, v) if options["sinks"] is None else (q, k, v, options["sinks"])
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:
+        return None
+    left = None
+    if mask is not None:
+        left = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
+        if left is None:
+            return None
+    out = flash_attn_with_kvcache(
+        q, k, v, cache_leftpad=left, softmax_scale=options["sm_scale"], causal=options["causal"],
+        window_size=options["window"], softcap=options["softcap"], sinks=options["sinks"],
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out
 
 
 def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: dict[str, Any]) -> None:
@@ -187,7 +230,12 @@ def attention(
         "sinks": None if sinks is None else sinks.flatten().float(),
         "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
     }  # fmt: skip
-    lengths = _packed_lengths(mask, q, k, causal, extras)
+    if mask is not None and mask.dim() == 2 and mask.dtype not in PACKED:
+        keys = mask.shape[1]
+        k, v = k[:, :keys], v[:, :keys]
+        bias = None if bias is None else bias[..., :keys]
+        mask = mask if mask.shape[0] else None
+    lengths = _packed_lengths(mask, q, k, extras if causal else {**extras, "position_ids": None})
     if lengths:
         if bias is not None:
             raise ValueError(
@@ -197,12 +245,11 @@ def attention(
         return _attend_packed(q, k, v, lengths, options), None
     if mask is not None and mask.dim() == 4:  # it says everything
         options.update(causal=False, window=(-1, -1))
-    elif mask is not None and mask.shape[1] == 1 < k.shape[1] and mask.dtype in OF_WINDOWS:
-        mask = None
-    elif mask is not None:
-        keys = mask.shape[1]
-        k, v = k[:, :keys], v[:, :keys]
-        bias = None if bias is None else bias[..., :keys]
+    out = _attend_one_token(q, k, v, mask, options) if bias is None else None
+    if out is not None:
+        record(SEAM, "attention of one token: diyfa")
+        return out, None
+    if mask is not None and mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
     if bias is not None:
         mask = bias if mask is None else bias + bias_of(mask, bias.dtype)

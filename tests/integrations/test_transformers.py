@@ -14,7 +14,7 @@ from subprocesses import SUPPORT, run_python
 
 import diyfa
 from diyfa.integrations import use_in_transformers
-from diyfa.integrations.transformers import attention, paged_attention
+from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
 DECODER = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -84,6 +84,7 @@ MASKS = {
     "whole": None,
     "padded right": torch.arange(17) < torch.tensor([17, 9])[:, None],
     "padded left": torch.arange(17) >= torch.tensor([0, 6])[:, None],
+    "padded within": (torch.arange(17) % 5 != 3) | (torch.arange(2) == 0)[:, None],
     "packed": None,
     "a mask of one's own": None,
 }
@@ -116,16 +117,23 @@ def test_decoders(handle: Any, name: str, masked: str) -> None:
             tree[i] |= tree[parents[i]]
         inputs["attention_mask"] = torch.zeros(2, 1, 17, 17).masked_fill(~tree, torch.finfo(torch.float32).min)
     side_by_side(lambda attention: decoder(name, attention), lambda model: model(**inputs).logits[seen])
-    way = {"whole": "attention", "packed": "attention of packed sequences"}.get(masked, "attention with a mask")
+    ways = {
+        "whole": "attention",
+        "padded within": "attention with a mask",
+        "a mask of one's own": "attention with a mask",
+    }
+    way = ways.get(masked, "attention of packed sequences")
     assert sum(handle.calls.values()) == 2
-    assert handle.calls[f"{way}: diyfa"] == (1 if name == "Llama4" and way != "attention with a mask" else 2)
+    assert handle.calls[f"{way}: diyfa"] == (1 if name == "Llama4" and way != ways["padded within"] else 2)
 
 
+@pytest.mark.parametrize("gap", [False, True])
 @pytest.mark.parametrize("name, cache", CACHED)
-def test_generation(name: str, cache: str | None) -> None:
+def test_generation(handle: Any, name: str, cache: str | None, gap: bool) -> None:
     """The same tokens, by a padded batch that outgrows the sliding windows."""
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, :3] = 0
+    mask[0, 4] = not gap
     options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "use_cache": cache is not None}
     if cache is None:
         del options["cache_implementation"]
@@ -135,6 +143,9 @@ def test_generation(name: str, cache: str | None) -> None:
         model.generation_config.update(output_logits=True, return_dict_in_generate=True, disable_compile=True)
         found[how] = model.generate(tokens(2, 7), attention_mask=mask, **options)
     assert torch.equal(found["eager"].sequences, found["diyfa"].sequences)
+    if cache == "dynamic" and name != "Llama4":
+        way, least = ("attention with a mask", 4) if gap else ("attention of one token", 16)  # windows leave the gap
+        assert handle.calls[f"{way}: diyfa"] >= least
     for want, got in zip(found["eager"].logits, found["diyfa"].logits, strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE)
 
@@ -276,6 +287,29 @@ def test_t5(handle: Any) -> None:
     assert torch.equal(*found)
 
 
+def test_offsets_of_sequences() -> None:
+    """Each sample begins anew, whatever the one before ended with."""
+    one, gap = torch.tensor([[0, 0, 0], [0, 0, 0]]), torch.tensor([[True, False, True]])
+    left = torch.tensor([[True, True, True], [False, True, True]])
+    right = torch.tensor([[True, True, True], [True, False, False]])
+    assert _by_number(one)[0].tolist() == [0, 3, 6] and _by_number(one)[1] == 3
+    assert _by_position(torch.tensor([[4, 5, 6]])) is None
+    assert _by_position(torch.tensor([[0, 1, 0]]))[0].tolist() == [0, 2, 3]
+    (offsets, longest), padding = _by_padding(left)
+    assert (offsets.tolist(), longest, padding.tolist()) == ([0, 3, 4, 6], 3, [0, 1])
+    (offsets, longest), padding = _by_padding(right)
+    assert (offsets.tolist(), longest, padding) == ([0, 3, 4, 6], 3, None)
+    assert _by_padding(gap) == (None, None)
+
+
+@pytest.mark.parametrize("mask", [MASKS["padded left"], MASKS["padded right"], MASKS["padded within"]])
+def test_one_token_over_padded_keys(mask: torch.Tensor) -> None:
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 17), (2, 17)))
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, mask)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None], enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+
+
 def test_dropout() -> None:
     """It is diyfa's own, drawn from PyTorch's generator."""
     q, k, v = (torch.randn(2, heads, 9, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
@@ -351,7 +385,7 @@ def test_decoding_over_pages(handle: Any) -> None:
 
 
 def test_refusals() -> None:
-    sliding = torch.ones((1, 1), dtype=torch.uint8)
+    sliding = torch.empty((0, 3), dtype=torch.uint8)
     x = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match="masks with a sliding window but does not hand it to its attention"):
         attention(torch.nn.Linear(1, 1), x, x, x, sliding)
