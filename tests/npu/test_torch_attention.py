@@ -13,7 +13,8 @@ from eager_budget import assert_like_the_reference, leaves
 from npu_interpreter import on_the_host
 from subprocesses import run_python
 
-from diyfa.integrations import Handle, use_in_pytorch
+import diyfa
+from diyfa.integrations import Handle, flash_attn_3, use_in_pytorch
 from diyfa.integrations.transformers import attention as attention_of_transformers
 
 SDPA = "scaled_dot_product_attention"
@@ -138,3 +139,22 @@ def test_a_layer_of_transformers(npu: torch.device, padded: bool) -> None:
             on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, mask, **extras)[0].transpose(1, 2)),
             leaves(*SHAPES), causal=True, window=(7, 0), softcap=3.0, sinks=sinks, sm_scale=0.2, attn_bias=bias,
         )  # fmt: skip
+
+
+def test_flash_attn_npu_v3_over_pages(npu: torch.device) -> None:
+    """As vLLM-Ascend calls it where training and inference must agree: packed queries, pages of 128, one split."""
+    generator = torch.Generator().manual_seed(0)
+    cache = [torch.randn(5, 128, 2, 32, generator=generator).half() for _ in range(2)]
+    q = torch.randn(10, 4, 32, generator=generator).half()
+    offsets, used = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([11, 200], dtype=torch.int32)
+    table = torch.tensor([[3, 1], [4, 2]], dtype=torch.int32)
+    options = {"max_seqlen_q": 7, "causal": True, "window_size": [-1, -1], "num_splits": 1, "rotary_interleaved": False}
+
+    def on_device(device: str | torch.device) -> torch.Tensor:
+        inputs = [x.to(device) for x in (q, *cache)]
+        lengths = {"cache_seqlens": used.to(device), "page_table": table.to(device), "cu_seqlens_q": offsets.to(device)}
+        return flash_attn_3.flash_attn_with_kvcache(*inputs, **lengths, **options).cpu()
+
+    with diyfa.use_backend("cpu"):
+        want = on_device("cpu")
+    torch.testing.assert_close(on_device(npu), want, atol=2e-3, rtol=2e-3)
