@@ -7,6 +7,7 @@
 #   make test-npu        the NPU backend on real torch_npu over host memory
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
+#   make test-integrations  diyfa inside Transformers and diffusers
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
 #
@@ -67,10 +68,13 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
   tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
   tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest docs clean
+# What needs a client; the rest of the folder does not.
+INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
+
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations docs clean
 
 help:
-	@sed -n '3,13s/^#   //p' Makefile
+	@sed -n '3,14s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +131,13 @@ $(CACHE)/triton%/.ready: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install -q --no-deps --target $(@D) 'triton==$*.*'
 	touch $@
 
+# What tests/integrations runs diyfa inside, laid over the first environment: none of it brings a PyTorch.
+INTEGRATIONS_INSTALL ?= 'transformers==5.17.*' 'diffusers==0.42.*' 'kernels==0.17.*' 'numpy<2.4'
+$(CACHE)/integrations/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install -q --target $(@D) $(INTEGRATIONS_INSTALL)
+	touch $@
+
 # On a device CANN's compiler compiles, which is mostly older than the newest on PyPI: CANN 8.5.0's is 1.0.0, CANN
 # 9.0.0's 1.1.0. The gate takes them too.
 .PRECIOUS: $(CACHE)/ascendnpu-ir-%/.ready
@@ -178,6 +189,9 @@ test-npu-oldest: $(VENV_NPU_OLDEST)/.ready
 test-triton%: $(CACHE)/triton%/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* $(VENV)/bin/python -m pytest $(TRITON_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+test-integrations: $(CACHE)/integrations/.ready
+	PYTHONPATH=$(CURDIR)/$(CACHE)/integrations $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict

@@ -13,6 +13,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from diyfa import integrations
 from diyfa.bench.record import cpu_name, versions
 from diyfa.bench.table import table
 from diyfa.cli.devices import present_device
@@ -172,6 +173,7 @@ def collect() -> dict[str, Any]:
             {"what": r.what, "present": r.present(found), "enables": r.enables, "how": r.how} for r in REQUIREMENTS
         ],
         "backends": [_backend(name, device) for name in backend_names()],
+        "integrations": [asdict(row) for row in integrations.status()],
     }
 
 
@@ -199,6 +201,17 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
     out.print(table("what enables what", ["here", "what", "enables"], rows))
     out.print("how to get what is missing", style="italic")
     out.print(_list([(r["what"], r["how"]) for r in requirements if not r["present"]]))
+
+
+def _print_integrations(found: list[dict[str, Any]]) -> None:
+    """Where diyfa can be put into other software; one line for each way that calls went."""
+    rows = []
+    for row in found:
+        on = "on" if row["on"] else "off"
+        calls = "\n".join(f"{count} {where}" for where, count in row["calls"].items())
+        rows.append([row["client"], row["installed"] or "-", f"{row['switched_on_by']}()", on, escape(calls) or "-"])
+    headings = ["client", "installed", "diyfa.integrations.", "here", "calls"]
+    out.print(table("inside other software, in this process", headings, rows))
 
 
 def _list(pairs: Iterable[tuple[str, str]]) -> Table:
@@ -256,5 +269,6 @@ def run(json: bool) -> None:
     if report["ascend"]:
         _print_ascend(report["ascend"])
     _print_requirements(report["requirements"])
+    _print_integrations(report["integrations"])
     for backend in report["backends"]:
         _print_backend(backend)

@@ -1,7 +1,8 @@
-"""Make `import flash_attn` mean diyfa, for programs and libraries that cannot be edited.
+"""Make `import flash_attn` mean diyfa, for programs and libraries that cannot be edited; FlashAttention-3 and
+flash_attn_npu_v3 likewise.
 
-A finder at the head of `sys.meta_path` (Python's import protocol, PEP 451) answers for the modules of flash_attn that
-diyfa has, and for the metadata of a distribution called flash-attn. So everything that asks Python gets a consistent
+A finder at the head of `sys.meta_path` (Python's import protocol, PEP 451) answers for the modules of such a package
+that diyfa has, and for the metadata of its distribution. So everything that asks Python gets a consistent
 answer: import statements, `importlib.util.find_spec`, `importlib.metadata.version` and `packages_distributions`. The
 modules it makes hold no code; they pass every name on to a module of diyfa.
 """
@@ -13,6 +14,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from email.message import Message
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,26 +23,59 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = "flash_attn"
-# Module of flash_attn -> the module of diyfa that has its names; None for packages that only hold others.
-MODULES: dict[str, str | None] = {
-    ROOT: "diyfa.flash_attn_interface",
-    f"{ROOT}.flash_attn_interface": "diyfa.flash_attn_interface",
-    f"{ROOT}.bert_padding": "diyfa.bert_padding",
-    f"{ROOT}.layers": None,
-    f"{ROOT}.layers.rotary": "diyfa.layers.rotary",
-    f"{ROOT}.ops": None,
-    f"{ROOT}.ops.triton": None,
-    f"{ROOT}.ops.triton.rotary": "diyfa.layers.rotary",
-}
-# What flash_attn's modules pass on from packages it depends on, because programs take it from there.
-PASSED_ON: dict[str, dict[str, str]] = {f"{ROOT}.bert_padding": {"rearrange": "einops", "repeat": "einops"}}
+
+@dataclass(frozen=True)
+class Package:
+    """A package that diyfa can stand for.
+
+    `modules`: its modules -> the module of diyfa that has their names; None for packages that only hold others.
+    `passed_on`: what its modules pass on from packages it depends on, because programs take it from there.
+    """
+
+    distribution: str
+    function: str  # of this module, which makes the alias
+    modules: dict[str, str | None]
+    passed_on: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def roots(self) -> list[str]:
+        return [name for name in self.modules if "." not in name]
+
+
+_TWO, _THREE = "diyfa.flash_attn_interface", "diyfa.integrations.flash_attn_3"
+FLASH_ATTN = Package(
+    "flash_attn",
+    "alias_flash_attn",
+    {
+        "flash_attn": _TWO,
+        "flash_attn.flash_attn_interface": _TWO,
+        "flash_attn.bert_padding": "diyfa.bert_padding",
+        "flash_attn.layers": None,
+        "flash_attn.layers.rotary": "diyfa.layers.rotary",
+        "flash_attn.ops": None,
+        "flash_attn.ops.triton": None,
+        "flash_attn.ops.triton.rotary": "diyfa.layers.rotary",
+    },
+    {"flash_attn.bert_padding": {"rearrange": "einops", "repeat": "einops"}},
+)
+FLASH_ATTN_3 = Package(
+    "flash_attn_3",
+    "alias_flash_attn_3",
+    {"flash_attn_interface": _THREE, "flash_attn_3": None, "flash_attn_3.flash_attn_interface": _THREE},
+)
+FLASH_ATTN_NPU_V3 = Package(
+    "flash_attn_npu",
+    "alias_flash_attn_npu_v3",
+    {"flash_attn_npu_v3": _THREE, "flash_attn_npu_v3.flash_attn_interface": _THREE},
+)
+PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_NPU_V3)
 
 
 class _AliasLoader(Loader):
     """Fills a module with nothing but the way to diyfa's."""
 
-    def __init__(self, target: str | None, version: str) -> None:
+    def __init__(self, package: Package, target: str | None, version: str) -> None:
+        self.package = package
         self.target = target
         self.version = version
 
@@ -59,29 +94,29 @@ class _AliasLoader(Loader):
                 # What diyfa's module has imported for itself stays there: its `ops` is not flash_attn.ops.
                 if attribute in names or getattr(value, "__module__", None) == target.__name__:
                     return value
-            package = PASSED_ON.get(name, {}).get(attribute)
-            if package is not None and importlib.util.find_spec(package) is not None:
-                return getattr(importlib.import_module(package), attribute)
-            raise AttributeError(f"module {name!r} (diyfa in place of flash_attn) has no attribute {attribute!r}")
+            source = self.package.passed_on.get(name, {}).get(attribute)
+            if source is not None and importlib.util.find_spec(source) is not None:
+                return getattr(importlib.import_module(source), attribute)
+            raise AttributeError(f"module {name!r} (diyfa in its place) has no attribute {attribute!r}")
 
         module.__doc__ = f"{name}, served by {self.target or 'diyfa'}."
         module.__dict__["__getattr__"] = lookup
         module.__dict__["__all__"] = names
         module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *names})
-        if name == ROOT:
+        if "." not in name:
             module.__dict__["__version__"] = self.version
 
 
-class _FlashAttnDistribution(Distribution):
-    """Metadata of an installed package flash_attn."""
+class _AliasDistribution(Distribution):
+    """Metadata of an installed package."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, package: Package, version: str) -> None:
         message = Message()
         message["Metadata-Version"] = "2.1"
-        message["Name"] = ROOT
+        message["Name"] = package.distribution
         message["Version"] = version
-        message["Summary"] = "diyfa, in place of flash_attn"
-        self._files = {"METADATA": str(message), "top_level.txt": f"{ROOT}\n"}
+        message["Summary"] = f"diyfa, in place of {package.distribution}"
+        self._files = {"METADATA": str(message), "top_level.txt": "\n".join([*package.roots, ""])}
 
     def read_text(self, filename: str) -> str | None:
         return self._files.get(str(filename))
@@ -96,22 +131,24 @@ def _normalised(name: str) -> str:
 
 
 class _AliasFinder(MetaPathFinder):
-    """Answers for `flash_attn`, its submodules and its distribution; for nothing else."""
+    """Answers for a package's modules and its distribution; for nothing else."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, package: Package, version: str) -> None:
+        self.package = package
         self.version = version
         self.handle = AliasHandle(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in MODULES:
+        modules = self.package.modules
+        if fullname not in modules:
             return None
-        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-        # The search path of a package stays empty: what diyfa does not have is not found in a real flash_attn either.
+        is_package = any(name.startswith(f"{fullname}.") for name in modules)
+        # The search path of a package stays empty: what diyfa does not have is not found in the real one either.
         return ModuleSpec(
             fullname,
-            _AliasLoader(MODULES[fullname], self.version),
+            _AliasLoader(self.package, modules[fullname], self.version),
             origin=f"diyfa in place of {fullname}",
             is_package=is_package,
         )
@@ -120,24 +157,29 @@ class _AliasFinder(MetaPathFinder):
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[Distribution]:
-        if context.name is None or _normalised(context.name) == _normalised(ROOT):
-            yield _FlashAttnDistribution(self.version)
+        if context.name is None or _normalised(context.name) == _normalised(self.package.distribution):
+            yield _AliasDistribution(self.package, self.version)
 
 
 class AliasHandle:
-    """What `alias_flash_attn` did; `remove()` takes it back."""
+    """What an alias did; `remove()` takes it back."""
 
     def __init__(self, finder: _AliasFinder) -> None:
         self._finder = finder
 
     @property
     def version(self) -> str:
-        """The version of flash_attn that is claimed."""
+        """The version that is claimed."""
         return self._finder.version
 
     @property
     def active(self) -> bool:
         return self._finder in sys.meta_path
+
+    @property
+    def imported(self) -> list[str]:
+        """The modules that a program has got through the alias."""
+        return [n for n, module in sys.modules.items() if _is_ours(self._finder.package, n, module)]
 
     def remove(self) -> None:
         """Forget the alias and the modules made through it; a second time does nothing.
@@ -146,12 +188,41 @@ class AliasHandle:
         """
         if self.active:
             sys.meta_path.remove(self._finder)
-            for name in [n for n, module in sys.modules.items() if _is_ours(n, module)]:
+            for name in self.imported:
                 del sys.modules[name]
 
 
-def _is_ours(name: str, module: ModuleType) -> bool:
-    return name in MODULES and isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _AliasLoader)
+def _is_ours(package: Package, name: str, module: ModuleType) -> bool:
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    return name in package.modules and isinstance(loader, _AliasLoader)
+
+
+def handle_of_alias(package: Package) -> AliasHandle | None:
+    """The handle of an alias that is on."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _AliasFinder) and finder.package is package:
+            return finder.handle
+    return None
+
+
+def _alias(package: Package, version: str) -> AliasHandle:
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str such as '2.8.3', got {version!r}")
+    if not re.fullmatch(r"\d+(\.\d+)*([.+-]?\w+)*", version):
+        raise ValueError(f"version must look like 2.8.3, got {version!r}")
+    handle, name = handle_of_alias(package), package.distribution
+    if handle is not None:
+        if handle.version != version:
+            raise RuntimeError(f"{name} is diyfa already, as version {handle.version}; remove that alias first")
+        return handle
+    taken = [
+        n for n, m in sys.modules.items() if n.split(".")[0] in package.roots and not _is_ours(package, n, m)
+    ]  # fmt: skip
+    if taken:
+        raise RuntimeError(f"{name} is imported already ({min(taken)}): call {package.function} before that")
+    finder = _AliasFinder(package, version)
+    sys.meta_path.insert(0, finder)
+    return finder.handle
 
 
 def alias_flash_attn(version: str = "2.8.3") -> AliasHandle:
@@ -171,18 +242,21 @@ def alias_flash_attn(version: str = "2.8.3") -> AliasHandle:
         RuntimeError: another flash_attn is imported already, or the alias exists with another version.
         ValueError: the version is not one or more numbers with dots, and optionally a suffix.
     """
-    if not isinstance(version, str):
-        raise TypeError(f"version must be a str such as '2.8.3', got {version!r}")
-    if not re.fullmatch(r"\d+(\.\d+)*([.+-]?\w+)*", version):
-        raise ValueError(f"version must look like 2.8.3, got {version!r}")
-    for finder in sys.meta_path:
-        if isinstance(finder, _AliasFinder):
-            if finder.version != version:
-                raise RuntimeError(f"flash_attn is diyfa already, as version {finder.version}; remove that alias first")
-            return finder.handle
-    taken = [n for n, m in sys.modules.items() if n.split(".")[0] == ROOT and not _is_ours(n, m)]
-    if taken:
-        raise RuntimeError(f"flash_attn is imported already ({min(taken)}): call alias_flash_attn before that")
-    finder = _AliasFinder(version)
-    sys.meta_path.insert(0, finder)
-    return finder.handle
+    return _alias(FLASH_ATTN, version)
+
+
+def alias_flash_attn_3(version: str = "3.0.0") -> AliasHandle:
+    """`alias_flash_attn` for FlashAttention-3: `import flash_attn_interface` and `flash_attn_3.flash_attn_interface`.
+
+    The functions are those of `diyfa.integrations.flash_attn_3`; the private ones and `flash_attn_combine` are absent.
+    """
+    return _alias(FLASH_ATTN_3, version)
+
+
+def alias_flash_attn_npu_v3(version: str = "0.1.1") -> AliasHandle:
+    """`alias_flash_attn` for `import flash_attn_npu_v3`, whose `flash_attn_with_kvcache` vLLM-Ascend imports where
+    inference must give what training gives: with `num_splits=1` it runs inside `diyfa.batch_invariant()`.
+
+    The functions are those of `diyfa.integrations.flash_attn_3`.
+    """
+    return _alias(FLASH_ATTN_NPU_V3, version)

@@ -202,12 +202,14 @@ def test_every_aliased_module_exists() -> None:
     """The table names modules of diyfa that are there, and parents before children."""
     import importlib
 
-    from diyfa.integrations.alias import MODULES
+    from diyfa.integrations import alias
 
-    for name, target in MODULES.items():
-        assert name == "flash_attn" or name.rpartition(".")[0] in MODULES
-        if target is not None:
-            assert importlib.import_module(target).__all__
+    for package in alias.PACKAGES:
+        assert callable(getattr(alias, package.function)) and package.distribution
+        for name, target in package.modules.items():
+            assert "." not in name or name.rpartition(".")[0] in package.modules
+            if target is not None:
+                assert importlib.import_module(target).__all__
 
 
 RUN = "import runpy, sys\nsys.argv = ['dropin_block.py', {arguments}]\nrunpy.run_path({path!r}, run_name='__main__')\n"

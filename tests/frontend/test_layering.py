@@ -68,9 +68,10 @@ def test_front_end_imports_no_backend(path: Path) -> None:
         assert name.split(".")[0] not in KERNEL_LANGUAGES, f"{path} imports {name} when it is imported"
 
 
-# Their parameters are given: those of flash_attn and torch_npu.
+# Their parameters are given: those of flash_attn, torch and torch_npu.
 FOREIGN_SIGNATURES = {
     "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
+    "_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention_backward",
     "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments", "reference_append",
     "context_parallel_attention",  # public, in diyfa.distributed
 }  # fmt: skip

@@ -1,0 +1,112 @@
+"""A Llama-shaped model of a billion parameters in Transformers, by each of its attentions, in turns.
+
+    python benchmarks/transformers_model.py [--attention sdpa flash_attention_2 diyfa] [--shrink 16] [--output FILE]
+
+Three rows for each attention: a training step (forward, loss and backward, 2 × 4096 tokens), a prefill of 8192 tokens,
+and a generated token after a prompt of 4096 (dynamic cache, batch of 8). Weights are random, bfloat16. On CUDA
+"flash_attention_2" is diyfa, too, through `alias_flash_attn`, as an unchanged program would use it; where a real
+flash_attn is installed, --real-flash-attn leaves it. `--shrink` divides sizes, to try this without a GPU.
+
+Needs transformers. Writes one JSON file with device, date and versions to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import diyfa
+from diyfa.bench.record import default_path, write_json
+from diyfa.bench.timing import quantiles_of, synchronize, time_calls
+from diyfa.device import default_backend
+from diyfa.integrations import alias_flash_attn, status, use_in_transformers
+
+RESULTS = Path(__file__).parent / "results"
+ATTENTIONS = ("sdpa", "flash_attention_2", "diyfa")
+
+
+def model_of(attention: str, device: torch.device, shrink: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=2048 // shrink, intermediate_size=8192 // shrink, num_hidden_layers=max(2, 16 // shrink),
+        num_attention_heads=max(1, 32 // shrink), num_key_value_heads=max(1, 8 // shrink), head_dim=64,
+        vocab_size=32000 // shrink, max_position_embeddings=16384, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+
+
+def works_of(model: Any, device: torch.device, shrink: int) -> dict[str, Callable[[], Any]]:
+    """Name -> one call; the generated tokens are timed apart."""
+
+    def tokens(batch: int, length: int) -> torch.Tensor:
+        return torch.randint(3, model.config.vocab_size, (batch, length // shrink), device=device)
+
+    train, prompt = tokens(2, 4096), tokens(1, 8192)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(train, labels=train, use_cache=False).loss.backward()
+
+    def prefill() -> None:
+        with torch.no_grad():
+            model(prompt, use_cache=True, logits_to_keep=1)
+
+    return {"training step": step, "prefill": prefill}
+
+
+def milliseconds_of_a_token(model: Any, device: torch.device, shrink: int, count: int) -> float:
+    """Of `count` tokens after the first."""
+    prompt = torch.randint(3, model.config.vocab_size, (8, 4096 // shrink), device=device)
+    seconds = []
+    for new in (1, 1 + count):  # what both have in common is the prompt
+        synchronize(device)
+        start = time.perf_counter()
+        model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return (seconds[1] - seconds[0]) / count * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", nargs="+", default=ATTENTIONS)
+    parser.add_argument("--rep", type=int, default=10)
+    parser.add_argument("--shrink", type=int, default=1)
+    parser.add_argument("--real-flash-attn", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device(default_backend())
+    if "flash_attention_2" in arguments.attention and not arguments.real_flash_attn:
+        alias_flash_attn()  # before transformers is imported
+    use_in_transformers()
+    rows = []
+    for attention in arguments.attention:
+        if attention == "flash_attention_2" and device.type != "cuda":
+            continue  # Transformers offers it nowhere else
+        model = model_of(attention, device, arguments.shrink)
+        with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
+            for name, work in works_of(model, device, arguments.shrink).items():
+                median, low, high = quantiles_of(time_calls(work, device, 3, arguments.rep))
+                rows.append({"work": name, "attention": attention, "ms": median, "p20": low, "p80": high})
+            token = milliseconds_of_a_token(model, device, arguments.shrink, 64 // arguments.shrink)
+            rows.append({"work": "a generated token", "attention": attention, "ms": token})
+        for row in rows[-3:]:
+            print(f"{row['work']:20}{row['attention']:20}{row['ms']:10.2f} ms", flush=True)
+        del model
+    print(next(row.calls for row in status() if row.client == "transformers"))
+    path = arguments.output or default_path("transformers", device, RESULTS)
+    write_json(path, "transformers", device, rows, shrink=arguments.shrink)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""diffusers: the attention backend "diyfa" of its models.
+
+Models whose attention goes through diffusers' dispatcher (Flux, Wan, Qwen-Image and the other transformers) take it by
+name. The UNets of Stable Diffusion call PyTorch's `scaled_dot_product_attention` themselves: `use_in_pytorch`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
+from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.options import UNBOUNDED
+
+NAME = "diyfa"
+SEAM = "diffusers"
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: object = None,
+) -> torch.Tensor:
+    """(B, S, H, D) -> (B, S, H, D), as diffusers' dispatcher calls it; a mask of two dimensions is (B, keys)."""
+    if return_lse or _parallel_config is not None:
+        what = "return_lse=True" if return_lse else "context parallelism"
+        raise ValueError(f"{what} of diffusers is not supported by its diyfa backend: use 'native'")
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ValueError(f"{query.shape[2]} query heads and {key.shape[2]} key heads need enable_gqa=True")
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True and attn_mask exclude each other")
+    window = UNBOUNDED
+    if is_causal:
+        key, value, window = causal_from_the_top_left(query, key, value, "bshd")
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    record(SEAM, f"attention{'' if attn_mask is None else ' with a mask'}: diyfa")
+    return attend(query, key, value, attn_mask, "bshd", window=window, dropout_p=dropout_p, sm_scale=scale)
+
+
+def use_in_diffusers() -> Handle:
+    """Give diffusers the attention backend "diyfa".
+
+        handle = use_in_diffusers()
+        pipeline.transformer.set_attention_backend("diyfa")  # or: with diffusers.attention_backend("diyfa"): ...
+
+    Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
+
+    Returns:
+        A handle whose `remove()` takes the name back; models that are set to it then fail until they are set to
+        another. A second call returns the same handle.
+
+    Raises:
+        ModuleNotFoundError: there is no diffusers, or one without such a registry.
+    """
+    handle = handle_of(SEAM)
+    if handle is not None:
+        return handle
+    from diffusers.models import attention_dispatch
+
+    names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
+    # The dispatcher knows backends by the members of an enumeration, which has no way to add one.
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = NAME.upper(), NAME
+    names._member_map_[member.name] = names._value2member_map_[NAME] = member
+    registry.register(member)(attention)
+
+    def undo() -> None:
+        if registry._active_backend == member:
+            registry.set_active_backend(names.NATIVE)
+        for table in (registry._constraints, registry._supported_arg_names):
+            table.pop(member, None)
+        registry._backends.pop(member, None)
+        del names._member_map_[member.name], names._value2member_map_[NAME]
+
+    return switch_on(SEAM, undo)

@@ -1,0 +1,39 @@
+"""Calls in the terms of PyTorch's plain attention (a mask, `is_causal` from the top left) as calls of diyfa."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diyfa.attention import flash_attention, flash_attention_v2
+from diyfa.options import UNBOUNDED
+
+
+def bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What a mask adds to the scores: a boolean one, True where a key is seen, 0 and -inf; another itself."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, layout: str = "bhsd", **options: Any
+) -> torch.Tensor:
+    """`flash_attention` ("bhsd") or `flash_attention_v2` ("bshd") with a boolean or an additive mask."""
+    call = flash_attention if layout == "bhsd" else flash_attention_v2
+    out = call(q, k, v, attn_bias=bias_of(mask, q.dtype), **options)
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out
+
+
+def causal_from_the_top_left(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "bhsd"
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """k, v and the window with which query i sees the keys j <= i, of tensors of any lengths."""
+    dim = layout.index("s")
+    seqlen_q, seqlen_k = q.shape[dim], k.shape[dim]
+    if seqlen_k > seqlen_q:  # nobody sees the rest
+        k, v = k.narrow(dim, 0, seqlen_q), v.narrow(dim, 0, seqlen_q)
+        seqlen_k = seqlen_q
+    return k, v, (UNBOUNDED[0], seqlen_q - seqlen_k)

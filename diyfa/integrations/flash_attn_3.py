@@ -1,0 +1,237 @@
+"""The functions of FlashAttention-3, which flash_attn_npu_v3 has too: names, arguments, order, defaults and results.
+
+They are diyfa's functions with other arguments. `num_splits`, `pack_gqa` and `sm_margin` are hints of FlashAttention-3
+for its own kernels, which change no result and are not used, with one exception: `flash_attn_with_kvcache` with
+`num_splits=1` runs inside `diyfa.batch_invariant()`, because that is why its callers ask for one split. What has no
+counterpart is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from diyfa import flash_attn_interface as flash_attn_2
+from diyfa import kvcache, registry, validation
+from diyfa.attention import flash_attention_varlen
+from diyfa.options import UNBOUNDED
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+Window = tuple[int, int]
+Tensor = torch.Tensor
+_DEQUANTISED = "inputs in float8 are not supported: dequantise them first"
+_ABSENT = {
+    "qv": "a second part of the queries that meets the values: concatenate it to q, and the latent cache to k",
+    "q_descale": _DEQUANTISED,
+    "k_descale": _DEQUANTISED,
+    "v_descale": _DEQUANTISED,
+    "seqused_q": "cut the queries with cu_seqlens_q",
+    "cu_seqlens_k_new": "pad what is appended, or append it before the call",
+    "rotary_seqlens": "positions begin at cache_seqlens",
+    "scheduler_metadata": "it is made for FlashAttention-3's kernels",
+}
+
+
+def _refuse(attention_chunk: int = 0, **given: Any) -> None:
+    """What FlashAttention-3 has and diyfa has not."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
+    if attention_chunk:
+        raise ValueError(f"attention_chunk must be 0, got {attention_chunk}: diyfa has windows, but no chunks")
+
+
+def _result(call: Callable[..., Any], return_attn_probs: bool, *arguments: Any, **options: Any) -> Any:
+    """out, or (out, softmax_lse), of a function of flash_attn 2 that returns three."""
+    found = call(*arguments, return_attn_probs=return_attn_probs, **options)
+    return found[:2] if return_attn_probs else found
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`diyfa.flash_attn_func` of (B, S, H, D) tensors -> out, or (out, softmax_lse (B, H, S)).
+
+    Raises:
+        ValueError: qv, a descale or attention_chunk is given, or what `diyfa.flash_attn_func` raises.
+    """
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return _result(
+        flash_attn_2.flash_attn_func, return_attn_probs, q, k, v, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv (B, S, 3, H, D), or with num_heads_q of (B, S, num_heads_q + 2 · Hk, D)."""
+    _refuse(attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    options["deterministic"] = deterministic
+    if qkv.dim() == 5:
+        return _result(flash_attn_2.flash_attn_qkvpacked_func, return_attn_probs, qkv, **options)
+    heads_kv, rest = divmod(qkv.shape[2] - (num_heads_q or 0), 2) if qkv.dim() == 4 else (0, 0)
+    if not num_heads_q or heads_kv < 1 or rest:
+        raise ValueError(
+            "qkv must be (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k, head_dim) "
+            f"with num_heads_q, got {tuple(qkv.shape)} and num_heads_q={num_heads_q}"
+        )
+    q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+    return _result(flash_attn_2.flash_attn_func, return_attn_probs, q, k, v, **options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors -> out, or (out, softmax_lse (H, T)).
+
+    Raises:
+        ValueError: as `flash_attn_func`; seqused_q is given; seqused_k is given and a gradient is wanted.
+    """
+    _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, seqused_q=seqused_q)
+    return flash_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window=window_size,
+        softcap=softcap, deterministic=deterministic, seqused_k=seqused_k, return_lse=return_attn_probs,
+    )  # fmt: skip
+
+
+def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Packed queries over a cache; a contiguous one has a page for each sequence."""
+    table, used, batch = given["page_table"], given["cache_seqlens"], given["cu_seqlens_q"].shape[0] - 1
+    if table is None:
+        rows = given["cache_batch_idx"]
+        rows = torch.arange(batch, dtype=torch.int32, device=q.device) if rows is None else rows
+        table = rows[:, None]
+    capacity = table.shape[1] * k_cache.shape[1]
+    if not isinstance(used, Tensor):
+        used = q.new_full((batch,), capacity if used is None else used, dtype=torch.int32)
+    longest = q.shape[0] if given["max_seqlen_q"] is None else given["max_seqlen_q"]
+    found = flash_attention_varlen(
+        q, k_cache, v_cache, given["cu_seqlens_q"], None, validation.check_length("max_seqlen_q", longest), capacity,
+        given["causal"], given["softmax_scale"], window=given["window_size"], softcap=given["softcap"],
+        block_table=table, seqused_k=used, return_lse=True,
+    )  # fmt: skip
+    assert isinstance(found, tuple), "the log-sum-exp was asked for"
+    return found
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`diyfa.flash_attn_with_kvcache`; with cu_seqlens_q the queries are packed (T, H, D), over pages or whole rows.
+
+    Returns:
+        out, or with return_softmax_lse (out, lse, out_accum, lse_accum), the last two without elements.
+
+    Raises:
+        ValueError: qv, q_descale, attention_chunk, cu_seqlens_k_new, rotary_seqlens or scheduler_metadata is given;
+            packed queries come with new keys, cache_leftpad or descales; what `diyfa.flash_attn_with_kvcache` raises.
+    """
+    _refuse(
+        attention_chunk, qv=qv, q_descale=q_descale, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
+        scheduler_metadata=scheduler_metadata,
+    )  # fmt: skip
+    validation.check_booleans(causal=causal, return_softmax_lse=return_softmax_lse)
+    with registry.batch_invariant() if num_splits == 1 else nullcontext():
+        if cu_seqlens_q is None:
+            found = kvcache.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, True,
+                k_descale=k_descale, v_descale=v_descale,
+            )  # fmt: skip
+        else:
+            given = {"k": k, "cache_leftpad": cache_leftpad, "k_descale": k_descale, "v_descale": v_descale}
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(f"{name} cannot go with packed queries (cu_seqlens_q)")
+            found = _attend_packed(q, k_cache, v_cache, {
+                "page_table": page_table, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
+                "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal,
+                "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap,
+            })  # fmt: skip
+    empty = q.new_empty(0, dtype=torch.float32)
+    return (*found, empty, empty) if return_softmax_lse else found[0]

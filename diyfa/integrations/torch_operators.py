@@ -1,0 +1,242 @@
+"""PyTorch's attention operators by diyfa, on tensors of any device: `use_in_pytorch` registers them.
+
+The names, arguments and results are those of `torch.ops.aten`. The five flash operators stand below autograd, their
+backward being operators of their own; `scaled_dot_product_attention` stands above it. What dropout draws travels from
+a forward to its backward operator in `rng_state`, (2,) uint64 as everywhere in PyTorch; `unused` says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from diyfa import flash_attn_interface as interface
+from diyfa import registry
+from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
+from diyfa.integrations.seams import record
+from diyfa.options import UNBOUNDED
+from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
+
+SEAM = "pytorch"
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _splits(num_splits: int | None) -> AbstractContextManager[object]:
+    """One split is how PyTorch asks for results that do not depend on the batch."""
+    if num_splits is not None and num_splits > 1:
+        raise ValueError(f"num_splits must be None or 1, got {num_splits}: diyfa chooses the number itself")
+    return registry.batch_invariant() if num_splits == 1 else nullcontext()
+
+
+def _refuse(return_debug_mask: bool) -> None:
+    if return_debug_mask:
+        raise ValueError(
+            "return_debug_mask=True is not supported: diyfa.flash_attn_func with return_attn_probs=True shows what "
+            "dropout keeps"
+        )
+
+
+def _bounds(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _auxiliary(q: torch.Tensor, rng_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """rng_state, unused and debug_attn_mask; rng_state is (2,) int64, which says nothing without dropout."""
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)
+    return rng_state.view(torch.uint64), unused, torch.empty(0, dtype=q.dtype, device=q.device)
+
+
+def _flash_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(B, S, H, D), or packed (T, H, D) with cum_seq_q -> output, lse (B, H, S) or (H, T), rng_state, unused, mask."""
+    record(SEAM, "_flash_attention_forward: diyfa")
+    _refuse(return_debug_mask)
+    left, right = _bounds(window_size_left, window_size_right)
+    with _splits(num_splits):
+        if cum_seq_q is None:
+            if seqused_k is not None or block_table is not None:
+                raise ValueError("seqused_k and block_table need packed queries, with cum_seq_q")
+            out, lse, _, rng_state = interface._flash_attn_forward(
+                query, key, value, dropout_p, scale, is_causal, left, right, 0.0, alibi_slopes, False
+            )
+        else:
+            out, lse, _, rng_state = interface._flash_attn_varlen_forward(
+                query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, left, right,
+                alibi_slopes=alibi_slopes, block_table=block_table, seqused_k=seqused_k,
+            )  # fmt: skip
+    return out, lse, *_auxiliary(query, rng_state)
+
+
+def _flash_attention_forward_no_dropout_inplace(out: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """`_flash_attention_forward` that writes into `out` -> lse."""
+    result, lse, *_ = _flash_attention_forward(*arguments, **options)
+    out.copy_(result)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of `_flash_attention_forward`."""
+    record(SEAM, "_flash_attention_backward: diyfa")
+    left, right = _bounds(window_size_left, window_size_right)
+    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    tensors = (grad_out, query, key, value, out, logsumexp, dq, dk, dv)
+    options = (dropout_p, scale, is_causal, left, right, 0.0, None, torch.are_deterministic_algorithms_enabled())
+    state = rng_state.view(torch.int64) if dropout_p else None
+    if cum_seq_q is None:
+        interface._flash_attn_backward(*tensors, *options, state)
+    else:
+        interface._flash_attn_varlen_backward(*tensors, cum_seq_q, cum_seq_k, max_q, max_k, *options, state)
+    return dq, dk, dv
+
+
+def _scaled_dot_product_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """(B, H, S, D) -> output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused, mask."""
+    record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
+    _refuse(return_debug_mask)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, _, rng_state = interface._flash_attn_forward(
+        q, k, v, dropout_p, scale, is_causal, -1, -1, 0.0, None, False
+    )
+    lengths = query.shape[2], key.shape[2]
+    return out.transpose(1, 2), lse, None, None, *lengths, *_auxiliary(query, rng_state)
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv of `_scaled_dot_product_flash_attention`, whose rng_state is called philox_seed here."""
+    record(SEAM, "_scaled_dot_product_flash_attention_backward: diyfa")
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    state = philox_seed.view(torch.int64) if dropout_p else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    interface._flash_attn_backward(
+        dout, q, k, v, o, logsumexp, dq, dk, dv, dropout_p, scale, is_causal, -1, -1, 0.0, None, deterministic, state
+    )
+    return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
+
+
+FLASH_OPERATORS = (
+    _flash_attention_forward,
+    _flash_attention_backward,
+    _scaled_dot_product_flash_attention,
+    _scaled_dot_product_flash_attention_backward,
+    _flash_attention_forward_no_dropout_inplace,  # of newer releases
+)
+
+
+# ---- The whole of scaled_dot_product_attention --------------------------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _left_to_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """Why a call is not one of diyfa's, or nothing."""
+    tensors = (query, key, value)
+    if any(x.is_nested or x.dim() != 4 for x in tensors):
+        return "not (B, H, S, D)"
+    if len({x.dtype for x in tensors}) > 1 or query.dtype not in _DTYPES:
+        return "dtype"
+    if query.shape[-1] > MAX_HEAD_DIM or value.shape[-1] > MAX_HEAD_DIM_V:
+        return "head_dim"
+    if any(x.stride(-1) != 1 for x in tensors):
+        return "last stride not 1"
+    alike = [x.shape[:2] for x in tensors]
+    if alike[1] != alike[2] or alike[0][0] != alike[1][0] or (alike[0] != alike[1] and not enable_gqa):
+        return "batch or heads differ"
+    return ""
+
+
+def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """PyTorch's function by diyfa, and by `original` for what is not among diyfa's calls."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        reason = _left_to_pytorch(query, key, value, enable_gqa)
+        if reason:
+            record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )  # fmt: skip
+        if is_causal and attn_mask is not None:
+            raise ValueError("is_causal=True and attn_mask exclude each other")
+        record(SEAM, "scaled_dot_product_attention: diyfa")
+        window = UNBOUNDED
+        if is_causal:
+            key, value, window = causal_from_the_top_left(query, key, value)
+        return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
+
+    return attention

@@ -1,0 +1,332 @@
+"""Hugging Face Transformers: `attn_implementation="diyfa"`, on any device, and `"paged|diyfa"`.
+
+Transformers asks an attention implementation for two functions. The mask function sees how the model masks (causal,
+sliding window, padding, packed sequences, a cache with room left, anything else) and says it in a tensor; the attention
+function gets that tensor in every layer. What diyfa's options express stays small:
+
+    None                    nothing but the model's own causality and window
+    bool (B, n)             padding, False where there is no token; (0, n): none. Only the first n keys exist: a static
+                            cache has more rows
+    uint8 (B, n)            the same in a layer with a sliding window
+    int32 (B, S)            packed sequences, the same number in the rows of one; int64: with a sliding window
+    bool (B, 1, Sq, Sk)     any other mask, and whatever a program passes itself: the whole truth, made a bias
+
+The meaning is always that of the model's eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diyfa.attention import flash_attention_varlen
+from diyfa.integrations.eager_attention import attend, bias_of
+from diyfa.integrations.seams import Handle, handle_of, record, switch_on
+from diyfa.kvcache import flash_attn_with_kvcache
+
+NAME = "diyfa"
+SEAM = "transformers"
+WITH_WINDOW = {torch.bool: torch.uint8, torch.int32: torch.int64}
+OF_WINDOWS = frozenset(WITH_WINDOW.values())
+PACKED = (torch.int32, WITH_WINDOW[torch.int32])
+
+# ---- The mask ------------------------------------------------------------------------------------------------------
+
+
+def _parts(mask_function: Any) -> list[Any]:
+    """The functions whose intersection a mask function of Transformers is."""
+    if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
+        return [mask_function]
+    (functions,) = (cell.cell_contents for cell in mask_function.__closure__)
+    return [part for function in functions for part in _parts(function)]
+
+
+def _packed(mask_function: Any) -> torch.Tensor | None:
+    """The sequence that each row belongs to, where a causal mask, with or without a window, is cut into sequences."""
+    names = [getattr(part, "__qualname__", "").split(".")[0] for part in _parts(mask_function)]
+    if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
+        return None
+    inner = _parts(mask_function)[names.index("packed_sequence_mask_function")]
+    return inner.__closure__[0].cell_contents
+
+
+def attention_mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
+    from transformers import masking_utils
+
+    tracing = torch.compiler.is_compiling()
+    window = kwargs.get("local_size")
+    slides = window is not None and window == getattr(kwargs.get("config"), "sliding_window", None)
+    causal = mask_function is masking_utils.causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
+    both_ways = mask_function is masking_utils.bidirectional_mask_function or (
+        slides and kwargs.get("allow_is_bidirectional_skip")
+    )
+    if not tracing and not causal and not both_ways:
+        rows = _packed(mask_function)
+        if rows is not None and attention_mask is None:
+            return rows.to(torch.int64 if slides else torch.int32)
+    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: nobody waits for it
+    if not (causal or both_ways) or (causal and decodes):
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+    if isinstance(q_offset, torch.Tensor):
+        q_offset = int(q_offset)
+    keys = min(kv_length, q_offset + q_length - kv_offset) if causal else kv_length
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + keys]
+        if not tracing and bool(padding.all()):
+            padding = None
+    if padding is None and (slides or keys < kv_length):
+        padding = torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
+    return padding.to(WITH_WINDOW[torch.bool]) if padding is not None and slides else padding
+
+
+# ---- The attention -------------------------------------------------------------------------------------------------
+
+
+Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences and the longest
+
+
+def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
+    """find(x), which waits for the device, once for a mask that all layers share."""
+    version = None if x.is_inference() else x._version  # tensors of inference mode have none
+    known, found = getattr(x, "diyfa_found", (None, None))
+    if version is None or version != known:
+        found = find(x)
+        x.diyfa_found = (version, found)  # type: ignore[attr-defined]
+    return found
+
+
+def _sequences(begins: torch.Tensor) -> Sequences:
+    """Sequences that begin in these rows (B, S), and in the first of each sample."""
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero()[:, 0]
+    offsets = torch.cat((starts, starts.new_tensor([begins.numel()]))).to(torch.int32)
+    return offsets, int(offsets.diff().max())
+
+
+def _by_number(numbers: torch.Tensor) -> Sequences:
+    return _sequences(numbers != numbers.roll(1, 1))
+
+
+def _by_position(positions: torch.Tensor) -> Sequences | None:
+    found = _sequences(positions != positions.roll(1, 1) + 1)
+    return None if found[0].shape[0] == 2 else found
+
+
+def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None]:
+    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; and how much
+    there is on the left. None where a sample's tokens have gaps, or are not the last ones."""
+    seen = mask.bool()
+    changes = seen != seen.roll(1, 1)
+    changes[:, 0] = seen[:, 0]
+    if bool(((changes & seen).sum(1) > 1).any()):
+        return None, None
+    to_the_end = bool(seen[:, -1].all())
+    return _sequences(changes), seen.int().argmax(1).to(torch.int32) if to_the_end else None
+
+
+def _packed_lengths(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, extras: dict[str, Any]) -> Any:
+    """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
+    or as position ids do that begin anew. Some models mask without a look at those."""
+    if extras.get("cu_seq_lens_q") is not None:
+        return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
+    found, positions = None, extras.get("position_ids")
+    if mask is not None and mask.dtype in PACKED:
+        found = _once(mask, _by_number)
+    elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
+        return ()
+    elif mask is not None and mask.dim() == 2:
+        found, _ = _once(mask, _by_padding)
+    elif mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
+        found = _once(positions, _by_position)
+    return () if found is None else (found[0], found[0], found[1], found[1])
+
+
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    """(B, S, H, D), in which `lengths` (offsets and longest, of both sides) count rows of the whole batch."""
+    cu_q, cu_k, max_q, max_k = lengths
+    batch = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_attention_varlen(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out.unflatten(0, batch)
+
+
+def _attend_one_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """A new token of each sample over a cache, by the kernels that divide the keys; None where they do not do."""
+    tensors = (q, k, v) if options["sinks"] is None else (q, k, v, options["sinks"])
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:
+        return None
+    left = None
+    if mask is not None:
+        left = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
+        if left is None:
+            return None
+    out = flash_attn_with_kvcache(
+        q, k, v, cache_leftpad=left, softmax_scale=options["sm_scale"], causal=options["causal"],
+        window_size=options["window"], softcap=options["softcap"], sinks=options["sinks"],
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
+    return out
+
+
+def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: dict[str, Any]) -> None:
+    if extras.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True needs the weights, which diyfa never forms: use attn_implementation='eager'"
+        )
+    for name in ("block_indices", "head_mask"):
+        if extras.get(name) is not None:
+            raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
+    if mask is not None and mask.dim() == 2 and (mask.dtype in OF_WINDOWS) > bool(window):
+        raise ValueError(
+            f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
+            "attn_implementation='eager'"
+        )
+    if mask is not None and mask.dim() not in (2, 4):
+        raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
+    """(B, H, S, D) -> (B, S, H, D), as Transformers calls it; `extras` hold sliding_window, softcap, s_aux,
+    position_bias and the lengths of packed sequences, besides what concerns others."""
+    mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
+    _check(module, mask, window, extras)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    sinks, softcap = extras.get("s_aux"), extras.get("softcap")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "sm_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0,
+        "sinks": None if sinks is None else sinks.flatten().float(),
+        "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
+    }  # fmt: skip
+    if mask is not None and mask.dim() == 2 and mask.dtype not in PACKED:
+        keys = mask.shape[1]
+        k, v = k[:, :keys], v[:, :keys]
+        bias = None if bias is None else bias[..., :keys]
+        mask = mask if mask.shape[0] else None
+    lengths = _packed_lengths(mask, q, k, extras if causal else {**extras, "position_ids": None})
+    if lengths:
+        if bias is not None:
+            raise ValueError(
+                "position_bias cannot go with packed sequences: pad them, or use attn_implementation='eager'"
+            )
+        record(SEAM, "attention of packed sequences: diyfa")
+        return _attend_packed(q, k, v, lengths, options), None
+    if mask is not None and mask.dim() == 4:  # it says everything
+        options.update(causal=False, window=(-1, -1))
+    out = _attend_one_token(q, k, v, mask, options) if bias is None else None
+    if out is not None:
+        record(SEAM, "attention of one token: diyfa")
+        return out, None
+    if mask is not None and mask.dim() == 2:
+        mask = mask.bool()[:, None, None, :]
+    if bias is not None:
+        mask = bias if mask is None else bias + bias_of(mask, bias.dtype)
+    record(SEAM, f"attention{'' if mask is None else ' with a mask'}: diyfa")
+    return attend(q, k, v, mask, "bshd", **options), None
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Any = None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """Continuous batching: (1, H, T, D) of all requests together over a paged cache -> (T, H, D)."""
+    _check(module, None, None, given)
+    window, lengths, longest = getattr(module, "sliding_window", None), given["cu_seq_lens_k"], given["max_seqlen_k"]
+    if isinstance(lengths, dict):
+        kind = "sliding_attention" if window else "full_attention"
+        lengths, longest = lengths[kind], longest[kind]
+    sinks, softcap, table = given.get("s_aux"), given.get("softcap"), given.get("block_table")
+    options: dict[str, Any] = {
+        "causal": True, "softcap": softcap or 0.0, "sinks": None if sinks is None else sinks.flatten().float(),
+    }  # fmt: skip
+    band = (window - 1, 0) if window else (-1, -1)
+    record(SEAM, f"paged attention{'' if table is None else ' over pages'}: diyfa")
+    if table is None:
+        k, v = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx,
+            read_index=given["read_index"], write_index=given["write_index"],
+        )  # fmt: skip
+        out = flash_attention_varlen(
+            query[0].transpose(0, 1), k, v, given["cu_seq_lens_q"].to(torch.int32), lengths.to(torch.int32),
+            int(given["max_seqlen_q"]), int(longest), sm_scale=module.scaling, window=band, **options,
+        )  # fmt: skip
+        return out, None  # type: ignore[return-value]
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    k_cache, v_cache = (x[layer].view(shape) for x in (cache.key_cache, cache.value_cache))
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # a new token of each request
+    used = (lengths.diff()[: k.shape[0]] - 1).to(torch.int32)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=used, block_table=table[group], softmax_scale=module.scaling,
+        window_size=band, **options,
+    )  # fmt: skip
+    return out.squeeze(1), None  # type: ignore[union-attr]
+
+
+def use_in_transformers() -> Handle:
+    """Give Transformers the attention implementations "diyfa" and "paged|diyfa".
+
+        handle = use_in_transformers()
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="diyfa")
+
+    Tensors on the CPU need `diyfa.use_backend("cpu")` around the model's calls.
+
+    Returns:
+        A handle whose `remove()` takes the names back; models that use them then fail with Transformers' own error. A
+        second call returns the same handle.
+
+    Raises:
+        ModuleNotFoundError: there is no Transformers.
+    """
+    handle = handle_of(SEAM)
+    if handle is not None:
+        return handle
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(f"paged|{NAME}", paged_attention)
+    AttentionMaskInterface.register(NAME, attention_mask_of)
+
+    def undo() -> None:
+        for interface, names in ((AttentionInterface, (NAME, f"paged|{NAME}")), (AttentionMaskInterface, (NAME,))):
+            for name in names:
+                interface._global_mapping.pop(name, None)
+
+    return switch_on(SEAM, undo)

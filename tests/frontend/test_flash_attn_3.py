@@ -1,0 +1,194 @@
+"""The surface of FlashAttention-3 and flash_attn_npu_v3: signatures, results, refusals, and the import statements."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from eager_budget import assert_like_the_reference, leaves, with_gradients
+from subprocesses import run_python
+
+import diyfa
+from diyfa.integrations import flash_attn_3
+
+_DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+_TAIL = "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, qv=None, {_DESCALES}, window_size=(-1, -1), "
+    f"attention_chunk=0, {_TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv, softmax_scale=None, causal=False, {_DESCALES}, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+    f"seqused_k=None, softmax_scale=None, causal=False, qv=None, {_DESCALES}, window_size=(-1, -1), "
+    f"attention_chunk=0, {_TAIL}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+    f"cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {_DESCALES}, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+    "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with diyfa.use_backend("cpu"):
+        yield
+
+
+def offsets(*lens: int) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    parameters = inspect.signature(getattr(flash_attn_3, name)).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert ", ".join(found) == SIGNATURES[name]
+
+
+def test_dense_and_packed_projections() -> None:
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (9, 0), "softcap": 5.0}
+    meaning = {"sm_scale": 0.3, "window": (9, 0), "softcap": 5.0}
+    inputs = leaves((2, 19, 4, 32), (2, 19, 2, 32), (2, 19, 2, 32))
+    assert_like_the_reference(
+        lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options), inputs, "bshd", **meaning
+    )
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), num_heads_q=4, **options)
+
+    assert_like_the_reference(packed, inputs, "bshd", **meaning)
+    q, k, v = leaves(*[(2, 19, 4, 32)] * 3)
+    apart = with_gradients(lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, causal=True), [q, k, v])
+    together = with_gradients(
+        lambda q, k, v: flash_attn_3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True), [q, k, v]
+    )
+    assert all(torch.equal(x, y) for x, y in zip(apart, together, strict=True))
+
+
+def test_packed_sequences() -> None:
+    cu_q, cu_k = offsets(7, 0, 20), offsets(9, 4, 20)
+    inputs = leaves((27, 4, 32), (33, 2, 32), (33, 2, 32))
+    assert_like_the_reference(
+        lambda q, k, v: flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 20, 20, causal=True),
+        inputs, "thd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True,
+    )  # fmt: skip
+    q, k, v = (x.detach() for x in inputs)
+    used = torch.tensor([5, 4, 11], dtype=torch.int32)
+    found = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 20, 20, seqused_k=used, return_attn_probs=True)
+    want = diyfa.flash_attention_varlen(q, k, v, cu_q, cu_k, 20, 20, seqused_k=used, return_lse=True)
+    assert len(found) == 2 and all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+def test_tuples() -> None:
+    """out alone, with the log-sum-exp, and over a cache with two more."""
+    q, k, v = (x.detach() for x in leaves(*[(2, 5, 2, 16)] * 3))
+    out = flash_attn_3.flash_attn_func(q, k, v)
+    pair = flash_attn_3.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert len(pair) == 2 and torch.equal(pair[0], out) and pair[1].shape == (2, 2, 5)
+    over = flash_attn_3.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True)
+    assert len(over) == 4 and over[1].shape == (2, 2, 5) and not over[2].numel() and not over[3].numel()
+    assert torch.equal(flash_attn_3.flash_attn_with_kvcache(q, k, v), over[0])
+
+
+def cache(pages: int = 6, page: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(pages, page, 2, 32, generator=generator).half() for _ in range(2))
+    return k, v
+
+
+def test_appending_to_pages() -> None:
+    table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)
+    lengths = torch.tensor([4, 17], dtype=torch.int32)
+    q, k, v = (x.detach() for x in leaves((2, 2, 4, 32), (2, 2, 2, 32), (2, 2, 2, 32)))
+    first, second = cache(), cache()
+    found = flash_attn_3.flash_attn_with_kvcache(
+        q, *first, k, v, cache_seqlens=lengths, page_table=table, causal=True, window_size=(9, 0)
+    )
+    want = diyfa.flash_attn_with_kvcache(
+        q, *second, k, v, cache_seqlens=lengths, block_table=table, causal=True, window_size=(9, 0)
+    )
+    assert torch.equal(found, want) and torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_packed_queries_as_ascends_training_consistency_calls(paged: bool) -> None:
+    """Packed queries over pages, one split: bitwise what training gives in the batch-invariant mode."""
+    k, v = cache() if paged else cache(3, 24)
+    table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)
+    used, cu_q = torch.tensor([11, 24], dtype=torch.int32), offsets(3, 7)
+    q = leaves((10, 4, 32))[0].detach()
+    where: dict[str, Any] = {"page_table": table}
+    if not paged:
+        where = {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)}
+    found = flash_attn_3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=used, cu_seqlens_q=cu_q, max_seqlen_q=torch.tensor(7), causal=True, window_size=[-1, -1],
+        rotary_interleaved=False, num_splits=1, softcap=0.0, attention_chunk=0, sm_margin=0, return_softmax_lse=False,
+        **where,
+    )  # fmt: skip
+    rows = [[3, 1, 0], [5, 2, 4]] if paged else [[2], [0]]
+    keys, values = (torch.cat([x[rows[b]].flatten(0, 1)[: used[b]] for b in range(2)]) for x in (k, v))
+    with diyfa.batch_invariant():
+        trained = diyfa.flash_attention_varlen(q, keys, values, cu_q, offsets(11, 24), 7, 24, True)
+    assert torch.equal(found, trained)
+
+
+X, CU = torch.zeros(1, 4, 2, 16), offsets(4)
+ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
+    "qv": (flash_attn_3.flash_attn_func, (X, X, X), {"qv": X}, "qv is not supported by diyfa"),
+    "descale": (flash_attn_3.flash_attn_func, (X, X, X), {"k_descale": X}, "k_descale is not supported by diyfa"),
+    "chunks": (flash_attn_3.flash_attn_func, (X, X, X), {"attention_chunk": 4}, "attention_chunk must be 0, got 4"),
+    "packing": (flash_attn_3.flash_attn_qkvpacked_func, (X,), {}, "with num_heads_q, got"),
+    "seqused_q": (
+        flash_attn_3.flash_attn_varlen_func, (X[0], X[0], X[0], CU, CU, 4, 4), {"seqused_q": CU[1:]}, "seqused_q is",
+    ),
+    "new keys": (
+        flash_attn_3.flash_attn_with_kvcache, (X[0], X, X, X, X), {"cu_seqlens_q": CU}, "k cannot go with packed",
+    ),
+    "metadata": (
+        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"scheduler_metadata": X}, "scheduler_metadata is",
+    ),
+    "offsets of new keys": (
+        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"cu_seqlens_k_new": CU}, "cu_seqlens_k_new is not supported",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_absent(name: str) -> None:
+    call, arguments, options, reason = ABSENT[name]
+    with pytest.raises(ValueError, match=reason):
+        call(*arguments, **options)
+
+
+IMPORTS = """
+import importlib.metadata as metadata, importlib.util, sys
+from diyfa.integrations import alias_flash_attn, alias_flash_attn_3, alias_flash_attn_npu_v3
+handles = [alias_flash_attn(), alias_flash_attn_3(), alias_flash_attn_npu_v3()]
+print([alias_flash_attn(), alias_flash_attn_3(), alias_flash_attn_npu_v3()] == handles)
+import flash_attn, flash_attn_interface, flash_attn_3.flash_attn_interface
+from flash_attn_npu_v3 import flash_attn_with_kvcache
+from flash_attn_npu_v3.flash_attn_interface import flash_attn_func
+from diyfa.integrations import flash_attn_3 as ours
+print(flash_attn_interface.flash_attn_func is flash_attn_func is ours.flash_attn_func)
+print(flash_attn_with_kvcache is ours.flash_attn_with_kvcache, flash_attn.flash_attn_func is ours.flash_attn_func)
+print(flash_attn_interface.__version__, metadata.version("flash-attn-3"), metadata.version("flash-attn-npu"))
+print(sorted(metadata.packages_distributions()["flash_attn_interface"]), metadata.version("flash-attn"))
+try:
+    from flash_attn_interface import flash_attn_combine
+except ImportError as error:
+    print("cannot import name 'flash_attn_combine'" in str(error))
+for handle in handles[1:]:
+    handle.remove()
+print([name for name in sys.modules if name.startswith("flash_attn")] != [], "flash_attn_interface" in sys.modules)
+print(importlib.util.find_spec("flash_attn_npu_v3"), importlib.util.find_spec("flash_attn") is not None)
+"""
+
+
+def test_imports() -> None:
+    assert run_python(IMPORTS).splitlines() == [
+        "True", "True", "True False", "3.0.0 3.0.0 0.1.1", "['flash_attn_3'] 2.8.3", "True", "True False", "None True",
+    ]  # fmt: skip

@@ -1,0 +1,290 @@
+"""diyfa's kernels of PyTorch's flash operators, on CPU tensors: on CUDA they are the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from eager_budget import assert_like_the_reference, leaves, with_gradients
+from subprocesses import run_python
+
+import diyfa
+from diyfa.dropout import kept
+from diyfa.integrations import Handle, use_in_pytorch
+from diyfa.integrations.torch_operators import FLASH_OPERATORS
+
+aten = torch.ops.aten
+LENS_Q, LENS_K = (17, 0, 30, 6), (17, 5, 40, 3)
+
+
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    handle = use_in_pytorch("cpu")
+    with diyfa.use_backend("cpu"):
+        yield handle
+    handle.remove()
+
+
+def offsets(lens: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def packed(dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    return leaves((sum(LENS_Q), 4, 32), (sum(LENS_K), 2, 32), (sum(LENS_K), 2, 32), dtype=dtype)
+
+
+PACKED = {"cu_seqlens_q": offsets(LENS_Q), "cu_seqlens_k": offsets(LENS_K), "layout": "thd"}
+LONGEST = (max(LENS_Q), max(LENS_K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scaled_dot_product(handle: Handle, dtype: torch.dtype, causal: bool) -> None:
+    shapes = ((2, 4, 37, 32), (2, 2, 37, 32), (2, 2, 37, 32))
+    assert_like_the_reference(
+        lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=0.3),
+        leaves(*shapes, dtype=dtype), causal=causal, sm_scale=0.3,
+    )  # fmt: skip
+    assert handle.calls == {
+        "_scaled_dot_product_flash_attention: diyfa": 1,
+        "_scaled_dot_product_flash_attention_backward: diyfa": 1,
+    }
+
+
+def test_results_are_those_that_pytorch_describes(handle: Handle) -> None:
+    """Shapes, dtypes and strides of the nine results are those that compiled graphs expect."""
+    q, k, v = (x.detach().transpose(1, 2) for x in leaves(*[(2, 37, 4, 32)] * 3))
+    found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    described = aten._scaled_dot_product_flash_attention(*(x.to("meta") for x in (q, k, v)), 0.0, True)
+    assert len(found) == len(described) == 9
+    for got, want in zip(found, described, strict=True):
+        if isinstance(want, torch.Tensor):
+            assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+        else:
+            assert got == want
+    dense = [x.transpose(1, 2) for x in (q, k, v)]
+    for lengths in ((None, None, 37, 37), (PACKED["cu_seqlens_q"],) * 2 + (30, 30)):
+        inputs = dense if lengths[0] is None else [x.flatten(0, 1) for x in dense]
+        found = aten._flash_attention_forward(*inputs, *lengths, 0.0, True, False)
+        described = aten._flash_attention_forward(
+            *(x.to("meta") for x in inputs), *(None if x is None else x.to("meta") for x in lengths[:2]), *lengths[2:],
+            0.0, True, False,
+        )  # fmt: skip
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in described]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)])
+def test_dense(handle: Handle, window: tuple[int, int]) -> None:
+    causal = window == (-1, 0)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        sizes = dict(zip(("window_size_left", "window_size_right"), window, strict=True))
+        return aten._flash_attention_forward(q, k, v, None, None, 37, 50, 0.0, causal, False, **sizes)[0]
+
+    assert_like_the_reference(attend, leaves((2, 37, 4, 32), (2, 50, 2, 32), (2, 50, 2, 32)), "bshd", window=window)
+
+
+def dropped(rng_state: torch.Tensor, sizes: tuple[int, int, int, int], p: float) -> torch.Tensor:
+    seed, offset = rng_state.view(torch.int64).unbind()
+    return ~kept(*sizes, p, seed, offset, "cpu")
+
+
+def test_dropout_travels_in_rng_state(handle: Handle) -> None:
+    """The backward operator drops what the forward one dropped, and the state alone says what that was."""
+    inputs = leaves(*[(2, 4, 37, 32)] * 3)
+    seen = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        results = aten._scaled_dot_product_flash_attention(q, k, v, 0.25, True)
+        seen.append(results[6])
+        return results[0]
+
+    torch.manual_seed(7)
+    first = with_gradients(attend, inputs)
+    torch.manual_seed(7)
+    again = with_gradients(attend, inputs)
+    other = with_gradients(attend, inputs)
+    assert seen[0].dtype == torch.uint64 and torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+    def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(37, 37, dtype=torch.bool).triu(1)
+        weights = (q @ k.mT * 32**-0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+        return weights.masked_fill(dropped(seen[0], (2, 4, 37, 37), 0.25), 0.0) / 0.75 @ v
+
+    plain = with_gradients(eager, [x.detach().double().requires_grad_() for x in inputs])
+    for got, want in zip(first, plain, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
+
+
+def test_blocks_of_keys_as_context_parallel_calls(handle: Handle) -> None:
+    """Partial results join by their log-sum-exp; the backward operator takes the joint ones for each block."""
+    q, k, v = (x.detach() for x in leaves((1, 4, 20, 32), *[(1, 2, 50, 32)] * 2, dtype=torch.float32))
+    blocks = [(x.contiguous(), y.contiguous()) for x, y in zip(k.split([31, 19], 2), v.split([31, 19], 2), strict=True)]
+    found = [aten._scaled_dot_product_flash_attention(q, *block) for block in blocks]
+    lse = torch.logaddexp(found[0][1], found[1][1])
+    out = sum(part[0] * (part[1] - lse).exp()[..., None] for part in found)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [
+        aten._scaled_dot_product_flash_attention_backward(
+            dout, q, *block, out, lse, None, None, 20, block[0].shape[2], 0.0, False, part[6], part[7]
+        )
+        for block, part in zip(blocks, found, strict=True)
+    ]
+    dq = gradients[0][0] + gradients[1][0]
+    dk, dv = (torch.cat([x[i] for x in gradients], 2) for i in (1, 2))
+    double = [x.double().requires_grad_() for x in (q, k, v)]
+    want = with_gradients(diyfa.reference_attention, double)
+    for got, expected in zip((out, dq, dk, dv), want, strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (4, 9)])
+def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(
+            q, k, v, offsets(LENS_Q), offsets(LENS_K), *LONGEST, window_size=window, enable_gqa=True, scale=0.2
+        )
+
+    assert_like_the_reference(attend, packed(), window=window, sm_scale=0.2, **PACKED)
+    assert handle.calls == {"_flash_attention_forward: diyfa": 1, "_flash_attention_backward: diyfa": 1}
+
+
+def test_varlen_attn_over_pages(handle: Handle) -> None:
+    """Pages, into a given tensor, with the log-sum-exp, and independent of the batch with one split."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = (x.detach() for x in packed())
+    pages = 8
+    table = torch.tensor([[3, -1, -1], [2, -1, -1], [1, 4, 0], [5, -1, -1]], dtype=torch.int32)
+    cache = torch.full((2, pages, 16, 2, 32), float("nan"), dtype=q.dtype)
+    for b, (start, length) in enumerate(zip(offsets(LENS_K).tolist(), (16, 5, 40, 3), strict=False)):
+        for j in range(length):
+            for x, rows in zip(cache, (k, v), strict=True):
+                x[table[b, j // 16], j % 16] = rows[start + j]
+    used = torch.tensor((16, 5, 40, 3), dtype=torch.int32)
+    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used, "block_table": table}
+    aux = {"return_aux": varlen.AuxRequest(lse=True)}
+    arguments = (q, *cache, offsets(LENS_Q), None, *LONGEST)
+    expected, lse = diyfa.flash_attention_varlen(
+        q, *cache, offsets(LENS_Q), None, *LONGEST, True, seqused_k=used, block_table=table, return_lse=True
+    )
+    found = varlen.varlen_attn(*arguments, **options, **aux)
+    out = torch.full_like(q, float("nan"))
+    written = varlen.varlen_attn_out(out, *arguments, **options, **aux)
+    assert written[0] is out
+    for result in (found, written):
+        assert torch.equal(result[0], expected) and torch.equal(result[1], lse)
+    alone = varlen.varlen_attn(*arguments, **options, num_splits=1)
+    with diyfa.batch_invariant():
+        same = diyfa.flash_attention_varlen(
+            q, *cache, offsets(LENS_Q), None, *LONGEST, True, seqused_k=used, block_table=table
+        )
+    assert torch.equal(alone, same)
+    with pytest.raises(ValueError, match="num_splits must be None or 1, got 4"):
+        varlen.varlen_attn(*arguments, **options, num_splits=4)
+
+
+def test_a_compiled_graph(handle: Handle) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    lengths = (offsets(LENS_Q), offsets(LENS_K), *LONGEST)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = q * 1.0, k * 1.0, v * 1.0
+        return varlen.varlen_attn(q, k, v, *lengths, window_size=(9, 0), enable_gqa=True) * 1.0
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    eager = with_gradients(attend, packed())
+    assert all(torch.equal(x, y) for x, y in zip(with_gradients(compiled, packed()), eager, strict=True))
+    assert handle.calls == {"_flash_attention_forward: diyfa": 2, "_flash_attention_backward: diyfa": 2}
+
+
+def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diyfa import flash_attn_interface
+
+    seen = []
+    backward = flash_attn_interface._flash_attn_backward
+    monkeypatch.setattr(
+        flash_attn_interface, "_flash_attn_backward", lambda *given: (seen.append(given[16]), backward(*given))[1]
+    )
+    inputs = leaves(*[(1, 2, 9, 16)] * 3)
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            with_gradients(aten._scaled_dot_product_flash_attention, inputs)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+REFUSED = {
+    "debug mask": (
+        lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True),
+        "return_debug_mask=True is not supported",
+    ),
+    "lengths without packing": (
+        lambda q, k, v: aten._flash_attention_forward(
+            q, k, v, None, None, 9, 9, 0.0, False, False, seqused_k=offsets((9,))
+        ),
+        "seqused_k and block_table need packed queries",
+    ),
+    "heads": (
+        lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k[:, :1], v),
+        "k and v must have the same heads and length",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(handle: Handle, case: str) -> None:
+    attend, reason = REFUSED[case]
+    with pytest.raises(ValueError, match=reason):
+        attend(*(x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3)))
+
+
+def test_removal_gives_the_operators_back() -> None:
+    q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
+    handle = use_in_pytorch("cpu")
+    assert use_in_pytorch("cpu") is handle and handle.active
+    with pytest.raises(RuntimeError, match="diyfa is under PyTorch's attention for cpu"):
+        use_in_pytorch("cuda")
+    handle.remove()
+    handle.remove()
+    assert not handle.active
+    with pytest.raises(NotImplementedError), diyfa.use_backend("cpu"):
+        aten._scaled_dot_product_flash_attention(q, k, v)
+    with pytest.raises(ValueError, match="device_type must be one of"):
+        use_in_pytorch("xpu")
+
+
+REGISTRY = """
+import torch, diyfa, diyfa.integrations.pytorch
+from torch.nn import attention
+print("diyfa" in attention.list_flash_attention_impls(), attention.current_flash_attention_impl())
+def kernels():
+    return [str(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"))[0] for name in NAMES]
+NAMES = [operator.__name__ for operator in diyfa.integrations.torch_operators.FLASH_OPERATORS]
+before = kernels()
+handle = diyfa.integrations.use_in_pytorch()
+print("".join(kernels()), attention.current_flash_attention_impl(), handle.active)
+attention.restore_flash_attention_impl()
+print(kernels() == before, attention.current_flash_attention_impl(), handle.active)
+attention.activate_flash_attention_impl("diyfa")
+handle = diyfa.integrations.use_in_pytorch("cuda")
+print("".join(kernels()), attention.current_flash_attention_impl(), handle.active)
+handle.remove()
+print(kernels() == before, attention.current_flash_attention_impl(), handle.active)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch has kernels of its own")
+def test_the_registry_of_pytorch() -> None:
+    """Nothing happens on import; the registry and the handle undo each other's work."""
+    pytest.importorskip("torch.nn.attention._registry")
+    assert run_python(REGISTRY).splitlines() == [
+        "False None", "TTTTT diyfa True", "True None False", "TTTTT diyfa True", "True None False",
+    ]  # fmt: skip
+    assert len(FLASH_OPERATORS) == 5

@@ -1,0 +1,136 @@
+"""`scaled_dot_product_attention` as a whole by diyfa, on CPU tensors: on an NPU it is the same function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from eager_budget import assert_like_the_reference, leaves, with_gradients
+
+import diyfa
+from diyfa.integrations import Handle, use_in_pytorch
+
+SDPA = "scaled_dot_product_attention"
+attention = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    handle = use_in_pytorch("cpu")
+    with diyfa.use_backend("cpu"):
+        yield handle
+    handle.remove()
+
+
+@pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19), (1, 7), (7, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_causal_from_the_top_left(handle: Handle, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    queries, keys = sizes
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
+    assert_like_the_reference(
+        lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True),
+        leaves((2, 4, queries, 32), *[(2, 2, keys, 32)] * 2, dtype=dtype),
+        attn_bias=torch.zeros(queries, keys).masked_fill(hidden, float("-inf")), sm_scale=0.25,
+    )  # fmt: skip
+    assert handle.calls == {f"{SDPA}: diyfa": 1}
+
+
+@pytest.mark.parametrize("shape", [(19, 33), (1, 33), (2, 1, 19, 33), (2, 4, 19, 33), (2, 1, 1, 33)], ids=str)
+@pytest.mark.parametrize("boolean", [True, False])
+def test_masks(handle: Handle, shape: tuple[int, ...], boolean: bool) -> None:
+    """Every row sees a key, or none of them: a row without one is 0, as PyTorch has it."""
+    generator = torch.Generator().manual_seed(3)
+    mask: Any = torch.randn(shape, generator=generator)
+    if boolean:
+        mask = mask > -0.3
+        mask[..., 0, :] = False
+    inputs = leaves((2, 4, 19, 32), (2, 4, 33, 32), (2, 4, 33, 16), dtype=torch.float32)
+    found = with_gradients(attention, inputs, attn_mask=mask)
+    assert handle.calls == {f"{SDPA}: diyfa": 1}
+    handle.remove()
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    expected = with_gradients(attention, double, attn_mask=mask if boolean else mask.double())
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-6)
+
+
+def test_a_learned_bias(handle: Handle) -> None:
+    q, k, v, bias = leaves(*[(1, 2, 9, 16)] * 3, (2, 9, 9), dtype=torch.float32)
+    found = with_gradients(attention, [q, k, v, bias])
+    handle.remove()
+    for got, want in zip(found, with_gradients(attention, [q, k, v, bias]), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+def test_dropout(handle: Handle) -> None:
+    """diyfa's own, drawn from PyTorch's generator."""
+    q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
+    torch.manual_seed(5)
+    found = attention(q, k, v, dropout_p=0.3)
+    torch.manual_seed(5)
+    assert torch.equal(found, diyfa.flash_attention(q, k, v, dropout_p=0.3))
+
+
+def test_modules_and_compiled_graphs(handle: Handle) -> None:
+    """nn.MultiheadAttention and nn.TransformerEncoderLayer in training, as they are and compiled."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 11, 32)
+    padding = torch.arange(11) >= torch.tensor([11, 6])[:, None]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    def gradients(module: Any) -> list[torch.Tensor]:
+        out = module(x, src_key_padding_mask=padding)[~padding]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), list(layer.parameters()))]
+
+    found, traced = gradients(layer), gradients(compiled)
+    assert handle.calls[f"{SDPA}: diyfa"] == 1
+    handle.remove()
+    for got, again, want in zip(found, traced, gradients(layer), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(again, want, atol=1e-4, rtol=1e-4)
+
+
+LEFT = {
+    "dtype": lambda x: attention(x.double(), x.double(), x.double()),
+    "not (B, H, S, D)": lambda x: attention(x[0], x[0], x[0]),
+    "head_dim": lambda x: attention(*[torch.randn(1, 1, 3, 600)] * 3),
+    "last stride not 1": lambda x: attention(x.mT, x.mT, x.mT),
+    "batch or heads differ": lambda x: attention(x, x[:, :1], x[:, :1]),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_left_to_pytorch(handle: Handle, reason: str) -> None:
+    x = leaves((1, 2, 9, 16), dtype=torch.float32)[0]
+    found = LEFT[reason](x)
+    assert handle.calls == {f"{SDPA}: PyTorch ({reason})": 1}
+    handle.remove()
+    torch.manual_seed(0)
+    if reason != "head_dim":
+        assert torch.equal(found, LEFT[reason](x))
+
+
+def test_before_pytorch_kept_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases without `torch.library.get_kernel`: what is left to PyTorch runs its own decomposition."""
+    monkeypatch.delattr(torch.library, "get_kernel")
+    inputs = leaves(*[(1, 2, 9, 16)] * 3, dtype=torch.float64)
+    want = with_gradients(attention, inputs, is_causal=True)
+    handle = use_in_pytorch("cpu")
+    try:
+        found = with_gradients(attention, inputs, is_causal=True)
+        with torch.inference_mode():
+            again = attention(*inputs, is_causal=True)
+        assert handle.calls == {f"{SDPA}: PyTorch (dtype)": 2}
+    finally:
+        handle.remove()
+    for got, expected in zip([*found, again], [*want, want[0]], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_two_masks(handle: Handle) -> None:
+    x = leaves((1, 2, 9, 16))[0]
+    with pytest.raises(ValueError, match="is_causal=True and attn_mask exclude each other"):
+        attention(x, x, x, attn_mask=torch.ones(9, 9, dtype=torch.bool), is_causal=True)

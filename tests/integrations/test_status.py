@@ -1,0 +1,59 @@
+"""`diyfa.integrations.status` and `diyfa info`: what is installed, what is on, where calls went."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from subprocesses import run_python
+
+import diyfa
+from diyfa.integrations import status, use_in_pytorch
+
+CLIENTS = ["pytorch", "transformers", "diffusers", "flash_attn", "flash_attn_3", "flash_attn_npu"]
+
+
+def test_where_calls_went() -> None:
+    rows = {row.client: row for row in status()}
+    assert list(rows) == CLIENTS and not any(row.on or row.calls for row in rows.values())
+    handle = use_in_pytorch("cpu")
+    x = torch.zeros(1, 2, 3, 16)
+    with diyfa.use_backend("cpu"):
+        for wide in (False, True, True):
+            torch.nn.functional.scaled_dot_product_attention(*[x.double() if wide else x] * 3)
+    row = status()[0]
+    assert row.on and row.detail == "cpu" and row.installed == torch.__version__
+    assert row.calls == {"scaled_dot_product_attention: diyfa": 1, "scaled_dot_product_attention: PyTorch (dtype)": 2}
+    handle.remove()
+    assert not status()[0].on
+    handle = use_in_pytorch("cpu")
+    assert status()[0].calls == {}, "counts begin anew"
+    handle.remove()
+
+
+IMPORTS = """
+import sys
+from diyfa.integrations import alias_flash_attn, status
+print(sorted(name for name in ("transformers", "diffusers", "rich", "triton") if name in sys.modules))
+alias_flash_attn()
+import flash_attn.bert_padding
+row = [row for row in status() if row.client == "flash_attn"][0]
+print(row.on, row.installed, sorted(row.calls))
+print(sorted(name for name in ("transformers", "diffusers", "rich", "triton") if name in sys.modules))
+"""
+
+
+def test_nothing_is_imported_for_it() -> None:
+    assert run_python(IMPORTS).splitlines() == [
+        "[]", "True 2.8.3 ['import flash_attn.bert_padding: diyfa', 'import flash_attn: diyfa']", "[]",
+    ]  # fmt: skip
+
+
+def test_info_shows_it() -> None:
+    code = "import sys; from diyfa.cli import main; main()"
+    rows = json.loads(run_python(code, arguments=("info", "--json")))["integrations"]
+    assert [row["client"] for row in rows] == CLIENTS
+    assert rows[0]["installed"] == torch.__version__ and not rows[0]["on"] and rows[0]["calls"] == {}
+    assert rows[0]["switched_on_by"] == "use_in_pytorch"
+    printed = run_python(code, arguments=("info",), COLUMNS="100")
+    assert "inside other software" in printed and "use_in_transformers()" in printed

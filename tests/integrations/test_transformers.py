@@ -1,0 +1,412 @@
+"""Models of Transformers by diyfa beside their eager attention: outputs, gradients, generated tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers as hf
+from subprocesses import SUPPORT, run_python
+
+import diyfa
+from diyfa.integrations import use_in_transformers
+from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
+DECODER = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128,
+           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "head_dim": 16}  # fmt: skip
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+DECODERS: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: hf.LlamaConfig(**DECODER),
+    "Qwen3": lambda: hf.Qwen3Config(**DECODER),
+    "Mistral": lambda: hf.MistralConfig(**DECODER, sliding_window=5),
+    "Gemma2": lambda: hf.Gemma2Config(**DECODER, **LAYERS, attn_logit_softcapping=4.0, query_pre_attn_scalar=16),
+    "Gemma3": lambda: hf.Gemma3TextConfig(**DECODER, **LAYERS, query_pre_attn_scalar=16),
+    "gpt-oss": lambda: hf.GptOssConfig(**DECODER, **LAYERS, num_local_experts=2, num_experts_per_tok=1),
+    "Llama4": lambda: hf.Llama4TextConfig(
+        **DECODER, attention_chunk_size=5, num_local_experts=1, num_experts_per_tok=1, intermediate_size_mlp=96,
+        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+    ),
+}  # fmt: skip
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
+
+
+@pytest.fixture(autouse=True)
+def handle() -> Iterator[Any]:
+    handle = use_in_transformers()
+    with diyfa.use_backend("cpu"):
+        yield handle
+    handle.remove()
+
+
+def decoder(name: str, attention: str) -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(DECODERS[name](), attn_implementation=attention)
+    for parameter_name, parameter in model.named_parameters():
+        if "sinks" in parameter_name:
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model.eval()
+
+
+def tokens(batch: int = 2, length: int = 17) -> torch.Tensor:
+    return torch.randint(3, 96, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def side_by_side(make: Callable[[str], Any], run: Callable[[Any], torch.Tensor], train: bool = True) -> None:
+    """`run(model)` and the gradient of every parameter agree between eager attention and diyfa."""
+    found = {}
+    for how in ("eager", "diyfa"):
+        model = make(how)
+        out = run(model)
+        gradients: dict[str, Any] = {}
+        if train:
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+            (out * weights).sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+        found[how] = out.detach(), gradients
+    (want, expected), (got, gradients) = found["eager"], found["diyfa"]
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    largest = max((float(x.abs().max()) for x in expected.values() if x is not None), default=0.0)
+    for name, want in expected.items():
+        if want is None:
+            assert gradients[name] is None, name
+            continue
+        scale = max(float(want.abs().max()), 0.01 * largest)  # some gradients are nothing but rounding errors
+        error = float((gradients[name] - want).abs().max()) / scale
+        assert error <= 1e-4, f"the gradient of {name} is off by {error} of the largest"
+
+
+MASKS = {
+    "whole": None,
+    "padded right": torch.arange(17) < torch.tensor([17, 9])[:, None],
+    "padded left": torch.arange(17) >= torch.tensor([0, 6])[:, None],
+    "padded within": (torch.arange(17) % 5 != 3) | (torch.arange(2) == 0)[:, None],
+    "packed": None,
+    "a mask of one's own": None,
+}
+
+
+# Llama4 of Transformers 5.17 takes masks of two dimensions only, and cannot generate with a static cache; the eager
+# attention of gpt-oss does not look at position ids.
+IMPOSSIBLE = {("Llama4", "a mask of one's own"), ("gpt-oss", "packed")}
+MASKED = [(name, mask) for name in DECODERS for mask in MASKS if (name, mask) not in IMPOSSIBLE]
+CACHED = [
+    (name, cache) for name in DECODERS for cache in ("dynamic", "static", None) if (name, cache) != ("Llama4", "static")
+]
+
+
+@pytest.mark.parametrize("name, masked", MASKED)
+def test_decoders(handle: Any, name: str, masked: str) -> None:
+    mask = MASKS[masked]
+    inputs: dict[str, Any] = {"input_ids": tokens(), "use_cache": False}
+    seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
+    if mask is not None:
+        inputs["attention_mask"] = mask.long()
+    if masked == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (5, 11, 1)])[None]
+        inputs["input_ids"] = tokens(1)
+        seen = seen[:1]
+    if masked == "a mask of one's own":  # a tree: each token sees itself and its ancestors
+        parents = [(i - 1) // 2 for i in range(17)]
+        tree = torch.eye(17, dtype=torch.bool)
+        for i in range(1, 17):
+            tree[i] |= tree[parents[i]]
+        inputs["attention_mask"] = torch.zeros(2, 1, 17, 17).masked_fill(~tree, torch.finfo(torch.float32).min)
+    side_by_side(lambda attention: decoder(name, attention), lambda model: model(**inputs).logits[seen])
+    ways = {
+        "whole": "attention",
+        "padded within": "attention with a mask",
+        "a mask of one's own": "attention with a mask",
+    }
+    way = ways.get(masked, "attention of packed sequences")
+    assert sum(handle.calls.values()) == 2
+    assert handle.calls[f"{way}: diyfa"] == (1 if name == "Llama4" and way != ways["padded within"] else 2)
+
+
+@pytest.mark.parametrize("gap", [False, True])
+@pytest.mark.parametrize("name, cache", CACHED)
+def test_generation(handle: Any, name: str, cache: str | None, gap: bool) -> None:
+    """The same tokens, by a padded batch that outgrows the sliding windows."""
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    mask[0, 4] = not gap
+    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "use_cache": cache is not None}
+    if cache is None:
+        del options["cache_implementation"]
+    found = {}
+    for how in ("eager", "diyfa"):
+        model = decoder(name, how)
+        model.generation_config.update(output_logits=True, return_dict_in_generate=True, disable_compile=True)
+        found[how] = model.generate(tokens(2, 7), attention_mask=mask, **options)
+    assert torch.equal(found["eager"].sequences, found["diyfa"].sequences)
+    if cache == "dynamic" and name != "Llama4":
+        way, least = ("attention with a mask", 4) if gap else ("attention of one token", 16)  # windows leave the gap
+        assert handle.calls[f"{way}: diyfa"] >= least
+    for want, got in zip(found["eager"].logits, found["diyfa"].logits, strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+def test_a_compiled_decoding_step() -> None:
+    """A static cache under torch.compile, as generate compiles it on accelerators."""
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = decoder("Gemma3", "eager").generate(tokens(2, 7), **options)
+    model = decoder("Gemma3", "diyfa")
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(
+        model.generate(tokens(2, 7), cache_implementation="static", disable_compile=True, **options), expected
+    )
+
+
+@pytest.mark.parametrize("masked", ["whole", "padded left"])
+def test_compiled_training(masked: str) -> None:
+    mask = MASKS[masked]
+    inputs = {"input_ids": tokens(), "use_cache": False, "attention_mask": None if mask is None else mask.long()}
+    seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
+    side_by_side(
+        lambda attention: torch.compile(decoder("Gemma3", attention), backend="eager", fullgraph=True),
+        lambda model: model(**inputs).logits[seen],
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    def make(attention: str) -> Any:
+        model = decoder(name, attention).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    mask = MASKS["padded left"]
+    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Mistral"])
+def test_position_ids_that_the_mask_does_not_tell(handle: Any, name: str) -> None:
+    """Each sequence is as alone, also where the model masks without a look at position ids: gpt-oss always does, others
+    when they fill a cache."""
+    model, ids = decoder(name, "diyfa"), tokens(1)
+    positions = torch.cat([torch.arange(n) for n in (5, 11, 1)])[None]
+    together = model(ids, position_ids=positions, use_cache=name == "Mistral").logits
+    assert handle.calls == {"attention of packed sequences: diyfa": 2}
+    alone = [model(part, use_cache=False).logits for part in ids.split([5, 11, 1], 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), **TOLERANCE)
+    positions.copy_(torch.arange(17))  # the same tensor with other contents
+    whole = model(ids, use_cache=False).logits
+    with torch.inference_mode():
+        again = model(ids, position_ids=positions.clone(), use_cache=False).logits
+    torch.testing.assert_close(again, whole, **TOLERANCE)
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, whole, **TOLERANCE)
+
+
+def test_packed_lengths_that_a_collator_counted(handle: Any) -> None:
+    offsets = torch.tensor([0, 5, 16, 17], dtype=torch.int32)
+    counted = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 11, "max_length_k": 11}
+    positions = torch.cat([torch.arange(n) for n in (5, 11, 1)])[None]
+
+    def run(model: Any) -> torch.Tensor:
+        extras = counted if model.config._attn_implementation == "diyfa" else {}
+        return model(tokens(1), position_ids=positions, use_cache=False, **extras).logits
+
+    side_by_side(lambda attention: decoder("Qwen3", attention), run)
+    assert set(handle.calls) == {"attention of packed sequences: diyfa"}
+
+
+def encoder(config: Any, kind: Any) -> Callable[[str], Any]:
+    def make(attention: str) -> Any:
+        torch.manual_seed(0)
+        return kind._from_config(config(), attn_implementation=attention).eval()
+
+    return make
+
+
+def test_bert() -> None:
+    config = lambda: hf.BertConfig(**SIZES, intermediate_size=96)  # noqa: E731
+    mask = MASKS["padded right"]
+    make = encoder(config, hf.BertModel)
+    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long()).last_hidden_state[mask])
+    side_by_side(make, lambda model: model(tokens()).last_hidden_state)
+
+
+def test_modernbert() -> None:
+    """Bidirectional windows, of padded batches and whole ones."""
+    config = lambda: hf.ModernBertConfig(  # noqa: E731
+        **SIZES, intermediate_size=96, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0
+    )
+    make = encoder(config, hf.ModernBertModel)
+    mask = MASKS["padded right"]
+    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long()).last_hidden_state[mask])
+    side_by_side(make, lambda model: model(tokens()).last_hidden_state)
+
+
+def test_siglip() -> None:
+    config = lambda: hf.SiglipVisionConfig(  # noqa: E731
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    side_by_side(encoder(config, hf.SiglipVisionModel), lambda model: model(pixels).pooler_output)
+
+
+def whisper(attention: str) -> Any:
+    config = hf.WhisperConfig(
+        d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=96, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.WhisperForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+
+
+def test_whisper() -> None:
+    """Self-attention both ways, causal, and to the encoder."""
+    sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    side_by_side(whisper, lambda model: model(sound, decoder_input_ids=tokens(2, 9), use_cache=False).logits)
+    found = [whisper(how).generate(sound, max_new_tokens=8, do_sample=False, num_beams=2) for how in ("eager", "diyfa")]
+    assert torch.equal(*found)
+
+
+def t5(attention: str) -> Any:
+    config = hf.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=1, relative_attention_num_buckets=8, dropout_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.T5ForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+
+
+def test_t5(handle: Any) -> None:
+    """A learned bias of positions, with and without padding, and its gradient."""
+    mask = MASKS["padded right"]
+    for inputs in ({"attention_mask": mask.long()}, {}):
+        side_by_side(t5, lambda model, i=inputs: model(tokens(), decoder_input_ids=tokens(2, 9), **i).logits)
+    assert sum(handle.calls.values()) == 12
+    found = [t5(how).generate(tokens(), max_new_tokens=6, do_sample=False) for how in ("eager", "diyfa")]
+    assert torch.equal(*found)
+
+
+def test_offsets_of_sequences() -> None:
+    """Each sample begins anew, whatever the one before ended with."""
+    one, gap = torch.tensor([[0, 0, 0], [0, 0, 0]]), torch.tensor([[True, False, True]])
+    left = torch.tensor([[True, True, True], [False, True, True]])
+    right = torch.tensor([[True, True, True], [True, False, False]])
+    assert _by_number(one)[0].tolist() == [0, 3, 6] and _by_number(one)[1] == 3
+    assert _by_position(torch.tensor([[4, 5, 6]])) is None
+    assert _by_position(torch.tensor([[0, 1, 0]]))[0].tolist() == [0, 2, 3]
+    (offsets, longest), padding = _by_padding(left)
+    assert (offsets.tolist(), longest, padding.tolist()) == ([0, 3, 4, 6], 3, [0, 1])
+    (offsets, longest), padding = _by_padding(right)
+    assert (offsets.tolist(), longest, padding) == ([0, 3, 4, 6], 3, None)
+    assert _by_padding(gap) == (None, None)
+
+
+@pytest.mark.parametrize("mask", [MASKS["padded left"], MASKS["padded right"], MASKS["padded within"]])
+def test_one_token_over_padded_keys(mask: torch.Tensor) -> None:
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 17), (2, 17)))
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, mask)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None], enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+
+
+def test_dropout() -> None:
+    """It is diyfa's own, drawn from PyTorch's generator."""
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    torch.manual_seed(5)
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None, dropout=0.3)
+    torch.manual_seed(5)
+    want = diyfa.flash_attention(q, k, v, causal=True, dropout_p=0.3)
+    assert torch.equal(found, want.transpose(1, 2))
+
+
+PAGED = """
+import sys, torch, transformers
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+from test_transformers import decoder, tokens
+from diyfa.integrations import use_in_transformers
+PagedAttentionMemoryHandler.get_available_memory = lambda self: 10**9  # a CPU has none
+handle = use_in_transformers()
+config = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64, block_size=16)
+for name in sys.argv[1:]:
+    found = []
+    for attention in ("paged|eager", "paged|diyfa"):
+        model = decoder(name, attention)
+        model.generation_config.update(eos_token_id=95, pad_token_id=0, max_new_tokens=6, do_sample=False)
+        prompts = [tokens(1, length)[0].tolist() for length in (7, 3, 12)]
+        results = model.generate_batch(prompts, model.generation_config, config, progress_bar=False)
+        found.append([results[key].generated_tokens for key in sorted(results)])
+    print(name, found[0] == found[1], [len(x) for x in found[1]], handle.calls["paged attention: diyfa"])
+"""
+
+
+def test_continuous_batching() -> None:
+    """It generates in a thread, so that the backend is asked for by the environment."""
+    names = ("Llama", "Gemma2", "gpt-oss")
+    lines = run_python(PAGED, Path(__file__).parent, SUPPORT, arguments=names, DIYFA_BACKEND="cpu").splitlines()
+    assert [line for line in lines if line.split()[0] in names] == [
+        f"{name} True [6, 6, 6] {12 * (i + 1)}" for i, name in enumerate(names)
+    ]
+
+
+class Pages:
+    """What `paged_attention` reads of Transformers' cache, for one layer."""
+
+    layer_index_to_group_indices: ClassVar = {0: (0, 0)}
+    block_size, num_key_value_heads, head_dim = 16, 2, 16
+
+    def __init__(self) -> None:
+        self.key_cache, self.value_cache = (
+            [torch.randn(8 * 16, 2, 16, generator=torch.Generator().manual_seed(i))] for i in range(2)
+        )
+
+
+def test_decoding_over_pages(handle: Any) -> None:
+    """The way with a block table: each request's new token is appended and attends to its pages."""
+    cache, lengths = Pages(), [5, 33]
+    table = torch.tensor([[[3, -1, -1], [1, 7, 2]]], dtype=torch.int32)
+    q, k, v = (torch.randn(1, heads, 2, 16) for heads in (4, 2, 2))
+    module = SimpleNamespace(layer_idx=0, scaling=0.3, sliding_window=9)
+    with torch.no_grad():
+        out, _ = paged_attention(
+            module, q, k, v, None, cache, cu_seq_lens_q=torch.tensor([0, 1, 2]),
+            cu_seq_lens_k={"sliding_attention": torch.tensor([0, 5, 38])}, max_seqlen_q=1,
+            max_seqlen_k={"sliding_attention": 33}, block_table=table,
+        )  # fmt: skip
+    for b, length in enumerate(lengths):
+        rows = [int(table[0, b, j // 16]) * 16 + j % 16 for j in range(length)]
+        keys, values = cache.key_cache[0][rows], cache.value_cache[0][rows]
+        assert torch.equal(keys[-1], k[0, :, b]) and torch.equal(values[-1], v[0, :, b])
+        scores = torch.einsum("hd,jhd->hj", q[0, :, b] * 0.3, keys.repeat_interleave(2, 1))
+        scores[:, : max(0, length - 9)] = float("-inf")
+        want = torch.einsum("hj,jhd->hd", scores.softmax(-1), values.repeat_interleave(2, 1))
+        torch.testing.assert_close(out[b], want, **TOLERANCE)
+    assert handle.calls == {"paged attention over pages: diyfa": 1}
+
+
+def test_refusals() -> None:
+    sliding = torch.empty((0, 3), dtype=torch.uint8)
+    x = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="masks with a sliding window but does not hand it to its attention"):
+        attention(torch.nn.Linear(1, 1), x, x, x, sliding)
+    with pytest.raises(ValueError, match="position_bias cannot go with packed sequences"):
+        attention(None, x, x, x, torch.zeros((1, 3), dtype=torch.int32), position_bias=torch.zeros(1, 2, 3, 3))
+    with pytest.raises(ValueError, match="block_indices is not supported"):
+        attention(None, x, x, x, None, block_indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="a mask must be"):
+        attention(None, x, x, x, torch.zeros(1, 3, 3))
+    model = decoder("Llama", "diyfa")
+    with pytest.raises(ValueError, match="output_attentions=True needs the weights"):
+        model(tokens(), output_attentions=True)
+
+
+def test_removal() -> None:
+    handle = use_in_transformers()
+    assert use_in_transformers() is handle
+    model = decoder("Llama", "diyfa")
+    handle.remove()
+    assert not handle.active
+    with pytest.raises((KeyError, ValueError)):
+        model(tokens())
+    with pytest.raises(ValueError, match="diyfa"):
+        decoder("Llama", "diyfa")
