@@ -73,6 +73,7 @@ class Sm90BwdConstants(Constants):
     softcap: bool
     consumer_registers: int
     producer_registers: int
+    skip: str = ""
 
 
 @dataclass(frozen=True)
@@ -458,7 +459,10 @@ def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
         if config.HAS_LEFT:
             seen = seen & (constant <= own + consumer.sizes.window_left)
         x = gl.where(seen, x, float("-inf"))
-    p = gl.exp2(x)
+    if config.SKIP == "exp":
+        p = x
+    else:
+        p = gl.exp2(x)
     if config.SOFTCAP:
         derivative = p * (1.0 - t * t)
     else:
@@ -473,7 +477,9 @@ def _store_dq(consumer, dq, item, row):
     c: gl.constexpr = consumer.INDEX
     shared = consumer.shared
     dq = _in_register_order(dq)
-    if config.RED:
+    if config.SKIP == "add":
+        pass
+    elif config.RED:
         _add_in_fours(consumer.outputs.dq_ptr + (row * CONSUMER_COUNT + c).to(gl.int64) * HALF_DQ, dq)
     else:
         wait_full(shared.dq_empty.index(c), (item & 1) ^ 1)
@@ -648,7 +654,7 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor):
     config: gl.constexpr = shared.config
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
-    if config.RED:
+    if config.RED or config.SKIP == "add":
         gl.warp_specialize(
             [
                 (_consumer, (0, keys, sizes, shared, outputs)),
@@ -712,9 +718,7 @@ def _bwd_sm90_kernel(
     if config.RED:
         dq_buffers: gl.constexpr = None
     else:
-        dq_buffers = gl.allocate_shared_memory(
-            gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout
-        )
+        dq_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
     queries = _ring(config.STAGES_Q, 2, CONSUMER_COUNT * WARPS)
     gradients = _ring(config.STAGES_DO, 1, CONSUMER_COUNT * WARPS)
     k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
@@ -990,6 +994,7 @@ class Sm90Backward:
             softcap=problem.softcap != 0.0,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
+            skip=config.skip,
         )
         grid = cdiv(problem.seqlen_k, BLOCK_N) * problem.batch * problem.heads_kv
         return Launch(_bwd_sm90_kernel, grid, arguments, {"config": values}, OPTIONS)

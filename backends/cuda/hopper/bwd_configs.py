@@ -1,4 +1,4 @@
-"""Which problems the Hopper backward (`hopper/bwd.py`) runs, and with which config. Plain data, importable everywhere."""
+"""Which problems the Hopper backward (`hopper/bwd.py`) runs, and with which config. Plain data."""
 
 from __future__ import annotations
 
@@ -22,4 +22,5 @@ class Sm90BwdConfig:
     early_dp: bool = False  # late: dP is started before dQ leaves
     consumer_registers: int = 240
     producer_registers: int = 24
+    skip: str = ""  # an experiment: what is left out
     measured: str = ""  # device, date, TFLOP/s
