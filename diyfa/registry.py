@@ -191,12 +191,13 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     return kernel
 
 
-def variant_of(op: str, backend: Backend, variant: str) -> str:
+def variant_of(op: str, backend: Backend, variant: str, problem: Any) -> str:
     """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
-    any where there is none."""
-    if op == "attention_bwd" and variant not in [k.name for k in _of_op(backend, op)]:
-        return "auto"
-    return variant
+    any where there is none that takes the problem."""
+    if op != "attention_bwd" or variant == "auto":
+        return variant
+    named = [k for k in _of_op(backend, op) if k.name == variant]
+    return variant if any(refusal(backend, k, problem) is None for k in named) else "auto"
 
 
 def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:

@@ -18,6 +18,7 @@ statistics (lse in units of log2, delta) as two rows, and the fp32 dQ in the ord
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from diyfa.backends.cuda.attention.launch import strides
+from diyfa.backends.cuda.attention import bwd as portable
+from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, cdiv, lengths_of
 from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
@@ -43,14 +45,16 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_full,
 )
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, ptxas_options
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
-from diyfa.backends.cuda.hopper.bwd_configs import BLOCK_N, BOX_COLUMNS, CONSUMERS, Sm90BwdConfig
+from diyfa.backends.cuda.hopper.bwd_configs import BLOCK_N, BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
 from diyfa.backends.cuda.hopper.epilogue import _by_chunks
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import _clamped, end_of, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
 
 DS_STAGES = gl.constexpr(2)
 DQ_ROWS = gl.constexpr(16)  # of the box in which a consumer's half of dQ leaves
@@ -817,7 +821,9 @@ def _prepare_kernel(
             dlse_at = dlse_ptr + sequence_b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
             delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
         if config.KEEP_DELTA:
-            gl.store(delta_ptr + of_rows + rows, delta, mask=exists)
+            gl.store(
+                delta_ptr + of_rows + rows, delta, mask=rows < (n_queries if config.LENGTHS == PACKED else seqlen_q)
+            )
         number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
         statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
         in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
@@ -1024,6 +1030,68 @@ class Sm90Backward:
         halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
         return Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS)
+
+
+def _config(problem: AttentionProblem) -> Sm90BwdConfig:
+    return forced_config("sm90_bwd", problem) or config_of(problem)
+
+
+def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """Memory for delta, where somebody needs it: the caller, or the sinks' gradient, which sums over all rows."""
+    if given is not None or not problem.sinks:
+        return given
+    # Rows that no sequence covers are written by no kernel.
+    return torch.zeros_like(lse) if problem.varlen else torch.empty_like(lse)
+
+
+def attention_backward(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: AttentionGradients,
+) -> None:
+    """Launch the kernels, which fill the gradients."""
+    if not is_aligned(dout, gradients.dk, gradients.dv):  # nobody knew it when the kernel was chosen
+        portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
+        return
+    lse = lse.contiguous()
+    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    delta = _delta(problem, lse, gradients.delta)
+    with on_device(tensors.q), post_processing():
+        launch_kernel(backward.prepare(out, dout, dlse, delta))
+        launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
+        launch_kernel(backward.convert(gradients.dq))
+        if gradients.dsinks is not None:
+            assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
+            portable.fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
+
+
+def repeat(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    gradients: AttentionGradients,
+    owners: Sequence[torch.Tensor],
+) -> Callable[..., list[torch.Tensor | None] | None] | None:
+    """`Kernel.repeat`."""
+    if not lse.is_contiguous() or not is_aligned(dout, gradients.dk, gradients.dv):
+        return None
+    tensors = own_objects(tensors)
+    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    delta = _delta(problem, lse, gradients.delta)
+    launches = (
+        backward.prepare(out, dout, None, delta),
+        backward.gradient(dout, gradients.dk, gradients.dv),
+        backward.convert(gradients.dq),
+    )
+    memory = [backward.statistics, backward.dq] if delta is None else [backward.statistics, backward.dq, delta]
+    with post_processing():
+        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory, problem.varlen)
 
 
 OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
