@@ -801,13 +801,10 @@ def _prepare_kernel(
     rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
-        sequence_b = b
-        if config.LENGTHS == PACKED:
-            sequence_b = 0
         at = (first_q + rows).to(gl.int64)[:, None]
         inside = (rows < n_queries)[:, None] & (columns < head_dim)[None, :]
-        o_at = o_ptr + sequence_b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-        do_at = do_ptr + sequence_b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
+        o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+        do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
         o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
         do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
         delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
@@ -818,7 +815,7 @@ def _prepare_kernel(
             of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
         lse = gl.load(lse_ptr + of_rows + rows, mask=exists, other=float("inf"))
         if config.HAS_DLSE:
-            dlse_at = dlse_ptr + sequence_b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
+            dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
             delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
         if config.KEEP_DELTA:
             gl.store(

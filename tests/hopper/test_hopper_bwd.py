@@ -1,0 +1,58 @@
+"""The Hopper backward without a GPU: right gradients and no undefined behaviour, whatever order things happen in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from hopper_interpreted import interpret_backward, run_backward  # noqa: E402
+
+from diyfa.backends.cuda.hopper.bwd_configs import CONFIGS, Sm90BwdConfig  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+
+def case(name: str, **changes) -> AttentionCase:
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 1, "seqlen_q": 150, "seqlen_k": 200, "head_dim": 64}
+    return AttentionCase(name, **{**sizes, "dtype": "bfloat16", **changes})
+
+
+CASES = [
+    case("full"),
+    case("even", seqlen_q=128, seqlen_k=256, heads=1, dtype="float16"),
+    case("128", head_dim=128),
+    case("one_key", seqlen_q=64, seqlen_k=1),
+    case("causal", causal=True, head_dim=128),
+    case("causal_more_queries", causal=True, seqlen_q=300, seqlen_k=130),
+    case("causal_more_keys", causal=True, seqlen_q=70, seqlen_k=330, head_dim=128),
+    case("gqa_bshd", heads=4, heads_kv=2, layout="bshd", batch=2, seqlen_q=140, seqlen_k=140, causal=True),
+    case("transposed", view="transposed", causal=True),
+    case("packed_qkv", layout="bshd", packing="qkv", heads_kv=2, seqlen_q=160, seqlen_k=160),
+    case("window", seqlen_q=330, seqlen_k=330, window=(70, 0)),
+    case("window_both", seqlen_q=330, seqlen_k=300, window=(60, 30), head_dim=128),
+    case("softcap", softcap=5.0),
+    case("softcap_128", softcap=5.0, causal=True, head_dim=128),
+    case("sinks", sinks=True, causal=True),
+    case("sinks_samples", sinks=True, batch=3, seq_lens=(150, 3, 80), seqlen_k=150),
+    case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128),
+    case("sequences", layout="thd", lens_q=(70, 1, 0, 130), lens_k=(130, 5, 3, 64), causal=True, sinks=True),
+    case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
+    case("columns_40", head_dim=40),
+    case("columns_96", head_dim=96, causal=True, dtype="float16"),
+    case("negative_scale", sm_scale=-0.2),
+    case("zero_scale", sm_scale=0.0),
+    case("large_scores", sm_scale=4.0, causal=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch, seed=3)
+    assert not run_backward(case)
+    assert kernel.launches == 1
