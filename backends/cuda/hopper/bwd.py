@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -78,6 +79,7 @@ class Sm90BwdConstants(Constants):
     red: bool
     dq_first: bool
     early_dp: bool
+    carry: bool
     has_left: bool
     has_right: bool
     lengths: int
@@ -544,6 +546,10 @@ def _blocks(
                 dq = warpgroup_mma_wait(B + (B if config.DQ_FIRST else 0), deps=[dq])
             else:
                 dq = warpgroup_mma_wait(B if config.DQ_FIRST else 0, deps=[dq])
+            if config.CARRY:
+                dk = warpgroup_mma_wait(2 * B if config.EARLY_DP else B if config.DQ_FIRST else 0, deps=[dk])
+                if item > 0:
+                    release(shared.queries.empty_barrier(item - 1))
             _store_dq(consumer, dq, item, row)
         if not (config.LATE and config.EARLY_DP):
             wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
@@ -566,8 +572,9 @@ def _blocks(
             dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(shared.gradients.empty_barrier(item))
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            release(shared.queries.empty_barrier(item))
+            if not config.CARRY:
+                dk = warpgroup_mma_wait(0, deps=[dk])
+                release(shared.queries.empty_barrier(item))
         elif config.DQ_FIRST:
             wait_full(shared.ds_full.index(ds_stage), (ds_item // DS_STAGES) & 1)
             dq = _start_dq(shared, ds_stage, zero, c)
@@ -615,6 +622,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     item = 0
     row = 0
+    if config.CARRY:
+        dk = warpgroup_mma_init(dk)
     if config.LATE:  # the dQ before the first block's is nothing
         QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
         nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
@@ -635,6 +644,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
         dq = _start_dq(shared, item % DS_STAGES, 0, INDEX)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(consumer, dq, item, row)
+    if config.CARRY:
+        dk = warpgroup_mma_wait(0, deps=[dk])
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
     _meet()
@@ -1000,6 +1011,7 @@ class Sm90Backward:
             red=config.red,
             dq_first=config.dq_first,
             early_dp=config.early_dp,
+            carry=config.carry,
             has_left=problem.window_left >= 0,
             has_right=problem.window_right >= 0,
             lengths=lengths_of(problem),
