@@ -1,6 +1,6 @@
-"""Configs of the Hopper backward beside each other, cuDNN and the portable backward, on an H100 or H200.
+"""Configs of the Hopper backward beside each other and cuDNN, on an H100 or H200.
 
-    PYTHONPATH=. python benchmarks/hopper_bwd.py [--only late] [--budget 230] [--rounds 3]
+    PYTHONPATH=. python benchmarks/hopper_bwd.py [--only late] [--budget 145] [--rounds 2]
 
 First each config is checked, in a process of its own with a time-out, against float64 at odd, ragged, causal and
 grouped shapes; then those that passed are timed in turns. A config that hangs or fails costs one line. bf16, 16384
@@ -29,32 +29,27 @@ from diyfa.backends.cuda.hopper.bwd_configs import Sm90BwdConfig
 
 TOKENS, HIDDEN = 16384, 2048
 SEQ_LENS = (1024, 4096, 16384)
-CHECK_LIMIT = 110  # seconds for one config
+CHECK_LIMIT = 60  # seconds for one config
 TILES = {64: Sm90BwdConfig(128, 2, 2), 128: Sm90BwdConfig(64, 2, 2)}
+AHEAD = {"late": False, "ahead": True}
 # A config is its head dim and what changes it. Those with `skip` are wrong on purpose: they say what a part costs.
 CHANGES: dict[str, dict[str, Any]] = {
-    "late": {},
-    "late-s-first": {"dq_first": False},
-    "late-red": {"red": True},
-    "late-s-first-red": {"red": True, "dq_first": False},
-    "dq-dk": {"late": False},
-    "dk-dq": {"late": False, "dq_first": False},
-    "dq-dk-red": {"late": False, "red": True},
-    "late-s-first-q3": {"dq_first": False, "stages_q": 3},
-    "dq-dk-do1": {"late": False, "stages_do": 1},
-    "late-no-add": {"skip": "add"},
-    "late-no-exp": {"skip": "exp"},
-    "dq-dk-no-add": {"late": False, "skip": "add"},
+    "late": {"dq_first": False},
+    "late-rot": {"dq_first": False, "rotate": True},
+    "ahead": AHEAD,
+    "ahead-rot": {**AHEAD, "rotate": True},
+    "ahead-s": {**AHEAD, "dq_first": False},
+    "ahead-rot-dq2": {**AHEAD, "rotate": True, "dq_stages": 2},
+    "ahead-rot-red": {**AHEAD, "rotate": True, "red": True},
+    "ahead-rot-no-add": {**AHEAD, "rotate": True, "skip": "add"},
 }
 # batch, heads, heads_kv, Sq, Sk, causal, window_left
 SHAPES = (
     (2, 4, 2, 1000, 1000, True, -1),
     (1, 2, 2, 257, 513, False, -1),
-    (1, 4, 1, 512, 512, True, -1),
-    (1, 2, 2, 100, 300, True, -1),
-    (1, 2, 1, 700, 650, True, 200),
     (1, 2, 2, 3000, 2049, False, -1),
 )
+LARGEST_ERROR = 6e-3  # of bfloat16 gradients; the portable backward's are around 3e-3
 
 
 def candidates(only: str) -> dict[str, tuple[int, Sm90BwdConfig]]:
@@ -123,10 +118,7 @@ def reference(problem: Any, tensors: Any, do: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check(name: str) -> str:
-    """What is wrong with a config, or "": its errors are at most twice those of the portable backward."""
-    from diyfa.backends.cuda.attention import bwd
-    from diyfa.problem import AttentionGradients
-
+    """What is wrong with a config, or ""."""
     d, config = candidates(name)[name]
     worst = 0.0
     for b, h, hk, sq, sk, causal, left in SHAPES:
@@ -137,56 +129,50 @@ def check(name: str) -> str:
         run()
         torch.cuda.synchronize()
         if config.skip:
-            return ""
-        portable = [torch.empty_like(x) for x in got]
-        bwd.attention_backward(problem, tensors, out, lse, do, None, AttentionGradients(*portable))
-        for label, x, y, want in zip(("dq", "dk", "dv"), got, portable, expected, strict=True):
-            error, allowed = ((z.double() - want).norm().item() / want.norm().item() for z in (x, y))
-            worst = max(worst, error / allowed)
-            if not error <= 1.5 * allowed:
-                return f"{label} of {(b, h, hk, sq, sk, causal, left)}: error {error:.2e}, portable {allowed:.2e}"
+            continue
+        for label, x, want in zip(("dq", "dk", "dv"), got, expected, strict=True):
+            error = (x.double() - want).norm().item() / want.norm().item()
+            worst = max(worst, error)
+            if not error <= LARGEST_ERROR:
+                return f"{label} of {(b, h, hk, sq, sk, causal, left)}: error {error:.2e}"
         first = [x.clone() for x in got]
-        for _ in range(20):
+        for _ in range(10):
             run()
             if not all(torch.equal(x, y) for x, y in zip(got[1:], first[1:], strict=True)):
                 return f"dk, dv of {(b, h, hk, sq, sk, causal, left)} differ from run to run"
-    print(f"{name}: errors up to {worst:.2f} of the portable backward's")
+    print(f"{name}: errors up to {worst:.2e}")
     return ""
 
 
 def measure(names: list[str], rounds: int, until: float, to: str) -> None:
-    """Time the configs, cuDNN and the portable backward in turns; rows are written to `to` as they come."""
+    """Time the configs and cuDNN in turns; rows are written to `to` as they come."""
     import triton
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    import diyfa
-
     every = candidates("")
     with Path(to).open("w") as file:
-        for causal in (False, True):
-            for s in SEQ_LENS[::-1]:
+        for s in SEQ_LENS[::-1]:
+            for causal in (False, True):
                 for d in TILES:
                     h, b = HIDDEN // d, TOKENS // s
                     problem, tensors, do = problem_and_tensors(b, h, h, s, s, d, causal, -1)
                     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
                     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                         of_cudnn = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-                    ours, lse = diyfa.flash_attention(q, k, v, causal=causal, return_lse=True)
+                    # About what it is for such tensors; a forward pass of ours would have to be compiled.
+                    keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
+                    lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
                     functions: dict[str, Any] = {
-                        "cudnn": partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True),
-                        "portable": partial(torch.autograd.grad, ours, (q, k, v), do, retain_graph=True),
+                        "cudnn": partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True)
                     }
                     for name in names:
                         if every[name][0] == d:
-                            run, _ = runner(every[name][1], problem, tensors, ours.detach(), lse.detach(), do)
-                            functions[name] = run
-                            if name.endswith("-late"):
-                                functions |= {f"{name}:{i + 1}": partial(run, (i,)) for i in range(3)}
+                            functions[name] = runner(every[name][1], problem, tensors, of_cudnn.detach(), lse, do)[0]
                     times: dict[str, list[float]] = {name: [] for name in functions}
                     for _ in range(rounds):
                         for name, function in functions.items():
                             if time.time() < until:
-                                ms = triton.testing.do_bench(function, warmup=8, rep=40, return_mode="median")
+                                ms = triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median")
                                 times[name].append(ms)
                     for name, found in times.items():
                         if found:
@@ -194,7 +180,7 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
                             row["tflops"] = 10 * TOKENS * s * HIDDEN / (2 if causal else 1) / row["ms"] / 1e9
                             file.write(json.dumps(row) + "\n")
                     file.flush()
-                    del functions, of_cudnn, ours, lse
+                    del functions, of_cudnn
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -217,9 +203,9 @@ def table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="configs whose name has one of these in it, with commas between")
-    parser.add_argument("--budget", type=float, default=230, help="seconds for all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--budget", type=float, default=145, help="seconds for all")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--to", help=argparse.SUPPRESS)
@@ -237,7 +223,7 @@ def main() -> None:
     chosen = candidates(options.only)
 
     def passes(name: str) -> bool:
-        left = min(CHECK_LIMIT, begin + options.budget * 0.55 - time.time())
+        left = min(CHECK_LIMIT, begin + options.budget * 0.42 - time.time())
         command = [sys.executable, __file__, "--check", name]
         if left < 5:
             print(f"{name}: not checked, out of time", flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hopper_gluon import need_hopper_gluon
 
@@ -11,7 +9,6 @@ need_hopper_gluon()
 
 from hopper_interpreted import interpret_backward, run_backward  # noqa: E402
 
-from diyfa.backends.cuda.hopper.bwd_configs import CONFIGS, Sm90BwdConfig  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -79,7 +78,10 @@ class Sm90BwdConstants(Constants):
     red: bool
     dq_first: bool
     early_dp: bool
-    carry: bool
+    ahead: bool
+    early_dv: bool
+    rotate: bool
+    dq_stages: int
     has_left: bool
     has_right: bool
     lengths: int
@@ -167,6 +169,7 @@ class KeyBlock:
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
+    shift: gl.tensor | gl.constexpr  # of the order in which blocks are visited that need no mask
 
     @gluon.jit
     def masked_count(self):
@@ -179,10 +182,16 @@ class KeyBlock:
         return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
 
     @gluon.jit
+    def full_block(self, i):
+        """The block that is visited in place of block i, which needs no mask."""
+        block = i + self.shift
+        return gl.where(block < self.full_end, block, block - (self.full_end - self.full_begin))
+
+    @gluon.jit
     def block(self, i):
         """The i-th block of all: those that need a mask come first."""
         masked = self.masked_count()
-        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
+        return gl.where(i < masked, self.masked_block(i), self.full_block(self.full_begin + i - masked))
 
 
 @gluon.jit
@@ -215,7 +224,11 @@ def _key_block(pid, sizes, config):
     full_begin = gl.where(col0 + BLOCK_KEYS <= n_keys, full_begin, end)
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
-    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+    # Programs that run beside each other add to different rows of dQ. With a mask on the right they do so anyway.
+    shift = 0
+    if config.ROTATE and not config.HAS_RIGHT:
+        shift = pid % blocks_n * (full_end - full_begin) // blocks_n
+    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, shift)
 
 
 @aggregate
@@ -355,28 +368,36 @@ def _producer(keys, sizes, shared, inputs):
                 shared.do_buffers, item % config.STAGES_DO, shared.gradients.full_barrier(item), config.BOXES, RAGGED,
             )  # fmt: skip
             item += 1
+    if config.AHEAD:  # scores that nobody needs are formed from zeros
+        full = shared.queries.full_barrier(item)
+        mbarrier.wait(shared.queries.empty_barrier(item), shared.queries.parity(item) ^ 1)
+        mbarrier.arrive(full, count=1)
+        start_load(
+            inputs.q_tensor, b, hk, gl.cdiv(keys.n_queries, config.BLOCK_M) * config.BLOCK_M, end_q, keys.n_queries,
+            shared.q_buffers, item % config.STAGES_Q, full, config.BOXES, RAGGED,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor):
     """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory."""
     config: gl.constexpr = shared.config
-    full = shared.dq_full.index(CONSUMER)
-    empty = shared.dq_empty.index(CONSUMER)
+    STAGES: gl.constexpr = config.DQ_STAGES
     item = 0
     if config.LATE:  # what comes before the first block is nothing
-        mbarrier.wait(full, 0)
-        mbarrier.arrive(empty, count=1)
+        mbarrier.wait(shared.dq_full.index(CONSUMER * STAGES), 0)
+        mbarrier.arrive(shared.dq_empty.index(CONSUMER * STAGES), count=1)
         item += 1
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         for i in range(keys.end - keys.begin):
             row = ((first + keys.block(i)) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
-            mbarrier.wait(full, item & 1)
-            async_reduce_add(dq_tensor, [row, 0], shared.dq_buffers.index(CONSUMER))
+            buffer = CONSUMER * STAGES + item % STAGES
+            mbarrier.wait(shared.dq_full.index(buffer), (item // STAGES) & 1)
+            async_reduce_add(dq_tensor, [row, 0], shared.dq_buffers.index(buffer))
             tma.store_wait(0)
-            mbarrier.arrive(empty, count=1)
+            mbarrier.arrive(shared.dq_empty.index(buffer), count=1)
             item += 1
 
 
@@ -495,10 +516,11 @@ def _store_dq(consumer, dq, item, row):
     elif config.RED:
         _add_in_fours(consumer.outputs.dq_ptr + (row * CONSUMER_COUNT + c).to(gl.int64) * HALF_DQ, dq)
     else:
-        wait_full(shared.dq_empty.index(c), (item & 1) ^ 1)
-        shared.dq_buffers.index(c).store(dq)
+        buffer = c * config.DQ_STAGES + item % config.DQ_STAGES
+        wait_full(shared.dq_empty.index(buffer), ((item // config.DQ_STAGES) & 1) ^ 1)
+        shared.dq_buffers.index(buffer).store(dq)
         fence_async_shared()
-        release(shared.dq_full.index(c))
+        release(shared.dq_full.index(buffer))
 
 
 @gluon.jit
@@ -525,7 +547,7 @@ def _blocks(
         if MASKED:
             block = keys.masked_block(i)
         else:
-            block = i
+            block = keys.full_block(i)
         start_m = block * config.BLOCK_M
         stage_q = item % config.STAGES_Q
         stage_do = item % config.STAGES_DO
@@ -546,10 +568,6 @@ def _blocks(
                 dq = warpgroup_mma_wait(B + (B if config.DQ_FIRST else 0), deps=[dq])
             else:
                 dq = warpgroup_mma_wait(B if config.DQ_FIRST else 0, deps=[dq])
-            if config.CARRY:
-                dk = warpgroup_mma_wait(2 * B if config.EARLY_DP else B if config.DQ_FIRST else 0, deps=[dk])
-                if item > 0:
-                    release(shared.queries.empty_barrier(item - 1))
             _store_dq(consumer, dq, item, row)
         if not (config.LATE and config.EARLY_DP):
             wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
@@ -572,9 +590,8 @@ def _blocks(
             dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(shared.gradients.empty_barrier(item))
-            if not config.CARRY:
-                dk = warpgroup_mma_wait(0, deps=[dk])
-                release(shared.queries.empty_barrier(item))
+            dk = warpgroup_mma_wait(0, deps=[dk])
+            release(shared.queries.empty_barrier(item))
         elif config.DQ_FIRST:
             wait_full(shared.ds_full.index(ds_stage), (ds_item // DS_STAGES) & 1)
             dq = _start_dq(shared, ds_stage, zero, c)
@@ -601,6 +618,79 @@ def _blocks(
 
 
 @gluon.jit
+def _blocks_ahead(
+    consumer, first, start, end,
+    dk, dv,  # [64, D] fp32
+    s,  # products of this block, [64, BLOCK_M]
+    item,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """As `_blocks`, but scores are formed a block ahead."""
+    config: gl.constexpr = consumer.shared.config
+    c: gl.constexpr = consumer.INDEX
+    B: gl.constexpr = config.BOXES
+    shared = consumer.shared
+    keys = consumer.keys
+    DTYPE: gl.constexpr = shared.k_buffers.dtype
+    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
+    QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
+    for i in range(start, end):
+        if MASKED:
+            block = keys.masked_block(i)
+        else:
+            block = keys.full_block(i)
+        stage_q = item % config.STAGES_Q
+        stage_do = item % config.STAGES_DO
+        # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
+        zero = optimisation_barrier(item * 0)
+        wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
+        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage_do, c + zero, B, config.BLOCK_M)
+        lse = shared.statistics.index(2 * stage_q).load(S_LAYOUT)
+        p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
+        p = gl.convert_layout(p.to(DTYPE), OPERAND)
+        if config.EARLY_DV:
+            dv = warpgroup_mma(p, run_of(shared.do_buffers, stage_do, B, 0, B), dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dv = warpgroup_mma(p, run_of(shared.do_buffers, stage_do, B, 0, B), dv, is_async=True)
+        delta = shared.statistics.index(2 * stage_q + 1).load(S_LAYOUT)
+        ds = (derivative * (dp - delta)).to(DTYPE)
+        ds_stage = item % DS_STAGES
+        run_of(shared.ds_buffers, ds_stage * CONSUMER_COUNT + c, QUERY_BOXES, 0, QUERY_BOXES).store(ds)
+        fence_async_shared()
+        release(shared.ds_full.index(ds_stage))
+        ds = gl.convert_layout(ds, OPERAND)
+        next_stage = (item + 1) % config.STAGES_Q
+        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        release(shared.gradients.empty_barrier(item))
+        if config.DQ_FIRST:
+            wait_full(shared.ds_full.index(ds_stage), (item // DS_STAGES) & 1)
+            dq = _start_dq(shared, ds_stage, zero, c)
+            wait_full(shared.queries.full_barrier(item + 1), shared.queries.parity(item + 1))
+            s_next = _start_scores(shared.k_buffers, shared.q_buffers, next_stage, c + zero, B, config.BLOCK_M)
+            dk = warpgroup_mma_wait(CONSUMER_COUNT + B, deps=[dk])
+            release(shared.queries.empty_barrier(item))
+            dq = warpgroup_mma_wait(B, deps=[dq])
+            _store_dq(consumer, dq, item, first + block)
+            s = warpgroup_mma_wait(0, deps=[s_next])
+        else:
+            wait_full(shared.queries.full_barrier(item + 1), shared.queries.parity(item + 1))
+            s_next = _start_scores(shared.k_buffers, shared.q_buffers, next_stage, c + zero, B, config.BLOCK_M)
+            wait_full(shared.ds_full.index(ds_stage), (item // DS_STAGES) & 1)
+            dq = _start_dq(shared, ds_stage, zero, c)
+            dk = warpgroup_mma_wait(CONSUMER_COUNT + B, deps=[dk])
+            release(shared.queries.empty_barrier(item))
+            s = warpgroup_mma_wait(CONSUMER_COUNT, deps=[s_next])
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _store_dq(consumer, dq, item, first + block)
+        item += 1
+    return dk, dv, s, item
+
+
+@gluon.jit
 def _meet():
     """All threads of both consumers, on a barrier that Triton itself does not use."""
     gl.inline_asm_elementwise("mov.b32 $0, 0; bar.sync 8, 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -622,8 +712,6 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     item = 0
     row = 0
-    if config.CARRY:
-        dk = warpgroup_mma_init(dk)
     if config.LATE:  # the dQ before the first block's is nothing
         QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
         nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
@@ -634,18 +722,24 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
         wait_full(shared.k_full.index(j), 0)
     wait_full(shared.v_full.index(INDEX), 0)
     masked = keys.masked_count()
+    if config.AHEAD:
+        wait_full(shared.queries.full_barrier(0), 0)
+        s = _start_scores(shared.k_buffers, shared.q_buffers, 0, INDEX, B, config.BLOCK_M)
+        s = warpgroup_mma_wait(0, deps=[s])
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
-        dk, dv, item, row = _blocks(consumer, first, 0, masked, dk, dv, item, row, True)
-        dk, dv, item, row = _blocks(consumer, first, keys.full_begin, keys.full_end, dk, dv, item, row, False)
+        if config.AHEAD:
+            dk, dv, s, item = _blocks_ahead(consumer, first, 0, masked, dk, dv, s, item, True)
+            dk, dv, s, item = _blocks_ahead(consumer, first, keys.full_begin, keys.full_end, dk, dv, s, item, False)
+        else:
+            dk, dv, item, row = _blocks(consumer, first, 0, masked, dk, dv, item, row, True)
+            dk, dv, item, row = _blocks(consumer, first, keys.full_begin, keys.full_end, dk, dv, item, row, False)
     if config.LATE:
         wait_full(shared.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
         dq = _start_dq(shared, item % DS_STAGES, 0, INDEX)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _store_dq(consumer, dq, item, row)
-    if config.CARRY:
-        dk = warpgroup_mma_wait(0, deps=[dk])
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
     _meet()
@@ -742,21 +836,24 @@ def _bwd_sm90_kernel(
     if config.RED:
         dq_buffers: gl.constexpr = None
     else:
-        dq_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
+        dq_buffers = gl.allocate_shared_memory(
+            gl.float32, [CONSUMER_COUNT * config.DQ_STAGES] + dq_tensor.block_shape, dq_tensor.layout
+        )
     queries = _ring(config.STAGES_Q, 2, CONSUMER_COUNT * WARPS)
     gradients = _ring(config.STAGES_DO, 1, CONSUMER_COUNT * WARPS)
     k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT * config.DQ_STAGES, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT * config.DQ_STAGES, 1], BARRIER)
     queries.init()
     gradients.init()
     for c in gl.static_range(CONSUMER_COUNT):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
-        mbarrier.init(dq_full.index(c), count=WARPS)
-        mbarrier.init(dq_empty.index(c), count=1)
+    for buffer in gl.static_range(CONSUMER_COUNT * config.DQ_STAGES):
+        mbarrier.init(dq_full.index(buffer), count=WARPS)
+        mbarrier.init(dq_empty.index(buffer), count=1)
     for stage in gl.static_range(DS_STAGES):
         mbarrier.init(ds_full.index(stage), count=CONSUMER_COUNT * WARPS)
     fence_async_shared()
@@ -1011,7 +1108,10 @@ class Sm90Backward:
             red=config.red,
             dq_first=config.dq_first,
             early_dp=config.early_dp,
-            carry=config.carry,
+            ahead=config.ahead,
+            early_dv=config.early_dv,
+            rotate=config.rotate,
+            dq_stages=config.dq_stages,
             has_left=problem.window_left >= 0,
             has_right=problem.window_right >= 0,
             lengths=lengths_of(problem),

@@ -25,7 +25,10 @@ class Sm90BwdConfig:
     red: bool = False  # dQ is added from registers, else through shared memory and TMA
     dq_first: bool = True  # late: before the scores; else before dK
     early_dp: bool = False  # late: dP is started before dQ leaves
-    carry: bool = False  # late: dK of a block may still run when the next one begins
+    ahead: bool = False  # scores are formed a block ahead
+    rotate: bool = False  # without a mask on the right programs begin at different queries
+    dq_stages: int = 1  # buffers in which dQ leaves
+    early_dv: bool = True  # ahead: dV is started before dP is waited for
     consumer_registers: int = 240
     producer_registers: int = 24
     skip: str = ""  # an experiment: what is left out
