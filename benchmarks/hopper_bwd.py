@@ -1,6 +1,6 @@
 """Configs of the Hopper backward beside each other and cuDNN, on an H100 or H200.
 
-    PYTHONPATH=. python benchmarks/hopper_bwd.py [--only late] [--budget 145] [--rounds 2]
+    PYTHONPATH=. python benchmarks/hopper_bwd.py [--only late] [--budget 145] [--rounds 1]
 
 First each config is checked, in a process of its own with a time-out, against float64 at odd, ragged, causal and
 grouped shapes; then those that passed are timed in turns. A config that hangs or fails costs one line. bf16, 16384
@@ -29,6 +29,10 @@ from diyfa.backends.cuda.hopper.bwd_configs import Sm90BwdConfig
 
 TOKENS, HIDDEN = 16384, 2048
 SEQ_LENS = (1024, 4096, 16384)
+# (S, causal, head_dim, query heads for each head of K); grouped heads beside the portable backward.
+LENGTHS_AND_MASKS = ((4096, True), (4096, False), (1024, True), (1024, False), (16384, False), (16384, True))
+POINTS = [(s, causal, d, 1) for s, causal in LENGTHS_AND_MASKS for d in (64, 128)]
+POINTS[8:8] = [(4096, True, 128, 4), (4096, True, 64, 4)]
 CHECK_LIMIT = 60  # seconds for one config
 TILES = {64: Sm90BwdConfig(128, 2, 2), 128: Sm90BwdConfig(64, 2, 2)}
 AHEAD = {"late": False, "ahead": True}
@@ -149,47 +153,55 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
     import triton
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from diyfa.backends.cuda.attention.bwd import attention_backward
+    from diyfa.problem import AttentionGradients
+
     every = candidates("")
     with Path(to).open("w") as file:
-        for s in SEQ_LENS[::-1]:
-            for causal in (False, True):
-                for d in TILES:
-                    h, b = HIDDEN // d, TOKENS // s
-                    problem, tensors, do = problem_and_tensors(b, h, h, s, s, d, causal, -1)
-                    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-                    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                        of_cudnn = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-                    # About what it is for such tensors; a forward pass of ours would have to be compiled.
-                    keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
-                    lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
-                    functions: dict[str, Any] = {
-                        "cudnn": partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True)
-                    }
-                    for name in names:
-                        if every[name][0] == d:
-                            functions[name] = runner(every[name][1], problem, tensors, of_cudnn.detach(), lse, do)[0]
-                    times: dict[str, list[float]] = {name: [] for name in functions}
-                    for _ in range(rounds):
-                        for name, function in functions.items():
-                            if time.time() < until:
-                                ms = triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median")
-                                times[name].append(ms)
-                    for name, found in times.items():
-                        if found:
-                            row = {"d": d, "causal": causal, "s": s, "name": name, "ms": median(found)}
-                            row["tflops"] = 10 * TOKENS * s * HIDDEN / (2 if causal else 1) / row["ms"] / 1e9
-                            file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    del functions, of_cudnn
+        for s, causal, d, group in POINTS:
+            h, b = HIDDEN // d, TOKENS // s
+            problem, tensors, do = problem_and_tensors(b, h, h // group, s, s, d, causal, -1)
+            q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+            functions: dict[str, Any] = {}
+            out = torch.randn_like(q)
+            if group == 1:
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    of_cudnn = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                functions["cudnn"] = partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True)
+                out = of_cudnn.detach()
+            # About what it is for such tensors; a forward pass of ours would have to be compiled.
+            keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
+            lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
+            if group > 1:
+                gradients = AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]))
+                functions["portable"] = partial(attention_backward, problem, tensors, out, lse, do, None, gradients)
+            for name in names:
+                if every[name][0] == d:
+                    functions[name] = runner(every[name][1], problem, tensors, out, lse, do)[0]
+            times: dict[str, list[float]] = {name: [] for name in functions}
+            for _ in range(rounds):
+                for name, function in functions.items():
+                    if time.time() < until:
+                        ms = triton.testing.do_bench(function, warmup=5, rep=40, return_mode="median")
+                        times[name].append(ms)
+            for name, found in times.items():
+                if found:
+                    row = {"d": d, "causal": causal, "s": s, "group": group, "name": name, "ms": median(found)}
+                    row["tflops"] = 10 * TOKENS * s * HIDDEN / (2 if causal else 1) / row["ms"] / 1e9
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+            del functions
 
 
 def table(rows: list[dict[str, Any]]) -> None:
     """One line for each head dim and config."""
-    points = [(causal, s) for causal in (False, True) for s in SEQ_LENS]
-    heads = " ".join(f"{'c' if causal else 'f'}{s // 1024}k".rjust(7) for causal, s in points)
+    points = [(causal, s, 1) for causal in (False, True) for s in SEQ_LENS] + [(True, 4096, 4)]
+    heads = " ".join(
+        f"{'c' if causal else 'f'}{s // 1024}k{'g' if group > 1 else ''}".rjust(7) for causal, s, group in points
+    )
     print(f"{'TFLOP/s':28}{heads}")
     for name in dict.fromkeys((row["d"], row["name"]) for row in rows):
-        found = {(row["causal"], row["s"]): row for row in rows if (row["d"], row["name"]) == name}
+        found = {(row["causal"], row["s"], row["group"]): row for row in rows if (row["d"], row["name"]) == name}
         cells = []
         for point in points:
             row = found.get(point)
@@ -204,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="configs whose name has one of these in it, with commas between")
     parser.add_argument("--budget", type=float, default=145, help="seconds for all")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
