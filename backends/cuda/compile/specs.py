@@ -256,7 +256,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
-        (64, "float16", True, {"seq_lens": True}),
+        (64, "float16", True, {"seq_lens": True, "sinks": True}),
         (128, "float16", False, {}),
         (128, "bfloat16", True, {}),
         (128, "bfloat16", True, packed),

@@ -72,23 +72,13 @@ class Sm90BwdConstants(Constants):
 
     block_m: int
     boxes: int  # of BOX_COLUMNS columns, which make up a tile
-    stages_q: int
-    stages_do: int
-    late: bool
-    red: bool
-    dq_first: bool
-    early_dp: bool
-    ahead: bool
-    early_dv: bool
-    rotate: bool
-    dq_stages: int
+    stages: int
     has_left: bool
     has_right: bool
     lengths: int
     softcap: bool
     consumer_registers: int
     producer_registers: int
-    skip: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +159,6 @@ class KeyBlock:
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
-    shift: gl.tensor | gl.constexpr  # of the order in which blocks are visited that need no mask
 
     @gluon.jit
     def masked_count(self):
@@ -182,16 +171,10 @@ class KeyBlock:
         return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
 
     @gluon.jit
-    def full_block(self, i):
-        """The block that is visited in place of block i, which needs no mask."""
-        block = i + self.shift
-        return gl.where(block < self.full_end, block, block - (self.full_end - self.full_begin))
-
-    @gluon.jit
     def block(self, i):
         """The i-th block of all: those that need a mask come first."""
         masked = self.masked_count()
-        return gl.where(i < masked, self.masked_block(i), self.full_block(self.full_begin + i - masked))
+        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
 
 
 @gluon.jit
@@ -224,48 +207,100 @@ def _key_block(pid, sizes, config):
     full_begin = gl.where(col0 + BLOCK_KEYS <= n_keys, full_begin, end)
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
-    # Programs that run beside each other add to different rows of dQ. With a mask on the right they do so anyway.
-    shift = 0
-    if config.ROTATE and not config.HAS_RIGHT:
-        shift = pid % blocks_n * (full_end - full_begin) // blocks_n
-    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, shift)
+    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 
 @aggregate
-class Ring:
-    """Stages that are filled and read in turns, each with two barriers that count phases (`gluon/ring.py`)."""
+class QueryRing:
+    """The stages through which the producer hands blocks of queries, statistics and dO to the consumers.
 
-    full: gl.shared_memory_descriptor
+    Barriers count phases (`gluon/ring.py`). dO has a barrier of its own, as it is needed later.
+    """
+
+    full: gl.shared_memory_descriptor  # Q and the statistics are there
+    do_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    WRITERS: gl.constexpr  # arrivals at `full`
-    READERS: gl.constexpr  # arrivals at `empty`
 
     @gluon.jit
     def init(self):
         for stage in gl.static_range(self.STAGES):
-            mbarrier.init(self.full.index(stage), count=self.WRITERS)
-            mbarrier.init(self.empty.index(stage), count=self.READERS)
+            mbarrier.init(self.full.index(stage), count=2)
+            mbarrier.init(self.do_full.index(stage), count=1)
+            mbarrier.init(self.empty.index(stage), count=CONSUMER_COUNT * WARPS)
 
     @gluon.jit
-    def full_barrier(self, item):
-        return self.full.index(item % self.STAGES)
-
-    @gluon.jit
-    def empty_barrier(self, item):
-        return self.empty.index(item % self.STAGES)
+    def stage(self, item):
+        return item % self.STAGES
 
     @gluon.jit
     def parity(self, item):
         return (item // self.STAGES) & 1
 
+    @gluon.jit
+    def wait_full(self, item):
+        """A consumer waits until Q and the statistics are there."""
+        wait_full(self.full.index(self.stage(item)), self.parity(item))
 
-@gluon.jit
-def _ring(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """A ring with its barriers, not initialised yet."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    return Ring(full, empty, STAGES, WRITERS, READERS)
+    @gluon.jit
+    def wait_do(self, item):
+        """A consumer waits until dO is there."""
+        wait_full(self.do_full.index(self.stage(item)), self.parity(item))
+
+    @gluon.jit
+    def wait_empty(self, item):
+        """The producer waits until the item's stage is free."""
+        mbarrier.wait(self.empty.index(self.stage(item)), self.parity(item) ^ 1)
+
+    @gluon.jit
+    def release(self, item):
+        """A consumer has done with the item."""
+        release(self.empty.index(self.stage(item)))
+
+
+@aggregate
+class GradientRing:
+    """The dS that both consumers leave for each other, in two stages, and the dQ that they hand to the adders.
+
+    Item n of dS belongs to the block before the n-th; item 0 is nothing. Nobody need say that a stage of dS is free:
+    who writes item n + 2 has waited for all of item n + 1, which each consumer writes when it has done with item n.
+    """
+
+    ds_buffers: gl.shared_memory_descriptor  # dSᵀ in boxes of 64 queries
+    dq_buffers: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor  # of each consumer
+    dq_empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def init(self):
+        for stage in gl.static_range(DS_STAGES):
+            mbarrier.init(self.ds_full.index(stage), count=CONSUMER_COUNT * WARPS)
+        for c in gl.static_range(CONSUMER_COUNT):
+            mbarrier.init(self.dq_full.index(c), count=WARPS)
+            mbarrier.init(self.dq_empty.index(c), count=1)
+
+    @gluon.jit
+    def store_ds(self, ds, item, CONSUMER: gl.constexpr):
+        """A consumer leaves its dSᵀ, [64, BLOCK_M]."""
+        BOXES: gl.constexpr = ds.shape[1] // ROWS
+        stage = item % DS_STAGES
+        run_of(self.ds_buffers, stage * CONSUMER_COUNT + CONSUMER, BOXES, 0, BOXES).store(ds)
+        fence_async_shared()
+        release(self.ds_full.index(stage))
+
+    @gluon.jit
+    def wait_ds(self, item):
+        """Wait until the item's dS of both consumers is there."""
+        wait_full(self.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
+
+    @gluon.jit
+    def store_dq(self, dq, item, CONSUMER: gl.constexpr):
+        """A consumer hands its half of dQ, an accumulator, to its adder."""
+        wait_full(self.dq_empty.index(CONSUMER), (item & 1) ^ 1)
+        self.dq_buffers.index(CONSUMER).store(_in_register_order(dq))
+        fence_async_shared()
+        release(self.dq_full.index(CONSUMER))
 
 
 @aggregate
@@ -277,16 +312,11 @@ class Shared:
     v_buffers: gl.shared_memory_descriptor
     q_buffers: gl.shared_memory_descriptor
     do_buffers: gl.shared_memory_descriptor
-    statistics: gl.shared_memory_descriptor  # [2 * STAGES_Q, 1, BLOCK_M]: lse and delta
-    ds_buffers: gl.shared_memory_descriptor  # dSᵀ in boxes of 64 queries
-    dq_buffers: gl.shared_memory_descriptor | gl.constexpr
-    k_full: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
+    k_full: gl.shared_memory_descriptor  # of the keys of each consumer
     v_full: gl.shared_memory_descriptor
-    queries: Ring  # Q and the statistics
-    gradients: Ring  # dO
-    ds_full: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
+    queries: QueryRing
+    gradients: GradientRing
 
 
 @aggregate
@@ -314,7 +344,6 @@ class Outputs:
 
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
-    dq_ptr: gl.tensor | gl.constexpr  # fp32, for RED
     sm_scale: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
@@ -327,6 +356,7 @@ class Outputs:
 def _producer(keys, sizes, shared, inputs):
     """One warp: copy the keys once, then block after block of queries as soon as a stage is free."""
     config: gl.constexpr = shared.config
+    ring = shared.queries
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
     hk = keys.hk
@@ -351,9 +381,9 @@ def _producer(keys, sizes, shared, inputs):
         for i in range(keys.end - keys.begin):
             block = keys.block(i)
             row = block * config.BLOCK_M
-            stage = item % config.STAGES_Q
-            full = shared.queries.full_barrier(item)
-            mbarrier.wait(shared.queries.empty_barrier(item), shared.queries.parity(item) ^ 1)
+            stage = ring.stage(item)
+            full = ring.full.index(stage)
+            ring.wait_empty(item)
             mbarrier.expect(full, 2 * config.BLOCK_M * 4)
             for j in gl.static_range(2):
                 async_load(
@@ -362,42 +392,33 @@ def _producer(keys, sizes, shared, inputs):
             start_load(
                 inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED
             )
-            mbarrier.wait(shared.gradients.empty_barrier(item), shared.gradients.parity(item) ^ 1)
             start_load(
                 inputs.do_tensor, b, h, row, end_do, keys.n_queries,
-                shared.do_buffers, item % config.STAGES_DO, shared.gradients.full_barrier(item), config.BOXES, RAGGED,
+                shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES, RAGGED,
             )  # fmt: skip
             item += 1
-    if config.AHEAD:  # scores that nobody needs are formed from zeros
-        full = shared.queries.full_barrier(item)
-        mbarrier.wait(shared.queries.empty_barrier(item), shared.queries.parity(item) ^ 1)
-        mbarrier.arrive(full, count=1)
-        start_load(
-            inputs.q_tensor, b, hk, gl.cdiv(keys.n_queries, config.BLOCK_M) * config.BLOCK_M, end_q, keys.n_queries,
-            shared.q_buffers, item % config.STAGES_Q, full, config.BOXES, RAGGED,
-        )  # fmt: skip
 
 
 @gluon.jit
 def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor):
     """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory."""
     config: gl.constexpr = shared.config
-    STAGES: gl.constexpr = config.DQ_STAGES
-    item = 0
-    if config.LATE:  # what comes before the first block is nothing
-        mbarrier.wait(shared.dq_full.index(CONSUMER * STAGES), 0)
-        mbarrier.arrive(shared.dq_empty.index(CONSUMER * STAGES), count=1)
-        item += 1
+    ring = shared.gradients
+    full = ring.dq_full.index(CONSUMER)
+    empty = ring.dq_empty.index(CONSUMER)
+    # What comes before the first block is nothing.
+    mbarrier.wait(full, 0)
+    mbarrier.arrive(empty, count=1)
+    item = 1
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         for i in range(keys.end - keys.begin):
             row = ((first + keys.block(i)) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
-            buffer = CONSUMER * STAGES + item % STAGES
-            mbarrier.wait(shared.dq_full.index(buffer), (item // STAGES) & 1)
-            async_reduce_add(dq_tensor, [row, 0], shared.dq_buffers.index(buffer))
+            mbarrier.wait(full, item & 1)
+            async_reduce_add(dq_tensor, [row, 0], ring.dq_buffers.index(CONSUMER))
             tma.store_wait(0)
-            mbarrier.arrive(shared.dq_empty.index(buffer), count=1)
+            mbarrier.arrive(empty, count=1)
             item += 1
 
 
@@ -416,15 +437,16 @@ def _start_scores(own, others, item_of_others, c, BOXES: gl.constexpr, BLOCK_M: 
 
 
 @gluon.jit
-def _start_dq(shared, stage, zero, c: gl.constexpr):
+def _start_dq(shared, item, zero, c: gl.constexpr):
     """Start a consumer's half of dS K, [64, 64]: 64 of the columns, or at head_dim 64 of the queries."""
     config: gl.constexpr = shared.config
+    stage = item % DS_STAGES
     COLUMN_BOX: gl.constexpr = c if config.BOXES > 1 else 0
     QUERY_BOX: gl.constexpr = 0 if config.BOXES > 1 else c
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
     dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
     for half in gl.static_range(CONSUMER_COUNT):
-        ds = box_of(shared.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
+        ds = box_of(shared.gradients.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
         k = box_of(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES)
         dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
     return dq
@@ -438,22 +460,6 @@ def _in_register_order(dq):
     """
     parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
     return parts.permute(3, 0, 2, 4, 1, 5).reshape([DQ_ROWS, DQ_COLUMNS])
-
-
-@gluon.jit
-def _add_in_fours(pointer, x):
-    """Add x [16, 256], `_in_register_order`, to numbers that follow each other in global memory, four at a time."""
-    even, odd = gl.split(x.reshape([DQ_ROWS, DQ_COLUMNS // 4, 2, 2]))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    LAYOUT: gl.constexpr = x0.type.layout
-    rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    fours = gl.arange(0, DQ_COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    addresses = pointer.to(gl.int64) + (rows * DQ_COLUMNS + fours * 4) * 4
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};", "=r,l,f,f,f,f",
-        [addresses, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @aggregate
@@ -493,10 +499,7 @@ def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
         if config.HAS_LEFT:
             seen = seen & (constant <= own + consumer.sizes.window_left)
         x = gl.where(seen, x, float("-inf"))
-    if config.SKIP == "exp":
-        p = x
-    else:
-        p = gl.exp2(x)
+    p = gl.exp2(x)
     if config.SOFTCAP:
         derivative = p * (1.0 - t * t)
     else:
@@ -505,189 +508,57 @@ def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _store_dq(consumer, dq, item, row):
-    """Hand a half of dQ, an accumulator, to the adder, or add it from registers to the block of queries `row`."""
-    config: gl.constexpr = consumer.shared.config
-    c: gl.constexpr = consumer.INDEX
-    shared = consumer.shared
-    dq = _in_register_order(dq)
-    if config.SKIP == "add":
-        pass
-    elif config.RED:
-        _add_in_fours(consumer.outputs.dq_ptr + (row * CONSUMER_COUNT + c).to(gl.int64) * HALF_DQ, dq)
-    else:
-        buffer = c * config.DQ_STAGES + item % config.DQ_STAGES
-        wait_full(shared.dq_empty.index(buffer), ((item // config.DQ_STAGES) & 1) ^ 1)
-        shared.dq_buffers.index(buffer).store(dq)
-        fence_async_shared()
-        release(shared.dq_full.index(buffer))
-
-
-@gluon.jit
 def _blocks(
-    consumer, first, start, end,
+    consumer, start, end,
     dk, dv,  # [64, D] fp32
-    item, row,
+    item,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Blocks `start` to `end` of queries of one head, those that need a mask or the others.
+    """Blocks `start` to `end` of queries of one head, those that need a mask or the others; `item` counts those of all
+    heads.
 
-    `item` counts blocks of all heads; `row` is the number of the block before, for a late dQ.
+    dQ of the block before is formed behind the scores of this one: by then the other consumer has left its dS.
     """
     config: gl.constexpr = consumer.shared.config
     c: gl.constexpr = consumer.INDEX
     B: gl.constexpr = config.BOXES
     shared = consumer.shared
-    keys = consumer.keys
+    ring = shared.queries
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
-    QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
     for i in range(start, end):
         if MASKED:
-            block = keys.masked_block(i)
+            block = consumer.keys.masked_block(i)
         else:
-            block = keys.full_block(i)
-        start_m = block * config.BLOCK_M
-        stage_q = item % config.STAGES_Q
-        stage_do = item % config.STAGES_DO
+            block = i
+        stage = ring.stage(item)
         # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
-        if config.LATE and config.DQ_FIRST:
-            wait_full(shared.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
-            dq = _start_dq(shared, item % DS_STAGES, zero, c)
-        wait_full(shared.queries.full_barrier(item), shared.queries.parity(item))
-        s = _start_scores(shared.k_buffers, shared.q_buffers, stage_q, c + zero, B, config.BLOCK_M)
-        if config.LATE:
-            if not config.DQ_FIRST:
-                wait_full(shared.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
-                dq = _start_dq(shared, item % DS_STAGES, zero, c)
-            if config.EARLY_DP:
-                wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
-                dp = _start_scores(shared.v_buffers, shared.do_buffers, stage_do, c + zero, B, config.BLOCK_M)
-                dq = warpgroup_mma_wait(B + (B if config.DQ_FIRST else 0), deps=[dq])
-            else:
-                dq = warpgroup_mma_wait(B if config.DQ_FIRST else 0, deps=[dq])
-            _store_dq(consumer, dq, item, row)
-        if not (config.LATE and config.EARLY_DP):
-            wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
-            dp = _start_scores(shared.v_buffers, shared.do_buffers, stage_do, c + zero, B, config.BLOCK_M)
-        lse = shared.statistics.index(2 * stage_q).load(S_LAYOUT)
-        s = warpgroup_mma_wait(B, deps=[s])
-        p, derivative = _weights(s, lse, start_m, consumer, MASKED)
-        p = gl.convert_layout(p.to(DTYPE), OPERAND)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(p, run_of(shared.do_buffers, stage_do, B, 0, B), dv, is_async=True)
-        delta = shared.statistics.index(2 * stage_q + 1).load(S_LAYOUT)
-        ds = (derivative * (dp - delta)).to(DTYPE)
-        ds_item = item + 1 if config.LATE else item
-        ds_stage = ds_item % DS_STAGES
-        run_of(shared.ds_buffers, ds_stage * CONSUMER_COUNT + c, QUERY_BOXES, 0, QUERY_BOXES).store(ds)
-        fence_async_shared()
-        release(shared.ds_full.index(ds_stage))
-        ds = gl.convert_layout(ds, OPERAND)
-        if config.LATE:
-            dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
-            dv = warpgroup_mma_wait(1, deps=[dv])
-            release(shared.gradients.empty_barrier(item))
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            release(shared.queries.empty_barrier(item))
-        elif config.DQ_FIRST:
-            wait_full(shared.ds_full.index(ds_stage), (ds_item // DS_STAGES) & 1)
-            dq = _start_dq(shared, ds_stage, zero, c)
-            dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
-            dv = warpgroup_mma_wait(CONSUMER_COUNT + 1, deps=[dv])
-            release(shared.gradients.empty_barrier(item))
-            dq = warpgroup_mma_wait(1, deps=[dq])
-            _store_dq(consumer, dq, item, first + block)
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            release(shared.queries.empty_barrier(item))
-        else:
-            dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
-            wait_full(shared.ds_full.index(ds_stage), (ds_item // DS_STAGES) & 1)
-            dq = _start_dq(shared, ds_stage, zero, c)
-            dv = warpgroup_mma_wait(CONSUMER_COUNT + 1, deps=[dv])
-            release(shared.gradients.empty_barrier(item))
-            dk = warpgroup_mma_wait(CONSUMER_COUNT, deps=[dk])
-            release(shared.queries.empty_barrier(item))
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _store_dq(consumer, dq, item, first + block)
-        row = first + block
-        item += 1
-    return dk, dv, item, row
+        ring.wait_full(item)
+        s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, B, config.BLOCK_M)
+        shared.gradients.wait_ds(item)
+        dq = _start_dq(shared, item, zero, c)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        shared.gradients.store_dq(dq, item, c)
 
-
-@gluon.jit
-def _blocks_ahead(
-    consumer, first, start, end,
-    dk, dv,  # [64, D] fp32
-    s,  # products of this block, [64, BLOCK_M]
-    item,
-    MASKED: gl.constexpr,
-):  # fmt: skip
-    """As `_blocks`, but scores are formed a block ahead."""
-    config: gl.constexpr = consumer.shared.config
-    c: gl.constexpr = consumer.INDEX
-    B: gl.constexpr = config.BOXES
-    shared = consumer.shared
-    keys = consumer.keys
-    DTYPE: gl.constexpr = shared.k_buffers.dtype
-    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(B * BOX), 2)
-    QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
-    for i in range(start, end):
-        if MASKED:
-            block = keys.masked_block(i)
-        else:
-            block = keys.full_block(i)
-        stage_q = item % config.STAGES_Q
-        stage_do = item % config.STAGES_DO
-        # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
-        zero = optimisation_barrier(item * 0)
-        wait_full(shared.gradients.full_barrier(item), shared.gradients.parity(item))
-        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage_do, c + zero, B, config.BLOCK_M)
-        lse = shared.statistics.index(2 * stage_q).load(S_LAYOUT)
+        ring.wait_do(item)
+        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, B, config.BLOCK_M)
+        lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
-        if config.EARLY_DV:
-            dv = warpgroup_mma(p, run_of(shared.do_buffers, stage_do, B, 0, B), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-        else:
-            dp = warpgroup_mma_wait(0, deps=[dp])
-            dv = warpgroup_mma(p, run_of(shared.do_buffers, stage_do, B, 0, B), dv, is_async=True)
-        delta = shared.statistics.index(2 * stage_q + 1).load(S_LAYOUT)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        dv = warpgroup_mma(p, run_of(shared.do_buffers, stage, B, 0, B), dv, is_async=True)
+
+        delta = shared.statistics.index(2 * stage + 1).load(S_LAYOUT)
         ds = (derivative * (dp - delta)).to(DTYPE)
-        ds_stage = item % DS_STAGES
-        run_of(shared.ds_buffers, ds_stage * CONSUMER_COUNT + c, QUERY_BOXES, 0, QUERY_BOXES).store(ds)
-        fence_async_shared()
-        release(shared.ds_full.index(ds_stage))
+        shared.gradients.store_ds(ds, item + 1, c)
         ds = gl.convert_layout(ds, OPERAND)
-        next_stage = (item + 1) % config.STAGES_Q
-        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage_q, B, 0, B), dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv])
-        release(shared.gradients.empty_barrier(item))
-        if config.DQ_FIRST:
-            wait_full(shared.ds_full.index(ds_stage), (item // DS_STAGES) & 1)
-            dq = _start_dq(shared, ds_stage, zero, c)
-            wait_full(shared.queries.full_barrier(item + 1), shared.queries.parity(item + 1))
-            s_next = _start_scores(shared.k_buffers, shared.q_buffers, next_stage, c + zero, B, config.BLOCK_M)
-            dk = warpgroup_mma_wait(CONSUMER_COUNT + B, deps=[dk])
-            release(shared.queries.empty_barrier(item))
-            dq = warpgroup_mma_wait(B, deps=[dq])
-            _store_dq(consumer, dq, item, first + block)
-            s = warpgroup_mma_wait(0, deps=[s_next])
-        else:
-            wait_full(shared.queries.full_barrier(item + 1), shared.queries.parity(item + 1))
-            s_next = _start_scores(shared.k_buffers, shared.q_buffers, next_stage, c + zero, B, config.BLOCK_M)
-            wait_full(shared.ds_full.index(ds_stage), (item // DS_STAGES) & 1)
-            dq = _start_dq(shared, ds_stage, zero, c)
-            dk = warpgroup_mma_wait(CONSUMER_COUNT + B, deps=[dk])
-            release(shared.queries.empty_barrier(item))
-            s = warpgroup_mma_wait(CONSUMER_COUNT, deps=[s_next])
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _store_dq(consumer, dq, item, first + block)
+        dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage, B, 0, B), dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        ring.release(item)
         item += 1
-    return dk, dv, s, item
+    return dk, dv, item
 
 
 @gluon.jit
@@ -711,35 +582,19 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     item = 0
-    row = 0
-    if config.LATE:  # the dQ before the first block's is nothing
-        QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
-        nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
-        run_of(shared.ds_buffers, INDEX, QUERY_BOXES, 0, QUERY_BOXES).store(nothing)
-        fence_async_shared()
-        release(shared.ds_full.index(0))
+    nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
+    shared.gradients.store_ds(nothing, 0, INDEX)
     for j in gl.static_range(CONSUMER_COUNT):
         wait_full(shared.k_full.index(j), 0)
     wait_full(shared.v_full.index(INDEX), 0)
     masked = keys.masked_count()
-    if config.AHEAD:
-        wait_full(shared.queries.full_barrier(0), 0)
-        s = _start_scores(shared.k_buffers, shared.q_buffers, 0, INDEX, B, config.BLOCK_M)
-        s = warpgroup_mma_wait(0, deps=[s])
-    for g in range(sizes.group_size):
-        h = keys.hk * sizes.group_size + g
-        first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
-        if config.AHEAD:
-            dk, dv, s, item = _blocks_ahead(consumer, first, 0, masked, dk, dv, s, item, True)
-            dk, dv, s, item = _blocks_ahead(consumer, first, keys.full_begin, keys.full_end, dk, dv, s, item, False)
-        else:
-            dk, dv, item, row = _blocks(consumer, first, 0, masked, dk, dv, item, row, True)
-            dk, dv, item, row = _blocks(consumer, first, keys.full_begin, keys.full_end, dk, dv, item, row, False)
-    if config.LATE:
-        wait_full(shared.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
-        dq = _start_dq(shared, item % DS_STAGES, 0, INDEX)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        _store_dq(consumer, dq, item, row)
+    for _ in range(sizes.group_size):
+        dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
+        dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
+    shared.gradients.wait_ds(item)
+    dq = _start_dq(shared, item, 0, INDEX)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    shared.gradients.store_dq(dq, item, INDEX)
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
     _meet()
@@ -772,31 +627,18 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor):
     config: gl.constexpr = shared.config
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
-    if config.RED or config.SKIP == "add":
-        gl.warp_specialize(
-            [
-                (_consumer, (0, keys, sizes, shared, outputs)),
-                (_consumer, (1, keys, sizes, shared, outputs)),
-                (_producer, (keys, sizes, shared, inputs)),
-                (idle_warps, ()),
-                (idle_warps, ()),
-            ],
-            [4, 1, 1, 2],
-            [R, P, P, P],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, keys, sizes, shared, outputs)),
-                (_consumer, (1, keys, sizes, shared, outputs)),
-                (_producer, (keys, sizes, shared, inputs)),
-                (_adder, (0, keys, sizes, shared, dq_tensor)),
-                (_adder, (1, keys, sizes, shared, dq_tensor)),
-                (idle_warps, ()),
-            ],
-            [4, 1, 1, 1, 1],
-            [R, P, P, P, P],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (0, keys, sizes, shared, outputs)),
+            (_consumer, (1, keys, sizes, shared, outputs)),
+            (_producer, (keys, sizes, shared, inputs)),
+            (_adder, (0, keys, sizes, shared, dq_tensor)),
+            (_adder, (1, keys, sizes, shared, dq_tensor)),
+            (idle_warps, ()),
+        ],
+        [4, 1, 1, 1, 1],
+        [R, P, P, P, P],
+    )
 
 
 SIZES = (
@@ -811,8 +653,7 @@ def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     dk_tensor, dv_tensor,
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
-    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32; None for RED
-    dq_ptr,  # the same
+    dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
@@ -826,36 +667,29 @@ def _bwd_sm90_kernel(
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
     k_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + k_tensor.block_shape, k_tensor.layout)
     v_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + v_tensor.block_shape, v_tensor.layout)
-    q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES_Q * B] + q_tensor.block_shape, q_tensor.layout)
-    do_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES_DO * B] + do_tensor.block_shape, do_tensor.layout)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * B] + q_tensor.block_shape, q_tensor.layout)
+    do_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * B] + do_tensor.block_shape, do_tensor.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_buffers = gl.allocate_shared_memory(DTYPE, [DS_STAGES * CONSUMER_COUNT * QUERY_BOXES, ROWS, ROWS], DS_LAYOUT)
     statistics = gl.allocate_shared_memory(
-        gl.float32, [2 * config.STAGES_Q] + statistics_tensor.block_shape, statistics_tensor.layout
+        gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
-    if config.RED:
-        dq_buffers: gl.constexpr = None
-    else:
-        dq_buffers = gl.allocate_shared_memory(
-            gl.float32, [CONSUMER_COUNT * config.DQ_STAGES] + dq_tensor.block_shape, dq_tensor.layout
-        )
-    queries = _ring(config.STAGES_Q, 2, CONSUMER_COUNT * WARPS)
-    gradients = _ring(config.STAGES_DO, 1, CONSUMER_COUNT * WARPS)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
+    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT * config.DQ_STAGES, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT * config.DQ_STAGES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
+    queries = QueryRing(full, do_full, empty, config.STAGES)
+    gradients = GradientRing(ds_buffers, dq_buffers, ds_full, dq_full, dq_empty)
     queries.init()
     gradients.init()
     for c in gl.static_range(CONSUMER_COUNT):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
-    for buffer in gl.static_range(CONSUMER_COUNT * config.DQ_STAGES):
-        mbarrier.init(dq_full.index(buffer), count=WARPS)
-        mbarrier.init(dq_empty.index(buffer), count=1)
-    for stage in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(stage), count=CONSUMER_COUNT * WARPS)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -864,15 +698,12 @@ def _bwd_sm90_kernel(
         lengths_q_ptr, lengths_k_ptr,
     )  # fmt: skip
     keys = _key_block(gl.program_id(0), sizes, config)
-    shared = Shared(
-        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, ds_buffers, dq_buffers, k_full, v_full,
-        queries, gradients, ds_full, dq_full, dq_empty,
-    )  # fmt: skip
+    shared = Shared(config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, gradients)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dq_ptr, sm_scale, scale, softcap)
+    outputs = Outputs(dk_tensor, dv_tensor, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
             _specialise(keys, sizes, shared, inputs, outputs, dq_tensor)
@@ -937,9 +768,8 @@ def _prepare_kernel(
         zeros = gl.zeros([M * D], gl.float32, FLAT)
         gl.store(dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, layout=FLAT), zeros)
     elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
-        of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
-        zeros = gl.zeros([M], gl.float32, gl.SliceLayout(1, LAYOUT))
-        gl.store(delta_ptr + of_rows + rows, zeros, mask=rows < seqlen_q)
+        of_sample = (b * heads_q + h).to(gl.int64) * seqlen_q
+        gl.store(delta_ptr + of_sample + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
@@ -1011,7 +841,9 @@ class Sm90Backward:
         self.boxes = cdiv(problem.head_dim, BOX_COLUMNS)
         blocks = blocks_of(problem, config.block_m)
         self.statistics = lse.new_empty((2 * blocks, config.block_m))
-        self.dq = lse.new_empty((blocks * config.block_m * self.boxes * BOX_COLUMNS // 256, 256))
+        self.dq = lse.new_empty(
+            (blocks * config.block_m * self.boxes * BOX_COLUMNS // DQ_COLUMNS.value, DQ_COLUMNS.value)
+        )
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
@@ -1068,7 +900,7 @@ class Sm90Backward:
         steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in zip("qkv", (q, k, v), strict=True)}
         do_steps = steps_of(dout, layout) if ragged else (0, 0)
         rows = gl.NVMMASharedLayout(0, 32, 2)
-        dq = None if config.red else TensorDescriptor(self.dq, list(self.dq.shape), [256, 1], [16, 256], rows)
+        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
         arguments = {
             "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
             "k_tensor": described(k, layout, ROWS.value, BOX_COLUMNS),
@@ -1079,8 +911,7 @@ class Sm90Backward:
             "statistics_tensor": TensorDescriptor(
                 self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
             ),
-            "dq_tensor": dq,
-            "dq_ptr": self.dq if config.red else None,
+            "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
             **self._sizes(),
@@ -1102,23 +933,13 @@ class Sm90Backward:
         values = Sm90BwdConstants(
             block_m=config.block_m,
             boxes=self.boxes,
-            stages_q=config.stages_q,
-            stages_do=config.stages_do,
-            late=config.late,
-            red=config.red,
-            dq_first=config.dq_first,
-            early_dp=config.early_dp,
-            ahead=config.ahead,
-            early_dv=config.early_dv,
-            rotate=config.rotate,
-            dq_stages=config.dq_stages,
+            stages=config.stages,
             has_left=problem.window_left >= 0,
             has_right=problem.window_right >= 0,
             lengths=lengths_of(problem),
             softcap=problem.softcap != 0.0,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
-            skip=config.skip,
         )
         grid = cdiv(problem.seqlen_k, BLOCK_N) * problem.batch * problem.heads_kv
         return Launch(_bwd_sm90_kernel, grid, arguments, {"config": values}, OPTIONS)

@@ -19,25 +19,16 @@ class Sm90BwdConfig:
     """Tile and schedule of the Hopper backward."""
 
     block_m: int  # queries of a block
-    stages_q: int
-    stages_do: int
-    late: bool = True  # dQ of a block is formed beside the scores of the next one
-    red: bool = False  # dQ is added from registers, else through shared memory and TMA
-    dq_first: bool = True  # late: before the scores; else before dK
-    early_dp: bool = False  # late: dP is started before dQ leaves
-    ahead: bool = False  # scores are formed a block ahead
-    rotate: bool = False  # without a mask on the right programs begin at different queries
-    dq_stages: int = 1  # buffers in which dQ leaves
-    early_dv: bool = True  # ahead: dV is started before dP is waited for
+    stages: int  # buffers of blocks of Q and dO
     consumer_registers: int = 240
     producer_registers: int = 24
-    skip: str = ""  # an experiment: what is left out
     measured: str = ""  # device, date, TFLOP/s
 
 
-CONFIGS: dict[int, Sm90BwdConfig] = {  # by columns of a tile
-    64: Sm90BwdConfig(128, 2, 2, dq_first=False),
-    128: Sm90BwdConfig(64, 2, 2, dq_first=False),
+# By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
+CONFIGS: dict[int, Sm90BwdConfig] = {
+    64: Sm90BwdConfig(128, 2, measured="H200, 2026-11-24: 374/494/513, 510"),
+    128: Sm90BwdConfig(64, 2, measured="H200, 2026-11-24: 446/567/559, 578"),
 }
 
 
