@@ -211,6 +211,8 @@ def _choose(op: str, problem: Any, backend: Backend, variant: str) -> Kernel:
     reasons = []
     for kernel in kernels:
         reason = refusal(backend, kernel, problem)
+        if reason is None and variant == "auto":
+            reason = kernel.by_name_only(problem)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
@@ -289,6 +291,8 @@ def explain_choice(
                 reason = reason_
             elif variant != "auto":
                 reason = "not the variant asked for"
+            elif reason_ := kernel.by_name_only(problem):
+                reason = reason_
             else:
                 reason = f"could run; {chosen.name} is preferred"
             alternatives.append(Alternative(name, kernel.name, reason))

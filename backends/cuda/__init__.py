@@ -102,15 +102,6 @@ def _kernels() -> tuple[Kernel, ...]:
             config=fwd_v1.config,
         ),
         Kernel(
-            name="split",
-            op="attention_bwd",
-            summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
-            launch=bwd.attention_backward,
-            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
-            config=lambda problem: configs.default_config("dkdv", problem),
-            repeat=bwd.repeat if known else None,
-        ),
-        Kernel(  # behind the portable one: only where it is asked for by name
             name="sm90",
             op="attention_bwd",
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32",
@@ -118,6 +109,16 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
             repeat=_sm90_backward_repeat if known else None,
+            by_name_only=hopper_bwd_configs.by_name_only,
+        ),
+        Kernel(
+            name="split",
+            op="attention_bwd",
+            summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
+            launch=bwd.attention_backward,
+            unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
+            config=lambda problem: configs.default_config("dkdv", problem),
+            repeat=bwd.repeat if known else None,
         ),
         Kernel(
             name="split_kv",

@@ -9,7 +9,9 @@ need_hopper_gluon()
 
 from hopper_interpreted import interpret_backward, run_backward  # noqa: E402
 
+from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import AttentionProblem  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -53,3 +55,30 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
     kernel = interpret_backward(monkeypatch, seed=3)
     assert not run_backward(case)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_backward(monkeypatch, seed=seed, interleave=True)
+    assert not run_backward(case("small", head_dim=head_dim, seqlen_q=200, seqlen_k=130, causal=True))
+
+
+REFUSED = {
+    "alibi": {"alibi": True},
+    "attn_bias": {"bias": "float16"},
+    "dropout": {"dropout": True},
+    "order in which programs come": {"deterministic": True},
+    "head_dim_v": {"head_dim_v": 32},
+    "multiples of 8 from": {"head_dim": 256, "head_dim_v": 256},
+    "16 bytes": {"aligned": False},
+    "float32": {"dtype": "float32"},
+    "sm_80": {"arch": "sm_80"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_refuses(words: str) -> None:
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 2, 512, 512, 64, 64)
+    assert bwd_configs.refuses(problem) is None
+    assert words in (bwd_configs.refuses(problem.replace(**REFUSED[words])) or "")

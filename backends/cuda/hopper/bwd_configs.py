@@ -47,13 +47,16 @@ def refuses(problem: AttentionProblem) -> str | None:
         return reason
     if problem.deterministic:
         return "sm90 adds up dQ in the order in which programs come to it, which is another in each run"
-    if problem.head_dim != problem.head_dim_v:
-        return f"sm90 takes V as wide as K, got head_dim {problem.head_dim} and {problem.head_dim_v}"
     if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM or problem.head_dim % 8:
         return f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {problem.head_dim}"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     return None
+
+
+def by_name_only(problem: AttentionProblem) -> str:
+    """Why the kernel is not chosen unless it is named."""
+    return 'sm90 is new: it runs where variant="sm90" asks for it'
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
