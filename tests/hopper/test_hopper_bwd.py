@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
 from hopper_interpreted import interpret_backward, run_backward  # noqa: E402
 
+from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.problem import AttentionProblem  # noqa: E402
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -82,3 +84,16 @@ def test_what_it_refuses(words: str) -> None:
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 2, 512, 512, 64, 64)
     assert bwd_configs.refuses(problem) is None
     assert words in (bwd_configs.refuses(problem.replace(**REFUSED[words])) or "")
+
+
+def test_a_gradient_that_tma_cannot_read_goes_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch)
+    calls = []
+    monkeypatch.setattr(hopper_bwd.portable, "attention_backward", lambda *arguments: calls.append(arguments))
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64)
+    q, k, v, out = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
+    dout = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 1, 64, 64)
+    gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
+    arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
+    hopper_bwd.attention_backward(*arguments)
+    assert calls == [arguments] and kernel.launches == 0
