@@ -30,7 +30,7 @@ SYNCHRONISING = (
     "tma.store_wait",
     "wait_full",
     "release",
-    "_meet",
+    "_wait_for_other",
     "wait_for_previous_kernels",
 )
 METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "release")

@@ -40,6 +40,7 @@ from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
     optimisation_barrier,
+    order_lanes,
     release,
     wait_for_previous_kernels,
     wait_full,
@@ -60,7 +61,6 @@ DS_STAGES = gl.constexpr(2)
 DQ_ROWS = gl.constexpr(16)  # of the box in which a consumer's half of dQ leaves
 DQ_COLUMNS = gl.constexpr(256)
 HALF_DQ = gl.constexpr(DQ_ROWS.value * DQ_COLUMNS.value)  # 64 x 64 numbers
-PREPARE_WARPS = 4
 BLOCK_KEYS = gl.constexpr(BLOCK_N)
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
@@ -287,6 +287,7 @@ class GradientRing:
         stage = item % DS_STAGES
         run_of(self.ds_buffers, stage * CONSUMER_COUNT + CONSUMER, BOXES, 0, BOXES).store(ds)
         fence_async_shared()
+        order_lanes()
         release(self.ds_full.index(stage))
 
     @gluon.jit
@@ -300,6 +301,7 @@ class GradientRing:
         wait_full(self.dq_empty.index(CONSUMER), (item & 1) ^ 1)
         self.dq_buffers.index(CONSUMER).store(_in_register_order(dq))
         fence_async_shared()
+        order_lanes()
         release(self.dq_full.index(CONSUMER))
 
 
@@ -562,8 +564,8 @@ def _blocks(
 
 
 @gluon.jit
-def _meet():
-    """All threads of both consumers, on a barrier that Triton itself does not use."""
+def _wait_for_other():
+    """Wait for the other consumer, on a barrier that Triton itself does not use."""
     gl.inline_asm_elementwise("mov.b32 $0, 0; bar.sync 8, 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -597,7 +599,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     shared.gradients.store_dq(dq, item, INDEX)
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
-    _meet()
+    _wait_for_other()
     key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
     exists = (key < keys.n_keys)[:, None]
     dk = gl.where(exists, dk * outputs.sm_scale, 0.0)

@@ -61,6 +61,7 @@ _RESULT = "mov.b32 $0, 0;"
 _SAID: dict[str, Callable[[], None]] = {
     "griddepcontrol.wait;": _await_kernels_before,
     "cp.async.bulk.wait_group 0;": _await_stores,
+    "bar.warp.sync 0xffffffff;": lambda: None,  # lanes of a warp run in step here
     **{text: partial(leave_marker, text) for text in MARKERS},
 }
 
@@ -124,21 +125,6 @@ def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> Tens
         return TensorHandle(np.where(changed == 0, x, x * factor).astype(np.float32), tl.float32)
 
 
-# Four numbers that are added to global memory where they follow each other.
-_ADD_FOUR = re.compile(r"mov\.b32 \$0, 0; red\.relaxed\.gpu\.global\.add\.v4\.f32 \[\$1\], \{\$2, \$3, \$4, \$5\};")
-
-
-def _add_four(addresses: np.ndarray, values: list[np.ndarray]) -> TensorHandle:
-    if (addresses % 16).any():
-        raise InvalidOperand(f"red.v4.f32 at {location()}: an address is not a multiple of 16")
-    memory = current().program.memory
-    current().program.touch_global("atomic addition")
-    for i, value in enumerate(values):
-        places = addresses.astype(np.uint64) + np.uint64(4 * i)
-        memory.reduce(places, np.ones(places.shape, bool), np.broadcast_to(value, places.shape), np.add)
-    return TensorHandle(np.zeros(addresses.shape, np.int32), tl.int32)
-
-
 def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[TensorHandle]:
     """The result of one inline assembly on the handles `values`, or its results."""
     barriers = _BARRIER.findall(asm)
@@ -163,8 +149,6 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _any_in_warp(values[0].data)
     if _UNLESS_ZERO.fullmatch(asm):
         return _unless_zero(*(value.data for value in values))
-    if _ADD_FOUR.fullmatch(asm):
-        return _add_four(values[0].data, [value.data for value in values[1:]])
     found = _FUNCTION.match(asm)
     if found and found[1] in FUNCTIONS and dtype == tl.float32:
         change = flush if ".ftz" in found[1] else np.asarray
