@@ -244,7 +244,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
 
 
 # The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
-HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 320, 2048
+HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
 
 
 def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
