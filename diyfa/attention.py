@@ -338,7 +338,7 @@ def explain(
     forward = registry.explain_choice("attention_fwd", problem, q.device, backend or "", variant)
     if not options.needs_grad:
         return forward
-    variant = registry.variant_of("attention_bwd", chosen, variant)
     problem = problem.replace(batch_invariant=False)  # as `ops` has it
+    variant = registry.variant_of("attention_bwd", chosen, variant, problem)
     backward = registry.explain_choice("attention_bwd", problem, q.device, backend or "", variant)
     return replace(forward, backward=backward)

@@ -155,9 +155,10 @@ def _plan(
         backward = problem.replace(batch_invariant=False) if options.batch_invariant else problem
         if op == "attention_bwd":
             problem = backward
-        kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant))
+        kernel = registry.choose(op, problem, chosen, registry.variant_of(op, chosen, variant, problem))
         if op == "attention_fwd" and problem.needs_grad:  # refuse now rather than in the backward pass
-            registry.choose("attention_bwd", backward, chosen, registry.variant_of("attention_bwd", chosen, variant))
+            of_backward = registry.variant_of("attention_bwd", chosen, variant, backward)
+            registry.choose("attention_bwd", backward, chosen, of_backward)
         plan = Plan(problem, kernel, lengths, options)
         remember(key, plan)
     return plan

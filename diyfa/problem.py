@@ -419,7 +419,8 @@ class Launch(NamedTuple):
 class Kernel:
     """One way of computing an operation on a backend.
 
-    `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns a reason or None;
+    `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns a reason or None; `by_name_only(problem)` why it
+    runs what it could run only where `variant` names it, or None;
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none).
     `launch` has, by `op`, the signature
 
@@ -451,6 +452,7 @@ class Kernel:
     unsupported: Callable[[Any], str | None] = field(repr=False)
     config: Callable[[Any], Any] = field(repr=False, default=lambda problem: None)
     repeat: Callable[..., Callable[..., Any] | None] | None = field(repr=False, default=None)
+    by_name_only: Callable[[Any], str | None] = field(repr=False, default=lambda problem: None)
 
 
 @dataclass(frozen=True)

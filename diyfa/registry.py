@@ -189,18 +189,21 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     reasons = []
     for kernel in kernels:
         reason = refusal(backend, kernel, problem)
+        if reason is None and variant == "auto":
+            reason = kernel.by_name_only(problem)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
 
 
-def variant_of(op: str, backend: Backend, variant: str) -> str:
+def variant_of(op: str, backend: Backend, variant: str, problem: Any) -> str:
     """What a call with `variant`, which names a forward kernel, means for `op`: the backward kernel of that name, or
-    any where there is none."""
-    if op == "attention_bwd" and variant not in [k.name for k in _of_op(backend, op)]:
-        return "auto"
-    return variant
+    any where there is none that takes the problem."""
+    if op != "attention_bwd" or variant == "auto":
+        return variant
+    named = [k for k in _of_op(backend, op) if k.name == variant]
+    return variant if any(refusal(backend, k, problem) is None for k in named) else "auto"
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,8 @@ def explain_choice(
                 reason = reason_
             elif variant != "auto":
                 reason = "not the variant asked for"
+            elif reason_ := kernel.by_name_only(problem):
+                reason = reason_
             else:
                 reason = f"could run; {chosen.name} is preferred"
             alternatives.append(Alternative(name, kernel.name, reason))

@@ -54,8 +54,21 @@ def _sm90_repeat(*arguments: Any) -> Any:
     return hopper_fwd.repeat(*arguments)
 
 
+def _sm90_backward(*arguments: Any) -> None:
+    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+
+    hopper_bwd.attention_backward(*arguments)
+
+
+def _sm90_backward_repeat(*arguments: Any) -> Any:
+    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+
+    return hopper_bwd.repeat(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
+    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
@@ -87,6 +100,16 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=fwd_v1.attention_forward,
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=fwd_v1.config,
+        ),
+        Kernel(
+            name="sm90",
+            op="attention_bwd",
+            summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32",
+            launch=_sm90_backward,
+            unsupported=hopper_bwd_configs.unsupported,
+            config=hopper_bwd_configs.config_of,
+            repeat=_sm90_backward_repeat if known else None,
+            by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
             name="split",

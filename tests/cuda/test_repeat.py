@@ -28,6 +28,8 @@ if not replay.IS_KNOWN:
 from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
+from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
@@ -56,6 +58,9 @@ def fake_kernel(kernel, recorder):
     return type("Fn", (), methods)()
 
 
+HOPPER_BACKWARD = ["_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel"]
+
+
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
@@ -68,6 +73,9 @@ def recorder(monkeypatch):
     kernels = {kind: fake_kernel(kernel, recorder) for kind, kernel in bwd._GRADIENT_KERNELS.items()}
     monkeypatch.setattr(bwd, "_GRADIENT_KERNELS", kernels)
     monkeypatch.setattr(hopper_fwd, "_fwd_sm90_kernel", fake_kernel(hopper_fwd._fwd_sm90_kernel, recorder))
+    for kernel in HOPPER_BACKWARD:
+        monkeypatch.setattr(hopper_bwd, kernel, fake_kernel(getattr(hopper_bwd, kernel), recorder))
+    monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     for module, kernel in (
         (decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel"),
         (bwd_dbias, "_bwd_dbias_kernel"),
@@ -223,7 +231,8 @@ def test_a_repeated_backward_launches_what_the_ordinary_one_does(recorder, ways,
             g.stride() == x.stride() and g.dtype == x.dtype for g, x in zip((dq, dk, dv), (q, k, v), strict=True)
         )
     assert not ways
-    assert [call[1] for call in passes[0]] == ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+    portable = ["_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+    assert [call[1] for call in passes[0]] == (HOPPER_BACKWARD if case == "descriptors_of_gluon" else portable)
     assert are_same(*passes)
 
 

@@ -255,10 +255,11 @@ def test_the_cpu_backend_has_every_feature() -> None:
 
 def test_kernels_name_features_that_there_are() -> None:
     from diyfa.backends import cuda, npu
+    from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd
     from diyfa.backends.cuda.hopper import configs as hopper
     from diyfa.backends.npu.tables import configs_v1
 
-    for who in (cuda, npu, hopper, configs_v1):
+    for who in (cuda, npu, hopper, hopper_bwd, configs_v1):
         assert {feature.uses for feature in REFUSABLE} >= who.FEATURES, who.__name__
     assert cuda.V1_FEATURES <= cuda.FEATURES
 

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,28 @@ def test_explicit_choice_never_falls_back(picky: Backend) -> None:
     assert registry.choose("attention_fwd", problem(softcap=5.0), picky).name == "v2"
     with pytest.raises(ValueError, match="v1 does not implement softcap"):
         registry.choose("attention_fwd", problem(softcap=5.0), picky, "v1")
+
+
+def test_a_kernel_that_runs_by_name_only(cpu: Backend) -> None:
+    (v2,) = (kernel for kernel in cpu.kernels if kernel.op == "attention_bwd")
+    shy = replace(v2, name="shy", by_name_only=lambda problem: None if problem.causal else "it is shy")
+    backend = SimpleNamespace(name="with_shy", kernels=(shy, v2), unsupported=lambda problem: None)
+    causal, softcap = problem(window_right=0), problem(softcap=5.0)
+    assert registry.choose("attention_bwd", problem(), backend).name == "v2"
+    assert registry.choose("attention_bwd", causal, backend).name == "shy"
+    assert registry.choose("attention_bwd", softcap, backend, "shy").name == "shy"
+    with pytest.raises(ValueError, match="shy: it is shy"):
+        registry.choose("attention_bwd", softcap, SimpleNamespace(**{**vars(backend), "kernels": (shy,)}))
+
+
+def test_a_variant_means_a_backward_kernel_that_takes_the_problem(cpu: Backend) -> None:
+    (v2,) = (kernel for kernel in cpu.kernels if kernel.op == "attention_bwd")
+    picky = replace(v2, name="v1", unsupported=lambda problem: "no softcap" if problem.softcap else None)
+    backend = SimpleNamespace(name="with_v1", kernels=(picky, v2), unsupported=lambda problem: None)
+    assert registry.variant_of("attention_bwd", backend, "v1", problem()) == "v1"
+    assert registry.variant_of("attention_bwd", backend, "v1", problem(softcap=5.0)) == "auto"
+    assert registry.variant_of("attention_bwd", backend, "v3", problem()) == "auto"
+    assert registry.variant_of("attention_fwd", backend, "v1", problem(softcap=5.0)) == "v1"
 
 
 def test_auto_names_every_reason(picky: Backend) -> None:

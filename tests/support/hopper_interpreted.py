@@ -14,6 +14,8 @@ from simulators.gluon import InterpretedKernel
 from diyfa import fast_path
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
+from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.testing import (
@@ -24,6 +26,7 @@ from diyfa.testing import (
     check_budget,
     make_inputs,
     poisoned_allocations,
+    run_case,
 )
 
 # What synchronises, each after what it imports of the others; the last one has the kernel.
@@ -37,6 +40,9 @@ KERNEL_MODULES = (
     "hopper.tiles",
     "hopper.fwd",
 )
+BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
+BACKWARD_KERNELS = ("_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel")
+FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what problems keep
 
@@ -79,6 +85,36 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
             for mask in (0, 1)
         }
         monkeypatch.setattr(hopper_configs, "CONFIGS", every_config)
+
+
+def interpret_backward(
+    monkeypatch: pytest.MonkeyPatch,
+    config: hopper_bwd_configs.Sm90BwdConfig | None = None,
+    seed: int = 0,
+    interleave: bool = False,
+    kernels: ModuleType = hopper_bwd,
+) -> InterpretedKernel:
+    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel."""
+    interpret(monkeypatch, FORWARD)
+    found = {name: InterpretedKernel(getattr(kernels, name), seed, interleave) for name in BACKWARD_KERNELS}
+    for name, kernel in found.items():
+        monkeypatch.setattr(hopper_bwd, name, kernel)
+    monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
+    if config is not None:
+        monkeypatch.setattr(hopper_bwd, "config_of", lambda problem: config)
+    return found["_bwd_sm90_kernel"]
+
+
+def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
+    """The gradients of `case` that miss their error budgets, of so many draws of inputs, in words."""
+    inputs = make_inputs(case, device)
+    with poisoned_allocations():
+        results = run_case(attention_function(case, backend="cuda", variant="sm90"), inputs)
+    return {
+        name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
+        for name, check in check_budget(results, case, device, draws).items()
+        if not check.share <= 1
+    }
 
 
 def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:

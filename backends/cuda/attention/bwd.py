@@ -190,7 +190,7 @@ class Backward:
         return Launch(kernel, grid, arguments, {"c": values}, schedule(config))
 
 
-def _fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
+def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
     """The gradient of the sinks; lse and delta are (B, H, Sq) or (H, Tq)."""
     weights = torch.exp(sinks[:, None] - lse).masked_fill_(lse == float("inf"), 0.0).mul_(delta)
     dsinks.copy_(-weights.sum((0, 2) if weights.dim() == 3 else (1,)))
@@ -223,7 +223,7 @@ def attention_backward(
             fill_bias_gradient(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
         if gradients.dsinks is not None:
             assert tensors.sinks is not None, "dsinks are asked for where there are sinks"
-            _fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
+            fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
 
 
 def repeat(
@@ -249,10 +249,27 @@ def repeat(
         backward.gradient("dkdv", dkdv_config, dk=gradients.dk, dv=gradients.dv),
         backward.gradient("dq", dq_config, dq=gradients.dq),
     )
-    given = [out, lse, dout, *tensors.present()]
+    return repeat_of(launches, tensors, (out, lse, dout), owners, [delta], problem.varlen)
+
+
+def repeat_of(
+    launches: Sequence[Launch],
+    tensors: AttentionTensors,
+    of_forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    owners: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
+    varlen: bool,
+) -> Callable[..., list[torch.Tensor | None] | None] | None:
+    """What `repeat` returns for these launches.
+
+    Args:
+        of_forward: out, lse and dout.
+        memory: what else the launches write; the last one is delta where there are sinks.
+    """
+    given = [*of_forward, *tensors.present()]
     # Rows that no sequence covers are written by no kernel.
-    filled = [(i, 0.0) for i in range(len(owners) + 1)] if problem.varlen else []
-    replay = replay_of(launches, given, (*owners, delta), choice, filled)
+    filled = [(i, 0.0) for i, x in enumerate((*owners, *memory)) if i < len(owners) or x.shape == of_forward[1].shape]
+    replay = replay_of(launches, given, (*owners, *memory), choice, filled if varlen else [])
     if replay is None:
         return None
     strides_now, missing = [x.stride() for x in given], [None] * (3 - len(owners))
@@ -269,7 +286,7 @@ def repeat(
         if place is not None:
             dsinks = torch.empty_like(given[place])
             with on_device(dsinks):
-                _fill_dsinks(given[place], given[1], made[-1], dsinks)
-        return [*made[:-1], *missing, None, dsinks]
+                fill_dsinks(given[place], given[1], made[-1], dsinks)
+        return [*made[: len(owners)], *missing, None, dsinks]
 
     return run_again

@@ -25,6 +25,7 @@ from diyfa.backends.cuda.attention.configs import (
 from diyfa.backends.cuda.attention.decode_configs import MMA_BLOCK_M
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
+from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.features import EVERYTHING
 from diyfa.problem import (
@@ -243,6 +244,39 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     return spec_of(launch, "attention_fwd/sm90", case, HOPPER_SPILLS, clean_loops=True)
 
 
+# The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
+HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
+
+
+def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon backward with both tiles and both masks, and with all it knows on packed sequences."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+
+    packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
+    for d, dtype, causal, changes in (
+        (64, "bfloat16", False, {}),
+        (64, "float16", True, {"seq_lens": True, "sinks": True}),
+        (128, "float16", False, {}),
+        (128, "bfloat16", True, {}),
+        (128, "bfloat16", True, packed),
+    ):
+        problem = _problem(arch, dtype, d, causal).replace(**changes)
+        tensors, out, lse = tensors_of(problem)
+        backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse)
+        dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
+        features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+        case = f"{dtype} D={d} {features} {backward.config.block_m}x{hopper_bwd_configs.BLOCK_N}"
+        budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
+        gradient = backward.gradient(dout, torch.empty_like(tensors.k), torch.empty_like(tensors.v))
+        yield spec_of(gradient, "attention_bwd/sm90", case, budget)
+        if changes:
+            dlse = None if delta is None else torch.empty_like(lse)
+            yield spec_of(backward.prepare(out, dout, dlse, delta), "attention_bwd/sm90_prepare", case)
+            yield spec_of(backward.convert(torch.empty_like(tensors.q)), "attention_bwd/sm90_convert", case)
+
+
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
     """Calls with a cache: head dims, pages, dtypes, many rows with every feature, a latent cache, the mode."""
     spec = gpu_spec(arch)
@@ -332,6 +366,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
+    yield from _hopper_backward_specs(arch)
     yield from _kvcache_specs(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):

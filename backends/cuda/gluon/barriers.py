@@ -15,6 +15,7 @@ from diyfa.backends.cuda.gluon.inline_ptx import ARRIVE_MARKER, RELEASE_MARKER, 
 
 _RELEASE_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {RELEASE_MARKER}")
 _WAIT_PER_WARP = gl.constexpr(f"mov.b32 $0, 0; {WAIT_MARKER}")
+_ORDER_LANES = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 _ARRIVE_PER_LANE = gl.constexpr(f"mov.b32 $0, 0; {ARRIVE_MARKER}")
 WARPS = gl.constexpr(4)  # of a consumer
 LANES = gl.constexpr(32)  # of a warp
@@ -69,6 +70,12 @@ def release(barrier):
     """Tell the producer that this consumer has done with a stage: WARPS arrivals, one of each."""
     _inline_ptx(_RELEASE_PER_WARP)
     mbarrier.arrive(barrier, count=WARPS)
+
+
+@gluon.jit
+def order_lanes():
+    """What all lanes of a warp have stored comes before what one of them does next: in front of a `release`."""
+    _inline_ptx(_ORDER_LANES)
 
 
 @gluon.jit

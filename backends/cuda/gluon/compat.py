@@ -25,6 +25,17 @@ if has_gluon():
     # TMA copies under the names they have since Triton 3.8; 3.9 has removed the old ones.
     async_load: Any = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
     async_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
+    from triton._C.libtriton import ir as _ir
+    from triton.experimental.gluon.language._core import builtin as _builtin
+
+    @_builtin
+    def _reduce_add(tensor_desc, coord, src, _semantic=None):
+        kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
+        at = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, at, src.handle)
+
+    # Adds a box in shared memory to global memory, which Gluon has a word for since Triton 3.8.
+    async_reduce_add: Any = getattr(_tma, "async_atomic_add", None) or _reduce_add
     # (shared memory, dtype, shape, layout) -> the same bytes seen as that. Before Triton 3.9 it was a private method.
     reinterpret: Any = getattr(_shared_memory, "reinterpret", None) or _shared_memory._reinterpret
 

@@ -1,0 +1,64 @@
+"""Which problems the Hopper backward (`hopper/bwd.py`) runs, and with which config. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal
+from diyfa.problem import AttentionProblem, refuse_features
+
+FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks"})
+MAX_HEAD_DIM = 128  # beyond, the accumulators of 64 keys fill all registers
+BLOCK_N = 128  # keys of a program
+CONSUMERS = 2  # warpgroups, with 64 of them each
+BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
+
+
+@dataclass(frozen=True)
+class Sm90BwdConfig:
+    """Tile and schedule of the Hopper backward."""
+
+    block_m: int  # queries of a block
+    stages: int  # buffers of blocks of Q and dO
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    measured: str = ""  # device, date, TFLOP/s
+
+
+# By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
+CONFIGS: dict[int, Sm90BwdConfig] = {
+    64: Sm90BwdConfig(128, 2, measured="H200, 2026-11-24: 374/494/513, 510"),
+    128: Sm90BwdConfig(64, 2, measured="H200, 2026-11-24: 446/567/559, 578"),
+}
+
+
+def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
+    """The tile of a problem that `refuses` accepts."""
+    return CONFIGS[64 if problem.head_dim <= 64 else 128]
+
+
+def refuses(problem: AttentionProblem) -> str | None:
+    """Why the kernel does not take `problem`, or None."""
+    if problem.arch != ARCH:
+        return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
+    if problem.dtype not in DTYPES:
+        return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
+    if reason := refuse_features(problem, FEATURES, "sm90"):
+        return reason
+    if problem.deterministic:
+        return "sm90 adds up dQ in the order in which programs come to it, which is another in each run"
+    if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM or problem.head_dim % 8:
+        return f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {problem.head_dim}"
+    if not problem.aligned:
+        return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    return None
+
+
+def by_name_only(problem: AttentionProblem) -> str:
+    """Why the kernel is not chosen unless it is named."""
+    return 'sm90 is new: it runs where variant="sm90" asks for it'
+
+
+def unsupported(problem: AttentionProblem) -> str | None:
+    """Why the portable kernels have to run `problem`, or None."""
+    return refuses(problem) or environment_refusal()

@@ -1,0 +1,263 @@
+"""Configs of the Hopper backward beside each other and cuDNN, on an H100 or H200.
+
+    PYTHONPATH=. python benchmarks/hopper_bwd.py [--only 128] [--budget 145] [--rounds 1]
+
+First each config is checked, in a process of its own with a time-out, against float64 at odd, ragged, causal and
+grouped shapes; then those that passed are timed in turns. A config that hangs or fails costs one line. bf16, 16384
+tokens, heads * head_dim = 2048; TFLOP/s of 10·B·H·S²·D, half with a causal mask; medians over the rounds of medians of
+`triton.testing.do_bench`. Prints one table last, and writes JSON to $OUT/hopper_bwd.json where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from diyfa.backends.cuda.hopper.bwd_configs import CONFIGS, Sm90BwdConfig
+
+TOKENS, HIDDEN = 16384, 2048
+SEQ_LENS = (1024, 4096, 16384)
+# (S, causal, head_dim, query heads for each head of K); grouped heads beside the portable backward.
+LENGTHS_AND_MASKS = ((4096, True), (4096, False), (1024, True), (1024, False), (16384, False), (16384, True))
+POINTS = [(s, causal, d, 1) for s, causal in LENGTHS_AND_MASKS for d in (64, 128)]
+POINTS[8:8] = [(4096, True, 128, 4), (4096, True, 64, 4)]
+CHECK_LIMIT = 60  # seconds for one config
+# Configs by head dim and what changes them.
+CHANGES: dict[str, dict[str, Any]] = {"table": {}, "3-stages": {"stages": 3}}
+# batch, heads, heads_kv, Sq, Sk, causal, window_left
+SHAPES = (
+    (2, 4, 2, 1000, 1000, True, -1),
+    (1, 2, 2, 257, 513, False, -1),
+    (1, 2, 2, 3000, 2049, False, -1),
+)
+LARGEST_ERROR = 6e-3  # of bfloat16 gradients; the portable backward's are around 3e-3
+
+
+def candidates(only: str) -> dict[str, tuple[int, Sm90BwdConfig]]:
+    """Configs by name."""
+    found = {}
+    for d, tile in CONFIGS.items():
+        for name, changes in CHANGES.items():
+            if any(part in f"{d}-{name}" for part in only.split(",")):
+                found[f"{d}-{name}"] = (d, replace(tile, **changes))
+    return found
+
+
+def problem_and_tensors(
+    b: int, h: int, hk: int, sq: int, sk: int, d: int, causal: bool, left: int
+) -> tuple[Any, Any, torch.Tensor]:
+    from diyfa.problem import AttentionProblem, AttentionTensors
+
+    torch.manual_seed(0)
+    q, do = (torch.randn(b, h, sq, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, hk, sq, sk, d, d, left, 0 if causal else -1)
+    return problem, AttentionTensors(q, k, v, d**-0.5), do
+
+
+def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any, do: Any) -> Any:
+    """(run, gradients) of a config."""
+    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+    from diyfa.backends.cuda.hopper.bwd import Sm90Backward
+    from diyfa.backends.cuda.runtime.launch import launch_kernel
+
+    backward = Sm90Backward(problem, tensors, config, lse)
+    backward.dq.fill_(float("nan"))
+    gradients = [torch.full_like(x, float("nan")) for x in tensors[:3]]
+    launches = [
+        backward.prepare(out, do, None, None),
+        backward.gradient(do, gradients[1], gradients[2]),
+        backward.convert(gradients[0]),
+    ]
+
+    def run() -> None:
+        with post_processing():
+            for launch in launches:
+                launch_kernel(launch)
+
+    return run, gradients
+
+
+def reference(problem: Any, tensors: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(out, lse, dq, dk, dv) in float64."""
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    group = problem.heads_q // problem.heads_kv
+    s = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * tensors.sm_scale
+    i = torch.arange(problem.seqlen_q, device="cuda")[:, None] + problem.seqlen_k - problem.seqlen_q
+    j = torch.arange(problem.seqlen_k, device="cuda")[None]
+    seen = torch.ones_like(i + j, dtype=torch.bool)
+    if problem.window_right >= 0:
+        seen &= j <= i + problem.window_right
+    if problem.window_left >= 0:
+        seen &= j >= i - problem.window_left
+    s = s.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(s, -1)
+    base = torch.where(lse == float("-inf"), 0.0, lse)
+    out = torch.exp(s - base[..., None]) @ v.repeat_interleave(group, 1)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do.double())
+    return out.detach(), torch.where(lse == float("-inf"), float("inf"), lse).detach(), dq, dk, dv
+
+
+def check(name: str) -> str:
+    """What is wrong with a config, or ""."""
+    d, config = candidates(name)[name]
+    worst = 0.0
+    for b, h, hk, sq, sk, causal, left in SHAPES:
+        problem, tensors, do = problem_and_tensors(b, h, hk, sq, sk, d, causal, left)
+        out, lse, *expected = reference(problem, tensors, do)
+        out, lse = out.bfloat16(), lse.float()
+        run, got = runner(config, problem, tensors, out, lse, do)
+        run()
+        torch.cuda.synchronize()
+        for label, x, want in zip(("dq", "dk", "dv"), got, expected, strict=True):
+            error = (x.double() - want).norm().item() / want.norm().item()
+            worst = max(worst, error)
+            if not error <= LARGEST_ERROR:
+                return f"{label} of {(b, h, hk, sq, sk, causal, left)}: error {error:.2e}"
+        first = [x.clone() for x in got]
+        for _ in range(10):
+            run()
+            if not all(torch.equal(x, y) for x, y in zip(got[1:], first[1:], strict=True)):
+                return f"dk, dv of {(b, h, hk, sq, sk, causal, left)} differ from run to run"
+    print(f"{name}: errors up to {worst:.2e}")
+    return ""
+
+
+def measure(names: list[str], rounds: int, until: float, to: str) -> None:
+    """Time the configs and cuDNN in turns; rows are written to `to` as they come."""
+    import triton
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from diyfa.backends.cuda.attention.bwd import attention_backward
+    from diyfa.problem import AttentionGradients
+
+    every = candidates("")
+    with Path(to).open("w") as file:
+        for s, causal, d, group in POINTS:
+            h, b = HIDDEN // d, TOKENS // s
+            problem, tensors, do = problem_and_tensors(b, h, h // group, s, s, d, causal, -1)
+            q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+            functions: dict[str, Any] = {}
+            out = torch.randn_like(q)
+            if group == 1:
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    of_cudnn = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                functions["cudnn"] = partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True)
+                out = of_cudnn.detach()
+            # About what it is for such tensors; a forward pass of ours would have to be compiled.
+            keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
+            lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
+            if group > 1:
+                gradients = AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]))
+                functions["portable"] = partial(attention_backward, problem, tensors, out, lse, do, None, gradients)
+            for name in names:
+                if every[name][0] == d:
+                    functions[name] = runner(every[name][1], problem, tensors, out, lse, do)[0]
+            times: dict[str, list[float]] = {name: [] for name in functions}
+            for _ in range(rounds):
+                for name, function in functions.items():
+                    if time.time() < until:
+                        ms = triton.testing.do_bench(function, warmup=5, rep=40, return_mode="median")
+                        times[name].append(ms)
+            for name, found in times.items():
+                if found:
+                    row = {"d": d, "causal": causal, "s": s, "group": group, "name": name, "ms": median(found)}
+                    row["tflops"] = 10 * TOKENS * s * HIDDEN / (2 if causal else 1) / row["ms"] / 1e9
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+            del functions
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """One line for each head dim and config."""
+    points = [(causal, s, 1) for causal in (False, True) for s in SEQ_LENS] + [(True, 4096, 4)]
+    heads = " ".join(
+        f"{'c' if causal else 'f'}{s // 1024}k{'g' if group > 1 else ''}".rjust(7) for causal, s, group in points
+    )
+    print(f"{'TFLOP/s':28}{heads}")
+    for name in dict.fromkeys((row["d"], row["name"]) for row in rows):
+        found = {(row["causal"], row["s"], row["group"]): row for row in rows if (row["d"], row["name"]) == name}
+        cells = []
+        for point in points:
+            row = found.get(point)
+            if row is None:
+                cells.append("      -")
+            else:
+                cells.append(f"{row['tflops']:7.0f}")
+        print(f"{name[0]:4} {name[1]:23}{' '.join(cells)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="configs whose name has one of these in it, with commas between")
+    parser.add_argument("--budget", type=float, default=145, help="seconds for all")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--to", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.check:
+        problem = check(options.check)
+        if problem:
+            print(f"{options.check}: WRONG: {problem}")
+        sys.exit(bool(problem))
+    if options.measure:
+        measure(options.measure.split(","), options.rounds, time.time() + options.budget, options.to)
+        return
+
+    begin = time.time()
+    chosen = candidates(options.only)
+
+    def passes(name: str) -> bool:
+        left = min(CHECK_LIMIT, begin + options.budget * 0.42 - time.time())
+        command = [sys.executable, __file__, "--check", name]
+        if left < 5:
+            print(f"{name}: not checked, out of time", flush=True)
+            return False
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: HANGS or too slow: {left:.0f} s", flush=True)
+            return False
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        print(lines[-1][:300] if lines else f"{name}: {'ok' if done.returncode == 0 else 'failed'}", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        good = [name for name, ok in zip(chosen, pool.map(passes, chosen), strict=True) if ok]
+    print(f"{len(good)} of {len(chosen)} configs passed after {time.time() - begin:.0f} s", flush=True)
+    folder = Path(os.environ.get("OUT", "."))
+    rows_path = folder / "hopper_bwd_rows.jsonl"
+    left = begin + options.budget - time.time()
+    command = [sys.executable, __file__, "--measure", ",".join(good), "--to", str(rows_path)]
+    command += ["--rounds", str(options.rounds), "--budget", str(left - 15)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+        if done.returncode:
+            print("measuring failed:", done.stderr[-1500:])
+    except subprocess.TimeoutExpired:
+        print("measuring hung; what there was:")
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()] if rows_path.exists() else []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if "OUT" in os.environ:
+        configs = {name: asdict(config) for name, (_, config) in chosen.items()}
+        (folder / "hopper_bwd.json").write_text(json.dumps({"device": device, "configs": configs, "rows": rows}))
+    print(f"{device}, torch {torch.__version__}, {time.time() - begin:.0f} s")
+    table(rows)
+
+
+if __name__ == "__main__":
+    main()
