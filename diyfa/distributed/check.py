@@ -52,8 +52,8 @@ def check_agreement(groups: Sequence[dist.ProcessGroup], given: dict[str, Any]) 
     if validation.is_capturing(q):
         return
     arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
-    offsets = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
-    arguments += (("cu_seqlens", offsets),)
+    vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
+    arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
     device = q.device
     key = (*(group.group_name for group in groups), arguments)
     if key in _agreed:

@@ -114,7 +114,11 @@ def test_ranks_that_disagree_are_named(workers):
         ({"window": (3, 0)}, "window: rank 2 has (3, 0), the others (-1, -1)"),
         ({"method": "ulysses"}, "method: rank 2 has ulysses, the others auto"),
         ({"load_balance": "none"}, "load_balance: rank 2 has none"),
-        ({"grad": True}, "gradients: rank 2 has True"),
+        ({"grad": True}, "gradients: rank 2 has q, the others none"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "gradients: rank 2 has sinks, the others none"),
+        ({"autocast": True}, "q: rank 2 has (1, 4, 16, 8) bfloat16 on cpu"),
+        ({"dropout_p": 0.1}, "dropout_p: rank 2 has 0.1, the others 0.0"),
+        ({"causal": 1}, "causal: rank 2 has 1, the others False"),
     ):
         messages = workers.run(call_with, {}, {}, odd, {})
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
@@ -132,6 +136,8 @@ def test_ranks_that_disagree_are_named(workers):
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
         ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
+        ({"backend": "none such"}, "ValueError: "),
+        ({"cu_seqlens": [0, 9]}, "ValueError: q, k and v must have 3 dimensions"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
         ({"dtype": torch.complex64}, "TypeError: Unsupported dtype"),
     ],

@@ -162,12 +162,14 @@ def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list
 
 def call_with(*changes: dict[str, Any]) -> str:
     """What a call with this rank's changes raises."""
-    own = dict(changes[dist.get_rank()])
+    own = {"backend": "cpu"} | changes[dist.get_rank()]
     rows = own.pop("rows", 16)
     q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
     k = torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype)
+    mode = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
     try:
-        context_parallel_attention(q, k, k, own.pop("group", None), backend="cpu", **own)
+        with mode:
+            context_parallel_attention(q, k, k, own.pop("group", None), **own)
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
