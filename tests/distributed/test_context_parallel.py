@@ -19,6 +19,7 @@ from context_parallel_cases import (
     run_dtensors_with_heads,
     run_guide,
     run_helpers,
+    run_in_groups_of_different_use,
     run_sharded,
     run_twice,
     train_gpt,
@@ -145,6 +146,10 @@ def test_ranks_that_disagree_are_named(workers):
 def test_what_is_refused(workers, arguments, told):
     messages = workers.run(call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
+
+
+def test_what_ranks_agreed_on_is_kept_by_group(workers):
+    workers.run(run_in_groups_of_different_use, 4)
 
 
 def test_eight_ranks(tmp_path):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diyfa.attention import flash_attention
-from diyfa.distributed import context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
+from diyfa.distributed import check, context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
 from diyfa.registry import use_backend
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
@@ -173,6 +173,19 @@ def call_with(*changes: dict[str, Any]) -> str:
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def run_in_groups_of_different_use(limit: int) -> None:
+    """Rank 0 fills the memory of agreed calls in a group of its own; the next call of all must not notice."""
+    check._LIMIT, usual = limit, check._LIMIT
+    (alone, *_) = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    q = torch.randn(1, 4, 24, 8)
+    context_parallel_attention(q, q, q, backend="cpu", method="ring")
+    for rows in range(1, limit + 1) if dist.get_rank() == 0 else ():
+        x = torch.randn(1, 4, 2 * rows, 8)
+        context_parallel_attention(x, x, x, alone, backend="cpu", method="ring")
+    context_parallel_attention(q, q, q, backend="cpu", method="ring")
+    check._LIMIT = usual
 
 
 def run_twice(how: How) -> bool:
