@@ -14,6 +14,7 @@ from context_parallel_cases import (
     call_with,
     drawn,
     lose_rank,
+    run_after_refusal,
     run_block,
     run_dtensors,
     run_dtensors_with_heads,
@@ -146,6 +147,10 @@ def test_ranks_that_disagree_are_named(workers):
 def test_what_is_refused(workers, arguments, told):
     messages = workers.run(call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
+
+
+def test_a_refused_call_leaves_nothing_under_way(workers):
+    assert all(workers.run(run_after_refusal))
 
 
 def test_what_ranks_agreed_on_is_kept_by_group(workers):

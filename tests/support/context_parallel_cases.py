@@ -175,6 +175,19 @@ def call_with(*changes: dict[str, Any]) -> str:
     return ""
 
 
+def run_after_refusal() -> bool:
+    """A call whose kernels refuse it, in the middle of a ring, and then one like it that runs."""
+    q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(2)[:3])
+    alone = context_parallel_attention(q, k, v, method="ring", backend="cpu")
+    for _ in range(2):
+        try:
+            context_parallel_attention(v, q, k, method="ring", backend="cpu", variant="none such")
+        except ValueError:
+            continue
+        return False
+    return torch.equal(context_parallel_attention(q, k, v, method="ring", backend="cpu"), alone)
+
+
 def run_in_groups_of_different_use(limit: int) -> None:
     """Rank 0 fills the memory of agreed calls in a group of its own; the next call of all must not notice."""
     check._LIMIT, usual = limit, check._LIMIT
