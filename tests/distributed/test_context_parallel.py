@@ -16,18 +16,22 @@ from context_parallel_cases import (
     lose_rank,
     run_after_refusal,
     run_block,
+    run_cancelling,
     run_dtensors,
     run_dtensors_with_heads,
     run_guide,
     run_helpers,
     run_in_groups_of_different_use,
+    run_in_modes,
     run_sharded,
     run_twice,
+    run_with_gaps,
     train_gpt,
 )
 from gloo_workers import Workers
 from targets import TARGETS
 
+from diyfa.distributed.ring import Sum
 from diyfa.testing import AttentionCase, assert_within_budget
 
 RANKS = 4
@@ -120,6 +124,7 @@ def test_ranks_that_disagree_are_named(workers):
         ({"sinks": torch.zeros(4, requires_grad=True)}, "gradients: rank 2 has sinks, the others none"),
         ({"autocast": True}, "q: rank 2 has (1, 4, 16, 8) bfloat16 on cpu"),
         ({"dropout_p": 0.1}, "dropout_p: rank 2 has 0.1, the others 0.0"),
+        ({"batch_invariant": True}, "batch_invariant: rank 2 has True, the others False"),
         ({"causal": 1}, "causal: rank 2 has 1, the others False"),
     ):
         messages = workers.run(call_with, {}, {}, odd, {})
@@ -138,6 +143,7 @@ def test_ranks_that_disagree_are_named(workers):
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
         ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
+        ({"batch_invariant": True, "method": "ring"}, "ValueError: diyfa.batch_invariant() needs method='ulysses'"),
         ({"backend": "none such"}, "ValueError: "),
         ({"cu_seqlens": [0, 9]}, "ValueError: q, k and v must have 3 dimensions"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
@@ -155,6 +161,28 @@ def test_a_refused_call_leaves_nothing_under_way(workers):
 
 def test_what_ranks_agreed_on_is_kept_by_group(workers):
     workers.run(run_in_groups_of_different_use, 4)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
+def test_rows_of_no_sequence_and_a_loss_of_lse_alone(workers, method):
+    assert workers.run(run_with_gaps, method) == [[True] * 5] * RANKS
+
+
+def test_modes(workers):
+    assert workers.run(run_in_modes) == [[True] * 2] * RANKS
+
+
+def test_gradients_are_summed_in_float32():
+    total = Sum(torch.zeros(2, dtype=torch.bfloat16), 0)
+    for share in (256.0, 1.0, 1.0, 1.0, 1.0):
+        total.add(0, torch.full((2,), share, dtype=torch.bfloat16))
+    assert total.all().tolist() == [260.0, 260.0]
+
+
+@pytest.mark.xfail(strict=True, reason="partial outputs are rounded to the input's dtype before they are merged")
+def test_values_that_cancel_between_ranks(workers):
+    error, unit = workers.run(run_cancelling)[0]
+    assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
 
 
 def test_eight_ranks(tmp_path):
