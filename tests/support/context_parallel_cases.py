@@ -56,7 +56,11 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     def shard(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
         return shard_sequence(x.detach(), group, dim, **cut)
 
-    q, k, v = (shard(x).requires_grad_() for x in inputs[:3])
+    def view(x: torch.Tensor) -> torch.Tensor:
+        """A shard is contiguous; some cases are not."""
+        return x if case.view == "contiguous" else torch.nn.functional.pad(x, (0, 8), value=float("nan"))[..., :-8]
+
+    q, k, v = (view(shard(x)).requires_grad_() for x in inputs[:3])
     learned = [options["sinks"]] if "sinks" in options else []
     with poisoned_allocations():
         out, lse = context_parallel_attention(
