@@ -23,6 +23,7 @@ from context_parallel_cases import (
     run_helpers,
     run_in_groups_of_different_use,
     run_in_modes,
+    run_misplaced_dtensors,
     run_sharded,
     run_twice,
     run_with_gaps,
@@ -103,6 +104,17 @@ def test_dtensors(workers):
     for method in ("ring", "ulysses", "both"):
         assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
     assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
+
+
+def test_misplaced_dtensors_are_refused(workers):
+    placed = "ValueError: q must be sharded along its sequence"
+    told = [
+        "ValueError: q, k and v must be placed alike", placed, placed, placed,
+        "TypeError: q, k and v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
+        "ValueError: group must be a DeviceMesh of one or two",
+    ]  # fmt: skip
+    for messages in workers.run(run_misplaced_dtensors):
+        assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])

@@ -286,6 +286,29 @@ def run_dtensors(method: str) -> list[bool]:
     return [torch.equal(a, b.to_local()) for a, b in pairs]
 
 
+def run_misplaced_dtensors() -> list[str]:
+    """What DTensors raise that cannot be followed."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
+    x = torch.randn(1, 4, 8, 8)
+    good = DTensor.from_local(x, grid, [Shard(2), Replicate()])
+    by_heads, nowhere, by_features, sums = (
+        DTensor.from_local(x, grid, places)
+        for places in ([Shard(2), Shard(1)], [Shard(1), Replicate()], [Shard(2), Shard(3)], [Shard(2), Partial()])
+    )
+    found = []
+    for q, k, group in (
+        (good, by_heads, None), (nowhere, nowhere, None), (by_features, by_features, None), (sums, sums, None),
+        (good, x, None), (good, good, grid["tp"]), (x, x, init_device_mesh("cpu", (1, 2, 2))),
+    ):  # fmt: skip
+        try:
+            context_parallel_attention(q, k, k, group, backend="cpu")
+        except (ValueError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def run_dtensors_with_heads() -> list[bool]:
     """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
