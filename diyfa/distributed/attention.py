@@ -147,15 +147,11 @@ def context_parallel_attention(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if dropout_p != 0:
-        raise ValueError(
-            f"dropout_p must be 0 over several devices, got {dropout_p}: the kernels form the mask from positions and "
-            "heads as they count them within one call, not from those in the whole sequence"
-        )
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "deterministic": deterministic, "return_lse": return_lse, "variant": variant, "backend": backend,
+        "dropout_p": dropout_p, "deterministic": deterministic, "return_lse": return_lse, "variant": variant,
+        "backend": backend,
     }  # fmt: skip
     return _outside_graphs(q, k, v, group, given)
 
@@ -181,18 +177,24 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
 
         return with_local_tensors(_checked, (q, k, v), group, layout, given)
     validation.check_tensors(q=q, k=k, v=v)
-    validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
+    q, k, v = autocast(q, k, v)
     groups = groups_of(group)
-    learned = [x for x in (q, k, v, given["sinks"]) if isinstance(x, torch.Tensor) and x.requires_grad]
-    wants_grad = torch.is_grad_enabled() and bool(learned)
-    modes = {"gradients": wants_grad, "batch_invariant": registry.is_batch_invariant()}
-    check_agreement(groups, {"q": q, "k": k, "v": v, **given, **modes})
+    tensors = {"q": q, "k": k, "v": v}
+    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
+    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
+    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
+    check_agreement(groups, {**tensors, **given, **modes})  # before anything is refused, or others would wait
+    validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
+    if given["dropout_p"] != 0:
+        raise ValueError(
+            f"dropout_p must be 0 over several devices, got {given['dropout_p']}: the kernels form the mask from "
+            "positions and heads as they count them within one call, not from those in the whole sequence"
+        )
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
     if k.shape[row_dim(layout)] != rows:
         raise ValueError(f"q and k must have the same rows (self-attention), got {rows} and {k.shape[row_dim(layout)]}")
-    q, k, v = autocast(q, k, v)
     ranks, rank = place_in(groups)
     sequences = sequences_of(rows * ranks, given["cu_seqlens"])
     segments = segments_of(sequences, ranks, given["load_balance"])

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from diyfa.distributed.sharding import gather_parts
 
 Arguments = tuple[tuple[str, Hashable], ...]
 
-_agreed: dict[Hashable, None] = {}  # what all ranks have called with, so every rank has the same entries
+# What all ranks of a group have called with, by group: each rank has the same entries, whatever other groups it is in.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[Arguments, None]]] = WeakKeyDictionary()
 _LIMIT = 256
 
 
@@ -52,11 +54,11 @@ def check_agreement(groups: Sequence[dist.ProcessGroup], given: dict[str, Any]) 
     if validation.is_capturing(q):
         return
     arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
-    offsets = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
-    arguments += (("cu_seqlens", offsets),)
+    vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
+    arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
     device = q.device
-    key = (*(group.group_name for group in groups), arguments)
-    if key in _agreed:
+    agreed = _agreed.setdefault(groups[0], {}).setdefault(tuple(group.group_name for group in groups), {})
+    if arguments in agreed:
         return
     digest = hashlib.sha256(repr(arguments).encode()).digest()
     hashes = gather_parts(torch.tensor([int.from_bytes(digest[:7], "big")], device=device), groups)
@@ -70,6 +72,6 @@ def check_agreement(groups: Sequence[dist.ProcessGroup], given: dict[str, Any]) 
             if odd:
                 found.append(f"{name}: {', '.join(odd)}, the others {usual}")
         raise ValueError(f"the ranks call context_parallel_attention with different arguments: {'; '.join(found)}")
-    if len(_agreed) >= _LIMIT:
-        _agreed.clear()
-    _agreed[key] = None
+    if len(agreed) >= _LIMIT:
+        agreed.clear()
+    agreed[arguments] = None

@@ -93,9 +93,11 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None
-        forward_step(ring, step, q, held, sinks, merged)
-        if transfer:
-            (held,) = transfer.wait()
+        try:
+            forward_step(ring, step, q, held, sinks, merged)
+        finally:  # of a call that kernels refuse, on every rank, no message is left for the next one
+            arrived = transfer.wait() if transfer else [held]
+        (held,) = arrived
     return merged.result()
 
 

@@ -14,18 +14,25 @@ from context_parallel_cases import (
     call_with,
     drawn,
     lose_rank,
+    run_after_refusal,
     run_block,
+    run_cancelling,
     run_dtensors,
     run_dtensors_with_heads,
     run_guide,
     run_helpers,
+    run_in_groups_of_different_use,
+    run_in_modes,
+    run_misplaced_dtensors,
     run_sharded,
     run_twice,
+    run_with_gaps,
     train_gpt,
 )
 from gloo_workers import Workers
 from targets import TARGETS
 
+from diyfa.distributed.ring import Sum
 from diyfa.testing import AttentionCase, assert_within_budget
 
 RANKS = 4
@@ -99,6 +106,17 @@ def test_dtensors(workers):
     assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
 
 
+def test_misplaced_dtensors_are_refused(workers):
+    placed = "ValueError: q must be sharded along its sequence"
+    told = [
+        "ValueError: q, k and v must be placed alike", placed, placed, placed,
+        "TypeError: q, k and v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
+        "ValueError: group must be a DeviceMesh of one or two",
+    ]  # fmt: skip
+    for messages in workers.run(run_misplaced_dtensors):
+        assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told
+
+
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])
 def test_blocks_of_a_model(workers, how):
     for method in ("ring", "ulysses", "both"):
@@ -114,7 +132,12 @@ def test_ranks_that_disagree_are_named(workers):
         ({"window": (3, 0)}, "window: rank 2 has (3, 0), the others (-1, -1)"),
         ({"method": "ulysses"}, "method: rank 2 has ulysses, the others auto"),
         ({"load_balance": "none"}, "load_balance: rank 2 has none"),
-        ({"grad": True}, "gradients: rank 2 has True"),
+        ({"grad": True}, "gradients: rank 2 has q, the others none"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "gradients: rank 2 has sinks, the others none"),
+        ({"autocast": True}, "q: rank 2 has (1, 4, 16, 8) bfloat16 on cpu"),
+        ({"dropout_p": 0.1}, "dropout_p: rank 2 has 0.1, the others 0.0"),
+        ({"batch_invariant": True}, "batch_invariant: rank 2 has True, the others False"),
+        ({"causal": 1}, "causal: rank 2 has 1, the others False"),
     ):
         messages = workers.run(call_with, {}, {}, odd, {})
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
@@ -132,6 +155,9 @@ def test_ranks_that_disagree_are_named(workers):
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
         ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
+        ({"batch_invariant": True, "method": "ring"}, "ValueError: diyfa.batch_invariant() needs method='ulysses'"),
+        ({"backend": "none such"}, "ValueError: "),
+        ({"cu_seqlens": [0, 9]}, "ValueError: q, k and v must have 3 dimensions"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "ValueError: q, k and v must have 3 dimensions"),
         ({"dtype": torch.complex64}, "TypeError: Unsupported dtype"),
     ],
@@ -139,6 +165,36 @@ def test_ranks_that_disagree_are_named(workers):
 def test_what_is_refused(workers, arguments, told):
     messages = workers.run(call_with, *[arguments] * RANKS)
     assert all(message.startswith(told) for message in messages), messages
+
+
+def test_a_refused_call_leaves_nothing_under_way(workers):
+    assert all(workers.run(run_after_refusal))
+
+
+def test_what_ranks_agreed_on_is_kept_by_group(workers):
+    workers.run(run_in_groups_of_different_use, 4)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "both"])
+def test_rows_of_no_sequence_and_a_loss_of_lse_alone(workers, method):
+    assert workers.run(run_with_gaps, method) == [[True] * 5] * RANKS
+
+
+def test_modes(workers):
+    assert workers.run(run_in_modes) == [[True] * 2] * RANKS
+
+
+def test_gradients_are_summed_in_float32():
+    total = Sum(torch.zeros(2, dtype=torch.bfloat16), 0)
+    for share in (256.0, 1.0, 1.0, 1.0, 1.0):
+        total.add(0, torch.full((2,), share, dtype=torch.bfloat16))
+    assert total.all().tolist() == [260.0, 260.0]
+
+
+@pytest.mark.xfail(strict=True, reason="partial outputs are rounded to the input's dtype before they are merged")
+def test_values_that_cancel_between_ranks(workers):
+    error, unit = workers.run(run_cancelling)[0]
+    assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
 
 
 def test_eight_ranks(tmp_path):

@@ -12,6 +12,7 @@ from diyfa.distributed.cost import (
     Machine,
     Work,
     cheapest,
+    machine_of,
     ring_seconds,
     ring_timeline,
     share_of,
@@ -74,3 +75,11 @@ def test_a_window_takes_the_ring():
     """Which then has two steps, where Ulysses moves as much as ever."""
     windowed = replace(LONG, share=share_of((0, 2**20, 2**20), (4096, 0)), steps=2)
     assert cheapest(windowed, HOPPER) == "ring"
+
+
+def test_a_group_that_spans_hosts_has_their_links(monkeypatch):
+    groups = ([0, 1, 2, 3], "4", HOPPER.peer), ([2, 3, 4], "4", BETWEEN_HOSTS), ([0, 9], "0", HOPPER.peer)
+    for ranks, local, peer in groups:
+        monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _, ranks=ranks: ranks)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        assert machine_of("sm_90", None).peer == peer

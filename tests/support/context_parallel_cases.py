@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diyfa.attention import flash_attention
-from diyfa.distributed import context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
-from diyfa.registry import use_backend
+from diyfa.attention import flash_attention, flash_attention_varlen
+from diyfa.distributed import check, context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
+from diyfa.registry import batch_invariant, use_backend
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
 METHODS = ("ring", "ulysses", "both")
@@ -55,7 +56,11 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     def shard(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
         return shard_sequence(x.detach(), group, dim, **cut)
 
-    q, k, v = (shard(x).requires_grad_() for x in inputs[:3])
+    def view(x: torch.Tensor) -> torch.Tensor:
+        """A shard is contiguous; some cases are not."""
+        return x if case.view == "contiguous" else torch.nn.functional.pad(x, (0, 8), value=float("nan"))[..., :-8]
+
+    q, k, v = (view(shard(x)).requires_grad_() for x in inputs[:3])
     learned = [options["sinks"]] if "sinks" in options else []
     with poisoned_allocations():
         out, lse = context_parallel_attention(
@@ -162,15 +167,95 @@ def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list
 
 def call_with(*changes: dict[str, Any]) -> str:
     """What a call with this rank's changes raises."""
-    own = dict(changes[dist.get_rank()])
+    own = {"backend": "cpu"} | changes[dist.get_rank()]
     rows = own.pop("rows", 16)
     q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
     k = torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype)
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
+    mode = batch_invariant() if own.pop("batch_invariant", False) else nullcontext()
     try:
-        context_parallel_attention(q, k, k, own.pop("group", None), backend="cpu", **own)
+        with cast, mode:
+            context_parallel_attention(q, k, k, own.pop("group", None), **own)
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def run_after_refusal() -> bool:
+    """A call whose kernels refuse it, in the middle of a ring, and then one like it that runs."""
+    q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(2)[:3])
+    alone = context_parallel_attention(q, k, v, method="ring", backend="cpu")
+    for _ in range(2):
+        try:
+            context_parallel_attention(v, q, k, method="ring", backend="cpu", variant="none such")
+        except ValueError:
+            continue
+        return False
+    return torch.equal(context_parallel_attention(q, k, v, method="ring", backend="cpu"), alone)
+
+
+def run_in_groups_of_different_use(limit: int) -> None:
+    """Rank 0 fills the memory of agreed calls in a group of its own; the next call of all must not notice."""
+    check._LIMIT, usual = limit, check._LIMIT
+    (alone, *_) = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    q = torch.randn(1, 4, 24, 8)
+    context_parallel_attention(q, q, q, backend="cpu", method="ring")
+    for rows in range(1, limit + 1) if dist.get_rank() == 0 else ():
+        x = torch.randn(1, 4, 2 * rows, 8)
+        context_parallel_attention(x, x, x, alone, backend="cpu", method="ring")
+    context_parallel_attention(q, q, q, backend="cpu", method="ring")
+    check._LIMIT = usual
+
+
+def run_with_gaps(method: str) -> list[bool]:
+    """Packed sequences with rows of none before, and after, beside the same on one device; a loss of lse alone."""
+    cu_seqlens = torch.tensor([5, 9, 9, 26], dtype=torch.int32)
+    cut: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    group = mesh() if method == "both" else None
+    whole = [x.detach()[0, :, :32].transpose(0, 1).clone().requires_grad_() for x in _small(3)[:3]]
+    sinks = torch.linspace(-1, 1, 8).requires_grad_()
+    common: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
+    inside = slice(5, 26)
+    expected, lse = flash_attention_varlen(*whole, cu_seqlens, cu_seqlens, 32, 32, sinks=sinks, **common)
+    of_lse = torch.autograd.grad(lse[:, inside].sum(), (*whole[:2], sinks))
+    own = [shard_sequence(x.detach(), group, **cut).requires_grad_() for x in whole]
+    out, own_lse = context_parallel_attention(*own, group, sinks=sinks, method=method, **cut, **common)
+    loss = torch.where(own_lse.isinf(), 0.0, own_lse).sum()
+    *found, dsinks = torch.autograd.grad(loss, (*own[:2], sinks))
+    dist.all_reduce(dsinks)
+    found = [unshard_sequence(x.detach(), group, **cut) for x in (out, *found)]
+    found.append(unshard_sequence(own_lse.detach(), group, 1, **cut))
+    pairs = zip((*found, dsinks), (expected, *of_lse[:2], lse, of_lse[2]), strict=True)
+    return [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
+
+
+def run_in_modes() -> list[bool]:
+    """Autocast computes as bfloat16 inputs do; in the batch-invariant mode "auto" is bitwise a call on one device."""
+    whole = [x.detach() for x in _small(4)[:3]]
+    own = [shard_sequence(x, None, 2) for x in whole]
+    common: dict[str, Any] = {"causal": True, "backend": "cpu"}
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = context_parallel_attention(*own, method="ring", **common)
+    rounded = context_parallel_attention(*(x.bfloat16() for x in own), method="ring", **common)
+    with batch_invariant():
+        out = context_parallel_attention(*own, **common)
+        expected = shard_sequence(flash_attention(*whole, **common), None, 2)
+    return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
+
+
+def run_cancelling() -> tuple[float, float]:
+    """Keys alike, values of two ranks that cancel: the largest error of the output, and half a unit of its last place.
+
+    A kernel sums such values in float32, so that nothing but the result is rounded.
+    """
+    _, k, v, _ = (x.detach()[:1] for x in _small(5))
+    n = dist.get_world_size()
+    v = (v + 30.0 * (1 - 2 * ((torch.arange(64) * n // 64) % 2))[:, None]).bfloat16()
+    cut: dict[str, Any] = {"load_balance": "none"}
+    own = [shard_sequence(x, None, 2, **cut) for x in (torch.zeros_like(v), k.bfloat16(), v)]
+    out = unshard_sequence(context_parallel_attention(*own, method="ring", backend="cpu", **cut), None, 2, **cut)
+    expected = v.double().mean(2, keepdim=True).expand_as(out)
+    return float((out.double() - expected).abs().max()), float(expected.abs().max()) * 2.0**-8
 
 
 def run_twice(how: How) -> bool:
@@ -199,6 +284,29 @@ def run_dtensors(method: str) -> list[bool]:
     assert list(out2.placements) == list(lse2.placements) == placements
     pairs = [(out, out2), (lse, lse2), *zip(grads, grads2, strict=True)]
     return [torch.equal(a, b.to_local()) for a, b in pairs]
+
+
+def run_misplaced_dtensors() -> list[str]:
+    """What DTensors raise that cannot be followed."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
+    x = torch.randn(1, 4, 8, 8)
+    good = DTensor.from_local(x, grid, [Shard(2), Replicate()])
+    by_heads, nowhere, by_features, sums = (
+        DTensor.from_local(x, grid, places)
+        for places in ([Shard(2), Shard(1)], [Shard(1), Replicate()], [Shard(2), Shard(3)], [Shard(2), Partial()])
+    )
+    found = []
+    for q, k, group in (
+        (good, by_heads, None), (nowhere, nowhere, None), (by_features, by_features, None), (sums, sums, None),
+        (good, x, None), (good, good, grid["tp"]), (x, x, init_device_mesh("cpu", (1, 2, 2))),
+    ):  # fmt: skip
+        try:
+            context_parallel_attention(q, k, k, group, backend="cpu")
+        except (ValueError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def run_dtensors_with_heads() -> list[bool]:
