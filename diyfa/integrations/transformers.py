@@ -128,19 +128,25 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     return None if found[0].shape[0] == 2 else found
 
 
-def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None]:
-    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; and how much
-    there is on the left. None where a sample's tokens have gaps, or are not the last ones."""
+def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
+    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; how much there
+    is on the left; and the offsets, in samples, of queries that all see the tokens. None where a sample's tokens have
+    gaps, or are not the last ones."""
     seen = mask.bool()
     changes = seen != seen.roll(1, 1)
     changes[:, 0] = seen[:, 0]
     if bool(((changes & seen).sum(1) > 1).any()):
-        return None, None
+        return None, None, None
     to_the_end = bool(seen[:, -1].all())
-    return _sequences(changes), seen.int().argmax(1).to(torch.int32) if to_the_end else None
+    offsets, longest = _sequences(changes)
+    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]  # where all is padding, it is what is seen
+    samples = torch.nn.functional.pad(sees.cumsum(0), (1, 0)).to(torch.int32)
+    return (offsets, longest), seen.int().argmax(1).to(torch.int32) if to_the_end else None, samples
 
 
-def _packed_lengths(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, extras: dict[str, Any]) -> Any:
+def _packed_lengths(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
+) -> Any:
     """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
     or as position ids do that begin anew. Some models mask without a look at those."""
     if extras.get("cu_seq_lens_q") is not None:
@@ -151,8 +157,10 @@ def _packed_lengths(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        found, _ = _once(mask, _by_padding)
-    elif mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
+        found, _, samples = _once(mask, _by_padding)
+        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be those of an encoder
+            return samples * q.shape[1], found[0], q.shape[1], found[1]
+    elif causal and mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
         found = _once(positions, _by_position)
     return () if found is None else (found[0], found[0], found[1], found[1])
 
@@ -235,7 +243,7 @@ def attention(
         k, v = k[:, :keys], v[:, :keys]
         bias = None if bias is None else bias[..., :keys]
         mask = mask if mask.shape[0] else None
-    lengths = _packed_lengths(mask, q, k, extras if causal else {**extras, "position_ids": None})
+    lengths = _packed_lengths(mask, q, k, causal, extras)
     if lengths:
         if bias is not None:
             raise ValueError(

@@ -268,6 +268,21 @@ def test_whisper() -> None:
     assert torch.equal(*found)
 
 
+def test_bart(handle: Any) -> None:
+    """As many tokens as the encoder has, of which some are padding: every one of them sees the encoder's."""
+    config = lambda: hf.BartConfig(  # noqa: E731
+        vocab_size=96, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=96,
+        decoder_attention_heads=4, decoder_ffn_dim=96, max_position_embeddings=32, decoder_start_token_id=2,
+    )  # fmt: skip
+    make = encoder(config, hf.BartForConditionalGeneration)
+    for masked in ("padded left", "padded right"):
+        mask = MASKS[masked]
+        assert mask is not None
+        inputs = {"attention_mask": mask.long(), "decoder_input_ids": tokens().flip(1), "use_cache": False}
+        side_by_side(make, lambda model, i=inputs: model(tokens(), **i).logits)
+    assert handle.calls == {"attention of packed sequences: diyfa": 4, "attention: diyfa": 2}
+
+
 def t5(attention: str) -> Any:
     config = hf.T5Config(
         vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
@@ -295,11 +310,14 @@ def test_offsets_of_sequences() -> None:
     assert _by_number(one)[0].tolist() == [0, 3, 6] and _by_number(one)[1] == 3
     assert _by_position(torch.tensor([[4, 5, 6]])) is None
     assert _by_position(torch.tensor([[0, 1, 0]]))[0].tolist() == [0, 2, 3]
-    (offsets, longest), padding = _by_padding(left)
+    (offsets, longest), padding, samples = _by_padding(left)
     assert (offsets.tolist(), longest, padding.tolist()) == ([0, 3, 4, 6], 3, [0, 1])
-    (offsets, longest), padding = _by_padding(right)
+    assert samples.tolist() == [0, 1, 1, 2]
+    (offsets, longest), padding, samples = _by_padding(right)
     assert (offsets.tolist(), longest, padding) == ([0, 3, 4, 6], 3, None)
-    assert _by_padding(gap) == (None, None)
+    assert samples.tolist() == [0, 1, 2, 2]
+    assert _by_padding(right & False)[2].tolist() == [0, 1, 2]
+    assert _by_padding(gap) == (None, None, None)
 
 
 @pytest.mark.parametrize("mask", [MASKS["padded left"], MASKS["padded right"], MASKS["padded within"]])
