@@ -160,8 +160,8 @@ def _packed_lengths(
         found, _, samples = _once(mask, _by_padding)
         if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be those of an encoder
             return samples * q.shape[1], found[0], q.shape[1], found[1]
-    elif causal and mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
-        found = _once(positions, _by_position)
+    elif causal and mask is None and isinstance(positions, torch.Tensor):
+        found = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if found is None else (found[0], found[0], found[1], found[1])
 
 
@@ -241,6 +241,9 @@ def attention(
     if mask is not None and mask.dim() == 2 and mask.dtype not in PACKED:
         keys = mask.shape[1]
         k, v = k[:, :keys], v[:, :keys]
+        handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
+        if mask.dtype in OF_WINDOWS and not causal and handed_on:  # others hand on one more, as flash_attn counts
+            options["window"] = (window, window)
         bias = None if bias is None else bias[..., :keys]
         mask = mask if mask.shape[0] else None
     lengths = _packed_lengths(mask, q, k, causal, extras)

@@ -242,6 +242,25 @@ def test_modernbert() -> None:
     side_by_side(make, lambda model: model(tokens()).last_hidden_state)
 
 
+def test_t5gemma() -> None:
+    """Its encoder hands on the reach of its bidirectional windows, ModernBERT's that and one more."""
+    part = {**DECODER, **LAYERS, "query_pre_attn_scalar": 16}
+    config = lambda: hf.T5GemmaConfig(encoder={**part}, decoder={**part}, vocab_size=96)  # noqa: E731
+    make = encoder(config, hf.T5GemmaForConditionalGeneration)
+    for mask in (MASKS["padded right"], torch.ones(2, 17)):
+        inputs = {"attention_mask": mask.long(), "decoder_input_ids": tokens().flip(1), "use_cache": False}
+        side_by_side(make, lambda model, i=inputs: model(tokens(), **i).logits)
+
+
+def test_a_decoder_that_sees_both_ways() -> None:
+    def make(attention: str) -> Any:
+        config = hf.MistralConfig(**DECODER, sliding_window=5, is_causal=False)
+        return encoder(lambda: config, hf.MistralForCausalLM)(attention)
+
+    mask = MASKS["padded left"]
+    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
+
+
 def test_siglip() -> None:
     config = lambda: hf.SiglipVisionConfig(  # noqa: E731
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
