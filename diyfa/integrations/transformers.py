@@ -149,7 +149,7 @@ def _packed_lengths(
 ) -> Any:
     """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
     or as position ids do that begin anew. Some models mask without a look at those."""
-    if extras.get("cu_seq_lens_q") is not None:
+    if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # one of four says everything
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     found, positions = None, extras.get("position_ids")
     if mask is not None and mask.dtype in PACKED:
@@ -211,6 +211,9 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
             f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
             "attn_implementation='eager'"
         )
+    pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
+    if pads and extras.get("cu_seq_lens_q") is not None:
+        raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
     if mask is not None and mask.dim() not in (2, 4):
         raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
 

@@ -213,6 +213,11 @@ def test_packed_lengths_that_a_collator_counted(handle: Any) -> None:
 
     side_by_side(lambda attention: decoder("Qwen3", attention), run)
     assert set(handle.calls) == {"attention of packed sequences: diyfa"}
+    handle.calls.clear()
+    side_by_side(lambda attention: decoder("Llama4", attention), run)  # with chunks, which only a mask says
+    assert handle.calls == {"attention of packed sequences: diyfa": 1, "attention with a mask: diyfa": 1}
+    with pytest.raises(ValueError, match="an attention_mask with padding and the lengths of packed sequences exclude"):
+        decoder("Qwen3", "diyfa")(tokens(1), attention_mask=(torch.arange(17) > 3).long()[None], **counted)
 
 
 def encoder(config: Any, kind: Any) -> Callable[[str], Any]:
