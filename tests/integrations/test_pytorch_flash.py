@@ -245,6 +245,21 @@ def test_refused(handle: Handle, case: str) -> None:
         attend(*(x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3)))
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
+def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
+    """A gradient that would be of another attention."""
+    inputs = leaves((9, 2, 16), (1, 16, 2, 16), (1, 16, 2, 16)) if name == "block_table" else leaves(*[(9, 2, 16)] * 3)
+    given = {"alibi_slopes": torch.ones(2), "seqused_k": torch.tensor([7], dtype=torch.int32)}
+    options = {name: given.get(name, torch.zeros((1, 1), dtype=torch.int32)), "seqused_k": given["seqused_k"]}
+    if name == "alibi_slopes":
+        del options["seqused_k"]
+    lengths = (offsets((9,)), None if name == "block_table" else offsets((9,)), 9, 9, 0.0, True, False)
+    with pytest.raises(ValueError, match=f"{name} has no gradient here"):
+        aten._flash_attention_forward(*inputs, *lengths, **options)
+    with torch.no_grad():
+        assert aten._flash_attention_forward(*inputs, *lengths, **options)[0].isfinite().all()
+
+
 def test_removal_gives_the_operators_back() -> None:
     q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
     handle = use_in_pytorch("cpu")
