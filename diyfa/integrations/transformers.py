@@ -16,6 +16,8 @@ The meaning is always that of the model's eager attention.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,21 @@ def _packed(mask_function: Any) -> torch.Tensor | None:
     return inner.__closure__[0].cell_contents
 
 
+@functools.cache
+def _attends_by_itself(config_class: type) -> bool:
+    """Older models have an attention of their own, whatever attn_implementation is; masks like these are not for it."""
+    from transformers import PreTrainedModel
+
+    module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if module is None:
+        return False
+    found = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    models = [x for x in found if x.__module__ == module.__name__]
+    flags = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    supports = hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(getattr(x, name) for x in models for name in flags)
+    return bool(models) and not supports
+
+
 def attention_mask_of(
     batch_size: int,
     q_length: int,
@@ -65,9 +82,13 @@ def attention_mask_of(
     """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
     from transformers import masking_utils
 
-    tracing = torch.compiler.is_compiling()
+    tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
+    if not tracing and config is not None and _attends_by_itself(config.__class__):
+        raise ValueError(
+            f"models of {type(config).__name__} have an attention of their own: use attn_implementation='eager'"
+        )
     window = kwargs.get("local_size")
-    slides = window is not None and window == getattr(kwargs.get("config"), "sliding_window", None)
+    slides = window is not None and window == getattr(config, "sliding_window", None)
     causal = mask_function is masking_utils.causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
     both_ways = mask_function is masking_utils.bidirectional_mask_function or (
         slides and kwargs.get("allow_is_bidirectional_skip")

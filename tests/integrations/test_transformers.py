@@ -442,6 +442,14 @@ def test_refusals() -> None:
         model(tokens(), output_attentions=True)
 
 
+def test_models_that_attend_by_themselves() -> None:
+    """Their causality is in the mask, and they never come to diyfa."""
+    config = hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=1, n_head=4)
+    model = hf.BloomForCausalLM._from_config(config, attn_implementation="diyfa")
+    with pytest.raises(ValueError, match="models of BloomConfig have an attention of their own"):
+        model(tokens())
+
+
 def test_removal() -> None:
     handle = use_in_transformers()
     assert use_in_transformers() is handle
