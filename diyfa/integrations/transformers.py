@@ -173,7 +173,7 @@ def _packed_lengths(
     if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # one of four says everything
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     found, positions = None, extras.get("position_ids")
-    if mask is not None and mask.dtype in PACKED:
+    if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
         found = _once(mask, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()

@@ -236,14 +236,15 @@ def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pyt
     monkeypatch.setattr(
         flash_attn_interface, "_flash_attn_backward", lambda *given: (seen.append(given[16]), backward(*given))[1]
     )
-    inputs = leaves(*[(1, 2, 9, 16)] * 3)
+    inputs, without_offsets = leaves(*[(1, 2, 9, 16)] * 3), (None, None, 2, 2, 0.0, False, False)
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
             with_gradients(aten._scaled_dot_product_flash_attention, inputs)
+            with_gradients(lambda q, k, v: aten._flash_attention_forward(q, k, v, *without_offsets), inputs)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert seen == [False, True]
+    assert seen == [False, False, True, True]
 
 
 REFUSED = {

@@ -433,6 +433,8 @@ def test_refusals() -> None:
         attention(torch.nn.Linear(1, 1), x, x, x, sliding)
     with pytest.raises(ValueError, match="position_bias cannot go with packed sequences"):
         attention(None, x, x, x, torch.zeros((1, 3), dtype=torch.int32), position_bias=torch.zeros(1, 2, 3, 3))
+    with pytest.raises(TypeError, match="must be a floating-point tensor"):
+        attention(None, x, x, x, torch.ones((1, 1, 3, 3), dtype=torch.int64))
     with pytest.raises(ValueError, match="block_indices is not supported"):
         attention(None, x, x, x, None, block_indices=torch.zeros(1))
     with pytest.raises(ValueError, match="a mask must be"):
