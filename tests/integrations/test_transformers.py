@@ -352,6 +352,23 @@ def test_one_token_over_padded_keys(mask: torch.Tensor) -> None:
     torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
 
 
+def test_one_token_that_learns() -> None:
+    """The kernels that divide the keys have no gradient."""
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (1, 17, 17))
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for got, expected in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, want)), strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_a_position_bias_over_a_cache_with_room_left() -> None:
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 17, 17))
+    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 9), dtype=torch.bool)
+    found, _ = attention(SimpleNamespace(is_causal=False), q, k, v, room, position_bias=bias)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], bias[..., :9])
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+
+
 def test_dropout() -> None:
     """It is diyfa's own, drawn from PyTorch's generator."""
     q, k, v = (torch.randn(2, heads, 9, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
