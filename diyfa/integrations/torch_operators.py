@@ -72,6 +72,9 @@ def _flash_attention_forward(
     """(B, S, H, D), or packed (T, H, D) with cum_seq_q -> output, lse (B, H, S) or (H, T), rng_state, unused, mask."""
     record(SEAM, "_flash_attention_forward: diyfa")
     _refuse(return_debug_mask)
+    for name, given in {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}.items():
+        if given is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            raise ValueError(f"{name} has no gradient here: PyTorch's backward operator does not take it")
     left, right = _bounds(window_size_left, window_size_right)
     with _splits(num_splits):
         if cum_seq_q is None:

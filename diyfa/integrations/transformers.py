@@ -16,6 +16,8 @@ The meaning is always that of the model's eager attention.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,21 @@ def _packed(mask_function: Any) -> torch.Tensor | None:
     return inner.__closure__[0].cell_contents
 
 
+@functools.cache
+def _attends_by_itself(config_class: type) -> bool:
+    """Older models have an attention of their own, whatever attn_implementation is; masks like these are not for it."""
+    from transformers import PreTrainedModel
+
+    module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if module is None:
+        return False
+    found = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    models = [x for x in found if x.__module__ == module.__name__]
+    flags = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    supports = hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(getattr(x, name) for x in models for name in flags)
+    return bool(models) and not supports
+
+
 def attention_mask_of(
     batch_size: int,
     q_length: int,
@@ -65,9 +82,13 @@ def attention_mask_of(
     """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
     from transformers import masking_utils
 
-    tracing = torch.compiler.is_compiling()
+    tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
+    if not tracing and config is not None and _attends_by_itself(config.__class__):
+        raise ValueError(
+            f"models of {type(config).__name__} have an attention of their own: use attn_implementation='eager'"
+        )
     window = kwargs.get("local_size")
-    slides = window is not None and window == getattr(kwargs.get("config"), "sliding_window", None)
+    slides = window is not None and window == getattr(config, "sliding_window", None)
     causal = mask_function is masking_utils.causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
     both_ways = mask_function is masking_utils.bidirectional_mask_function or (
         slides and kwargs.get("allow_is_bidirectional_skip")
@@ -128,32 +149,40 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     return None if found[0].shape[0] == 2 else found
 
 
-def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None]:
-    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; and how much
-    there is on the left. None where a sample's tokens have gaps, or are not the last ones."""
+def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
+    """A padded batch as packed sequences, the padding being sequences of its own, which no token sees; how much there
+    is on the left; and the offsets, in samples, of queries that all see the tokens. None where a sample's tokens have
+    gaps, or are not the last ones."""
     seen = mask.bool()
     changes = seen != seen.roll(1, 1)
     changes[:, 0] = seen[:, 0]
     if bool(((changes & seen).sum(1) > 1).any()):
-        return None, None
+        return None, None, None
     to_the_end = bool(seen[:, -1].all())
-    return _sequences(changes), seen.int().argmax(1).to(torch.int32) if to_the_end else None
+    offsets, longest = _sequences(changes)
+    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]  # where all is padding, it is what is seen
+    samples = torch.nn.functional.pad(sees.cumsum(0), (1, 0)).to(torch.int32)
+    return (offsets, longest), seen.int().argmax(1).to(torch.int32) if to_the_end else None, samples
 
 
-def _packed_lengths(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, extras: dict[str, Any]) -> Any:
+def _packed_lengths(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
+) -> Any:
     """Offsets and longest of both sides, or () where nothing is packed: as a collator counted them, as the mask says,
     or as position ids do that begin anew. Some models mask without a look at those."""
-    if extras.get("cu_seq_lens_q") is not None:
+    if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # one of four says everything
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     found, positions = None, extras.get("position_ids")
-    if mask is not None and mask.dtype in PACKED:
+    if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
         found = _once(mask, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        found, _ = _once(mask, _by_padding)
-    elif mask is None and isinstance(positions, torch.Tensor) and positions.shape == (1, q.shape[1]) == q.shape[:2]:
-        found = _once(positions, _by_position)
+        found, _, samples = _once(mask, _by_padding)
+        if found is not None and not causal and mask.dtype not in OF_WINDOWS:  # keys may be those of an encoder
+            return samples * q.shape[1], found[0], q.shape[1], found[1]
+    elif causal and mask is None and isinstance(positions, torch.Tensor):
+        found = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if found is None else (found[0], found[0], found[1], found[1])
 
 
@@ -203,6 +232,9 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
             f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
             "attn_implementation='eager'"
         )
+    pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
+    if pads and extras.get("cu_seq_lens_q") is not None:
+        raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
     if mask is not None and mask.dim() not in (2, 4):
         raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
 
@@ -233,9 +265,12 @@ def attention(
     if mask is not None and mask.dim() == 2 and mask.dtype not in PACKED:
         keys = mask.shape[1]
         k, v = k[:, :keys], v[:, :keys]
+        handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
+        if mask.dtype in OF_WINDOWS and not causal and handed_on:  # others hand on one more, as flash_attn counts
+            options["window"] = (window, window)
         bias = None if bias is None else bias[..., :keys]
         mask = mask if mask.shape[0] else None
-    lengths = _packed_lengths(mask, q, k, extras if causal else {**extras, "position_ids": None})
+    lengths = _packed_lengths(mask, q, k, causal, extras)
     if lengths:
         if bias is not None:
             raise ValueError(

@@ -192,3 +192,16 @@ def test_imports() -> None:
     assert run_python(IMPORTS).splitlines() == [
         "True", "True", "True False", "3.0.0 3.0.0 0.1.1", "['flash_attn_3'] 2.8.3", "True", "True False", "None True",
     ]  # fmt: skip
+
+
+def test_packed_queries_over_a_part_of_each_row() -> None:
+    """cache_seqlens as one number, with softcap: the same as without packing."""
+    q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 20, 20))
+    options = {"cache_seqlens": 11, "causal": True, "softcap": 0.7}
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    with diyfa.use_backend("cpu"):
+        want = flash_attn_3.flash_attn_with_kvcache(q, k, v, **options)
+        found = flash_attn_3.flash_attn_with_kvcache(q.flatten(0, 1), k, v, cu_seqlens_q=cu, max_seqlen_q=3, **options)
+        whole = flash_attn_3.flash_attn_with_kvcache(q, k, v, causal=True)
+    torch.testing.assert_close(found.view_as(want), want, atol=2e-6, rtol=2e-6)
+    assert not torch.allclose(want, whole, atol=1e-2)

@@ -119,6 +119,32 @@ def test_dropout_travels_in_rng_state(handle: Handle) -> None:
         torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
 
 
+@pytest.mark.parametrize("lengths", [(), (12, 25)])
+def test_dropout_of_the_flash_operator(handle: Handle, lengths: tuple[int, ...]) -> None:
+    """Its backward operator drops the same, dense and packed: the values' gradient is what the kept weights say."""
+    q, k, v = leaves(*[(37, 4, 32) if lengths else (1, 37, 4, 32)] * 3, dtype=torch.float32)
+    cu, longest = (offsets(lengths), max(lengths)) if lengths else (None, 37)
+    results = aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.25, True, False, scale=0.2)
+    # The output is linear in the values: <dout, out(v)> = <dv, v>, if the same weights are kept.
+    dout = torch.randn(results[0].shape, generator=torch.Generator().manual_seed(1))
+    (dv,) = torch.autograd.grad(results[0], [v], dout)
+    torch.testing.assert_close((dout * results[0]).sum(), (dv * v).sum(), atol=2e-4, rtol=2e-4)
+
+
+def test_alibi(handle: Handle) -> None:
+    """Dense and packed, without a gradient."""
+    q, k, v = (x.detach() for x in leaves(*[(1, 37, 4, 32)] * 3, dtype=torch.float32))
+    slopes, rest = torch.tensor([0.5, 0.25, 0.1, 0.0]), (37, 37, 0.0, True, False)
+    distance = torch.arange(37) - torch.arange(37)[:, None]
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * 32**-0.5 - slopes[:, None, None] * distance.abs()
+    want = (scores.masked_fill(distance > 0, float("-inf")).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    dense = aten._flash_attention_forward(q, k, v, None, None, *rest, alibi_slopes=slopes)[0]
+    cu = offsets((37,))
+    packed = aten._flash_attention_forward(q[0], k[0], v[0], cu, cu, *rest, alibi_slopes=slopes)[0]
+    for found in (dense, packed[None]):
+        torch.testing.assert_close(found, want, atol=2e-6, rtol=2e-6)
+
+
 def test_blocks_of_keys_as_context_parallel_calls(handle: Handle) -> None:
     """Partial results join by their log-sum-exp; the backward operator takes the joint ones for each block."""
     q, k, v = (x.detach() for x in leaves((1, 4, 20, 32), *[(1, 2, 50, 32)] * 2, dtype=torch.float32))
@@ -210,14 +236,15 @@ def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pyt
     monkeypatch.setattr(
         flash_attn_interface, "_flash_attn_backward", lambda *given: (seen.append(given[16]), backward(*given))[1]
     )
-    inputs = leaves(*[(1, 2, 9, 16)] * 3)
+    inputs, without_offsets = leaves(*[(1, 2, 9, 16)] * 3), (None, None, 2, 2, 0.0, False, False)
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
             with_gradients(aten._scaled_dot_product_flash_attention, inputs)
+            with_gradients(lambda q, k, v: aten._flash_attention_forward(q, k, v, *without_offsets), inputs)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert seen == [False, True]
+    assert seen == [False, False, True, True]
 
 
 REFUSED = {
@@ -243,6 +270,21 @@ def test_refused(handle: Handle, case: str) -> None:
     attend, reason = REFUSED[case]
     with pytest.raises(ValueError, match=reason):
         attend(*(x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3)))
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
+def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
+    """A gradient that would be of another attention."""
+    inputs = leaves((9, 2, 16), (1, 16, 2, 16), (1, 16, 2, 16)) if name == "block_table" else leaves(*[(9, 2, 16)] * 3)
+    given = {"alibi_slopes": torch.ones(2), "seqused_k": torch.tensor([7], dtype=torch.int32)}
+    options = {name: given.get(name, torch.zeros((1, 1), dtype=torch.int32)), "seqused_k": given["seqused_k"]}
+    if name == "alibi_slopes":
+        del options["seqused_k"]
+    lengths = (offsets((9,)), None if name == "block_table" else offsets((9,)), 9, 9, 0.0, True, False)
+    with pytest.raises(ValueError, match=f"{name} has no gradient here"):
+        aten._flash_attention_forward(*inputs, *lengths, **options)
+    with torch.no_grad():
+        assert aten._flash_attention_forward(*inputs, *lengths, **options)[0].isfinite().all()
 
 
 def test_removal_gives_the_operators_back() -> None:

@@ -213,6 +213,11 @@ def test_packed_lengths_that_a_collator_counted(handle: Any) -> None:
 
     side_by_side(lambda attention: decoder("Qwen3", attention), run)
     assert set(handle.calls) == {"attention of packed sequences: diyfa"}
+    handle.calls.clear()
+    side_by_side(lambda attention: decoder("Llama4", attention), run)  # with chunks, which only a mask says
+    assert handle.calls == {"attention of packed sequences: diyfa": 1, "attention with a mask: diyfa": 1}
+    with pytest.raises(ValueError, match="an attention_mask with padding and the lengths of packed sequences exclude"):
+        decoder("Qwen3", "diyfa")(tokens(1), attention_mask=(torch.arange(17) > 3).long()[None], **counted)
 
 
 def encoder(config: Any, kind: Any) -> Callable[[str], Any]:
@@ -242,6 +247,25 @@ def test_modernbert() -> None:
     side_by_side(make, lambda model: model(tokens()).last_hidden_state)
 
 
+def test_t5gemma() -> None:
+    """Its encoder hands on the reach of its bidirectional windows, ModernBERT's that and one more."""
+    part = {**DECODER, **LAYERS, "query_pre_attn_scalar": 16}
+    config = lambda: hf.T5GemmaConfig(encoder={**part}, decoder={**part}, vocab_size=96)  # noqa: E731
+    make = encoder(config, hf.T5GemmaForConditionalGeneration)
+    for mask in (MASKS["padded right"], torch.ones(2, 17)):
+        inputs = {"attention_mask": mask.long(), "decoder_input_ids": tokens().flip(1), "use_cache": False}
+        side_by_side(make, lambda model, i=inputs: model(tokens(), **i).logits)
+
+
+def test_a_decoder_that_sees_both_ways() -> None:
+    def make(attention: str) -> Any:
+        config = hf.MistralConfig(**DECODER, sliding_window=5, is_causal=False)
+        return encoder(lambda: config, hf.MistralForCausalLM)(attention)
+
+    mask = MASKS["padded left"]
+    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
+
+
 def test_siglip() -> None:
     config = lambda: hf.SiglipVisionConfig(  # noqa: E731
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
@@ -266,6 +290,21 @@ def test_whisper() -> None:
     side_by_side(whisper, lambda model: model(sound, decoder_input_ids=tokens(2, 9), use_cache=False).logits)
     found = [whisper(how).generate(sound, max_new_tokens=8, do_sample=False, num_beams=2) for how in ("eager", "diyfa")]
     assert torch.equal(*found)
+
+
+def test_bart(handle: Any) -> None:
+    """As many tokens as the encoder has, of which some are padding: every one of them sees the encoder's."""
+    config = lambda: hf.BartConfig(  # noqa: E731
+        vocab_size=96, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=96,
+        decoder_attention_heads=4, decoder_ffn_dim=96, max_position_embeddings=32, decoder_start_token_id=2,
+    )  # fmt: skip
+    make = encoder(config, hf.BartForConditionalGeneration)
+    for masked in ("padded left", "padded right"):
+        mask = MASKS[masked]
+        assert mask is not None
+        inputs = {"attention_mask": mask.long(), "decoder_input_ids": tokens().flip(1), "use_cache": False}
+        side_by_side(make, lambda model, i=inputs: model(tokens(), **i).logits)
+    assert handle.calls == {"attention of packed sequences: diyfa": 4, "attention: diyfa": 2}
 
 
 def t5(attention: str) -> Any:
@@ -295,11 +334,14 @@ def test_offsets_of_sequences() -> None:
     assert _by_number(one)[0].tolist() == [0, 3, 6] and _by_number(one)[1] == 3
     assert _by_position(torch.tensor([[4, 5, 6]])) is None
     assert _by_position(torch.tensor([[0, 1, 0]]))[0].tolist() == [0, 2, 3]
-    (offsets, longest), padding = _by_padding(left)
+    (offsets, longest), padding, samples = _by_padding(left)
     assert (offsets.tolist(), longest, padding.tolist()) == ([0, 3, 4, 6], 3, [0, 1])
-    (offsets, longest), padding = _by_padding(right)
+    assert samples.tolist() == [0, 1, 1, 2]
+    (offsets, longest), padding, samples = _by_padding(right)
     assert (offsets.tolist(), longest, padding) == ([0, 3, 4, 6], 3, None)
-    assert _by_padding(gap) == (None, None)
+    assert samples.tolist() == [0, 1, 2, 2]
+    assert _by_padding(right & False)[2].tolist() == [0, 1, 2]
+    assert _by_padding(gap) == (None, None, None)
 
 
 @pytest.mark.parametrize("mask", [MASKS["padded left"], MASKS["padded right"], MASKS["padded within"]])
@@ -307,6 +349,23 @@ def test_one_token_over_padded_keys(mask: torch.Tensor) -> None:
     q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 17), (2, 17)))
     found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, mask)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None], enable_gqa=True)
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+
+
+def test_one_token_that_learns() -> None:
+    """The kernels that divide the keys have no gradient."""
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (1, 17, 17))
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for got, expected in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, want)), strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_a_position_bias_over_a_cache_with_room_left() -> None:
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 17, 17))
+    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 9), dtype=torch.bool)
+    found, _ = attention(SimpleNamespace(is_causal=False), q, k, v, room, position_bias=bias)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], bias[..., :9])
     torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
 
 
@@ -391,6 +450,8 @@ def test_refusals() -> None:
         attention(torch.nn.Linear(1, 1), x, x, x, sliding)
     with pytest.raises(ValueError, match="position_bias cannot go with packed sequences"):
         attention(None, x, x, x, torch.zeros((1, 3), dtype=torch.int32), position_bias=torch.zeros(1, 2, 3, 3))
+    with pytest.raises(TypeError, match="must be a floating-point tensor"):
+        attention(None, x, x, x, torch.ones((1, 1, 3, 3), dtype=torch.int64))
     with pytest.raises(ValueError, match="block_indices is not supported"):
         attention(None, x, x, x, None, block_indices=torch.zeros(1))
     with pytest.raises(ValueError, match="a mask must be"):
@@ -398,6 +459,14 @@ def test_refusals() -> None:
     model = decoder("Llama", "diyfa")
     with pytest.raises(ValueError, match="output_attentions=True needs the weights"):
         model(tokens(), output_attentions=True)
+
+
+def test_models_that_attend_by_themselves() -> None:
+    """Their causality is in the mask, and they never come to diyfa."""
+    config = hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=1, n_head=4)
+    model = hf.BloomForCausalLM._from_config(config, attn_implementation="diyfa")
+    with pytest.raises(ValueError, match="models of BloomConfig have an attention of their own"):
+        model(tokens())
 
 
 def test_removal() -> None:
