@@ -221,3 +221,15 @@ def test_small_queries_beside_large_ones_count_over_float8_keys():
         kd, vd = kd.repeat_interleave(2, 1), vd.repeat_interleave(2, 1)
         expected = torch.einsum("qhk,khd->qhd", torch.einsum("qhd,khd->qhk", qd, kd).mul(softmax_scale).softmax(-1), vd)
         torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=0)
+
+
+def test_a_tiny_scale_of_float8_keys_with_a_large_descale_is_exact():
+    """Their product is ordinary. The scale alone, brought to queries that became float16, has few bits left."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 2, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(1, 40, 1, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    tiny = float(torch.tensor(1e-38))
+    descale = torch.tensor([[3e38]])
+    _, lse = attend(q, k, v, softmax_scale=tiny, k_descale=descale)
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * tiny * descale.double()
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
