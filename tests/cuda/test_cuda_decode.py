@@ -268,3 +268,13 @@ def test_programs_begin_beyond_the_tiles_that_are_looked_at_at_once(monkeypatch)
     torch.testing.assert_close(out[some, 0].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[some, :, 0].double(), scores[some].logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert not out[~some].any() and bool(lse[~some].isposinf().all())
+
+
+def test_odd_float8_values_of_aligned_rows_are_all_read():
+    """Pairs of features would leave out the last one."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 2, 32, generator=generator).bfloat16()
+    k = torch.randn(1, 40, 1, 32, generator=generator).to(torch.float8_e4m3fn)
+    buffer = torch.ones(1, 40, 1, 48).to(torch.float8_e4m3fn).to(DEVICE)
+    out, _ = attend(q, k, buffer[..., :35])
+    torch.testing.assert_close(out.float(), torch.ones(1, 1, 2, 35), rtol=0, atol=1e-2)
