@@ -115,16 +115,16 @@ def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tens
         raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
 
 
-def _meet(distance: int, dims: list[tuple[int, int]]) -> bool:
+def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     """Whether an element of a tensor and one of another that lies `distance` elements behind are one; `dims`: (stride,
-    size) of both, the largest stride first."""
+    size of the first, of the other), the largest stride first."""
     if not dims:
         return distance == 0
-    (stride, size), *inner = dims
+    (stride, size, other), *inner = dims
     if stride == 0:
         return _meet(distance, inner)
     steps = distance // stride
-    return any(abs(n) < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
+    return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -141,8 +141,8 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     if x.stride() != y.stride() or x.dtype != y.dtype:
         return False
-    sizes = map(max, x.shape, y.shape)
-    return _meet((begins[1] - begins[0]) // size, sorted(zip(x.stride(), sizes, strict=True), reverse=True))
+    dims = sorted(zip(x.stride(), x.shape, y.shape, strict=True), reverse=True)
+    return _meet((begins[1] - begins[0]) // size, dims)
 
 
 def check_out(out: torch.Tensor | None, tensors: KVCacheTensors, layout: str) -> None:

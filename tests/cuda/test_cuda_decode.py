@@ -221,3 +221,60 @@ def test_small_queries_beside_large_ones_count_over_float8_keys():
         kd, vd = kd.repeat_interleave(2, 1), vd.repeat_interleave(2, 1)
         expected = torch.einsum("qhk,khd->qhd", torch.einsum("qhd,khd->qhk", qd, kd).mul(softmax_scale).softmax(-1), vd)
         torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=0)
+
+
+def test_a_tiny_scale_of_float8_keys_with_a_large_descale_is_exact():
+    """Their product is ordinary. The scale alone, brought to queries that became float16, has few bits left."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 2, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(1, 40, 1, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    tiny = float(torch.tensor(1e-38))
+    descale = torch.tensor([[3e38]])
+    _, lse = attend(q, k, v, softmax_scale=tiny, k_descale=descale)
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * tiny * descale.double()
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_large_features_of_the_second_tile_count_over_float8_keys():
+    """Keys of 96 features are tiles of 64 and 32: what a row is divided by comes from both. One program has all keys:
+    both sums of pairs of values are brought to each new maximum."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 2, 96, generator=generator)
+    q[..., 64:] *= 2.0**20
+    q = q.bfloat16()
+    k, v = (torch.randn(1, 300, 1, d, generator=generator).to(torch.float8_e4m3fn) for d in (96, 32))
+    k[0, :, 0] = (k[0, :, 0].float() * torch.arange(300)[:, None] / 100).to(torch.float8_e4m3fn)  # maxima rise
+    out, lse = attend(q, k, v, softmax_scale=2.0**-22, num_splits=1)
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 2.0**-22
+    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[0, :, 0].double())
+    torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-2)
+
+
+def test_programs_begin_beyond_the_tiles_that_are_looked_at_at_once(monkeypatch):
+    """Tiles of rows are looked at 128 at a time; the last of eight programs begins in the second lot."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 8)
+    generator = torch.Generator().manual_seed(0)
+    batch = decode.SCAN.value + 32
+    q = torch.randn(batch, 1, 1, 16, generator=generator)
+    k, v = torch.randn(2, batch, 16, 1, 16, generator=generator)
+    lengths = drawn_lengths(generator, batch, 16)
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+        out, lse = attend(q, k, v, cache_seqlens=lengths)
+    scores = torch.einsum("bhd,bkhd->bhk", q[:, 0].double(), k.double()) / 4
+    scores.masked_fill_(torch.arange(16) >= lengths[:, None, None], float("-inf"))
+    some = lengths > 0
+    expected = torch.einsum("bhk,bkhd->bhd", scores[some].softmax(-1), v[some].double())
+    torch.testing.assert_close(out[some, 0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[some, :, 0].double(), scores[some].logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert not out[~some].any() and bool(lse[~some].isposinf().all())
+
+
+def test_odd_float8_values_of_aligned_rows_are_all_read():
+    """Pairs of features would leave out the last one."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 2, 32, generator=generator).bfloat16()
+    k = torch.randn(1, 40, 1, 32, generator=generator).to(torch.float8_e4m3fn)
+    buffer = torch.ones(1, 40, 1, 48).to(torch.float8_e4m3fn).to(DEVICE)
+    out, _ = attend(q, k, buffer[..., :35])
+    torch.testing.assert_close(out.float(), torch.ones(1, 1, 2, 35), rtol=0, atol=1e-2)

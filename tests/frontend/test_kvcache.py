@@ -537,6 +537,17 @@ def test_an_out_in_memory_that_is_read_is_refused() -> None:
         _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
 
 
+def test_out_beside_wider_queries_in_one_buffer() -> None:
+    """The features of q and of out, which has fewer, one after another: the distance is within q, not within both."""
+    both, cache = torch.randn(B, SQ, H, D + D // 2), torch.randn(B, 40, HK, D)
+    given = {"k_cache": cache, "v_cache": cache[..., : D // 2], "cache_seqlens": 40}
+    out, q = both[..., : D // 2], both[..., D // 2 :]
+    want = reference_kvcache(q=q.clone(), **given)
+    torch.testing.assert_close(diyfa.flash_attn_with_kvcache(q, **given, out=out), want)
+    out, q = both[..., D - 1 : D + D // 2 - 1], both[..., :D]
+    _refused(diyfa.flash_attn_with_kvcache, {"q": q, **given, "out": out}, ValueError, "share memory with q")
+
+
 def test_a_plan_knows_the_rotation_and_whether_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "plans", {})
     given = call(rotary_cos=torch.rand(40, 4), rotary_sin=torch.rand(40, 4))

@@ -259,6 +259,19 @@ def test_no_other_tile_in_the_batch_invariant_mode(npu: torch.device, compiler, 
         assert {tile for kernel, tile in planted.tried if kernel == "decode"} == {"16x32"}
 
 
+def test_what_was_refused_elsewhere_is_not_replaced_silently(npu: torch.device, compiler, monkeypatch) -> None:
+    """Other calls fell back on the conservative tile; the mode, and a tile that is asked for, still raise."""
+    planted = compiler(lambda kernel, tile: kernel != "decode" or tile == "16x32")
+    with pytest.warns(RuntimeWarning, match=r"the tile 64x64 of attention decode .*conservative"):
+        decode(npu, seqlen_q=4)
+    with diyfa.batch_invariant(), pytest.raises(RuntimeError, match="all calls have one tile"):
+        decode(npu, seqlen_q=4)
+    monkeypatch.setenv(asked.VARIABLE, "decode=64x64")
+    with pytest.raises(RuntimeError, match=r"the tile 64x64 of attention decode .*asks for this tile"):
+        decode(npu, seqlen_q=4)
+    assert planted.tried[-1] == ("decode", "64x64")
+
+
 def test_an_asked_tile_over_a_cache(npu: torch.device, compiler, monkeypatch) -> None:
     """As far as there are rows, and keys in a page; rows are a power of two."""
     planted = compiler(lambda kernel, tile: True)

@@ -373,6 +373,8 @@ def _attend_rows(
     q_rest = q
     if c.BLOCK_REST > 0:
         q_rest = _load_rows(q_base, q_rows, exists, c.BLOCK_D, c.BLOCK_REST, c.HEAD_DIM)
+    if k_descale_ptr is not None:
+        scale *= tl.load(k_descale_ptr + b.to(tl.int64) * stride_kdb + hk.to(tl.int64) * stride_kdh)
     if c.WIDEN:
         q = q.to(tl.float32)
         q_rest = q_rest.to(tl.float32)
@@ -387,8 +389,6 @@ def _attend_rows(
     slopes = 0.0
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + b * stride_slopeb + heads, mask=exists, other=0.0)[:, None]
-    if k_descale_ptr is not None:
-        scale *= tl.load(k_descale_ptr + b.to(tl.int64) * stride_kdb + hk.to(tl.int64) * stride_kdh)
     offset = n_keys - n_queries
     k_base = k_ptr + hk.to(tl.int64) * stride_kh
     v_base = v_ptr + hk.to(tl.int64) * stride_vh

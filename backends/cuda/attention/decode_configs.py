@@ -68,7 +68,8 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # sequence: the layout of a tile decides in what order a row is summed.
 INVARIANT_BLOCK_M = 32
 # Beyond 32 rows Triton multiplies by wgmma where there is that. It is right for tiles that copies bring to shared
-# memory as they are, not for those that pass through registers, nor for values narrower than keys.
+# memory as they are, not for those that pass through registers, nor for values narrower than keys, unless they
+# are the keys' first tile.
 MMA_BLOCK_M = 32
 
 

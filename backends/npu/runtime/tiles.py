@@ -64,7 +64,8 @@ def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: L
     batch invariant mode.
     """
     launches = launches_of(tile)
-    if _refused and any(_variant(launch) in _refused for launch in launches):
+    # What has no other tile compiles once more, for the reason.
+    if _refused and _is_replaceable(problem, kernel) and any(_variant(launch) in _refused for launch in launches):
         launches = launches_of(conservative_tile(problem, kernel))
         _run(launches)
         return launches
@@ -78,6 +79,15 @@ def run_tiled(problem: Problem, kernel: str, tile: AttentionTile, launches_of: L
     return launches
 
 
+def _in_the_mode(problem: Problem) -> bool:
+    return isinstance(problem, KVCacheProblem) and problem.batch_invariant
+
+
+def _is_replaceable(problem: Problem, kernel: str) -> bool:
+    """Whether the conservative tile may take the place of the chosen one."""
+    return asked_tile(problem, kernel) is None and not _in_the_mode(problem)
+
+
 def _run_conservative(
     problem: Problem, kernel: str, tile: AttentionTile, launches_of: LaunchesOf, refused: Launch, refusal: Exception
 ) -> Sequence[Launch]:
@@ -86,7 +96,7 @@ def _run_conservative(
     if asked_tile(problem, kernel) is not None:
         raise RuntimeError(f"{first}. {VARIABLE} asks for this tile: name another one, or unset it") from refusal
     conservative = conservative_tile(problem, kernel)
-    if isinstance(problem, KVCacheProblem) and problem.batch_invariant:
+    if _in_the_mode(problem):
         raise RuntimeError(
             f"{first}. In the batch invariant mode all calls have one tile: {VARIABLE}={kernel}={_shape(conservative)} "
             "asks for a smaller one for all"
