@@ -188,7 +188,7 @@ test-npu-oldest: $(VENV_NPU_OLDEST)/.ready
 # `make test-triton3.7` takes Triton 3.7, TRITON_FORMS='' compiles every kernel.
 test-triton%: $(CACHE)/triton%/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* COLUMNS=140 $(VENV)/bin/diyfa compile sm_90 --only '$(TRITON_FORMS)'
-	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* $(VENV)/bin/python -m pytest $(TRITON_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(CACHE)/triton$* $(VENV)/bin/python -m pytest $(TRITON_TESTS) -k 'not [cpu-' --numprocesses $(JOBS) $(PYTEST_ARGS)
 
 test-integrations: $(CACHE)/integrations/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/integrations $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)

@@ -36,7 +36,7 @@ from diyfa.distributed.ring import Sum
 from diyfa.testing import AttentionCase, assert_within_budget
 
 RANKS = 4
-DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "40"))  # 200 take half a minute
+DRAWN = int(os.environ.get("DIYFA_DRAWN_CASES", "24"))  # 200 take half a minute
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,10 @@ def test_meshes_with_one_rank_in_a_dimension(workers):
     check(workers, [(case, How("both", together=together)) for case in cases for together in (1, RANKS)])
 
 
-@pytest.mark.parametrize("backend", ["cuda", "npu"], ids=["cuda_kernels", "npu_kernels"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("cuda", id="cuda_kernels"), pytest.param("npu", id="npu_kernels", marks=pytest.mark.slow)],
+)
 def test_triton_kernels_in_a_ring(workers, backend):
     """Their views, strides and packed rows, on CPU tensors in Triton's interpreter."""
     if backend not in TARGETS or not TARGETS[backend].interpreted:
@@ -78,7 +81,7 @@ def test_alibi(workers):
     check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
 
 
-@pytest.mark.parametrize("method", ["ring", "both"])
+@pytest.mark.parametrize("method", ["ring", pytest.param("both", marks=pytest.mark.slow)])
 def test_matrix_without_balance(workers, method):
     check(workers, [(case, How(method, "none")) for case in MATRIX if case.causal or case.window != (-1, -1)])
 

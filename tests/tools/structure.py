@@ -45,6 +45,7 @@ FACTS = {
     "backends/npu/runtime/compat.py:has_ascend_compiler": "searches the installed packages; asked in each call",
     "backends/npu/runtime/compiler.py:compiler_version": "runs the compiler",
     "backends/npu/runtime/launch.py:_core_counts": "of a device, from the driver; asked in each launch",
+    "diyfa/integrations/transformers.py:_attends_by_itself": "of a model's file, which is read for it",
     "diyfa/device.py:npu_status": "tries to import torch_npu, which may take long to fail",
     "diyfa/registry.py:_plugins": "reads the metadata of all installed packages",
     "diyfa/registry.py:_loaded": "the backends",

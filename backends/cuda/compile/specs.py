@@ -349,6 +349,8 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         # 64 rows of a latent cache: 64x512 sums alone are 128 registers of each thread. By wgmma they are nonetheless
         # 1.5 to 1.9 times as fast as 32 rows by mma.sync, which spill nothing.
         budget = 1536 if problem.latent and config.block_m > MMA_BLOCK_M else 0
+        if problem.batch_invariant:  # sm_86 with two stages: pages a block ahead; its tile may not be another
+            budget = 32
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
         if problem.sinks:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
