@@ -200,6 +200,7 @@ def test_values_that_cancel_between_ranks(workers):
     assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
 
 
+@pytest.mark.slow
 def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
         cases = {case.name: case for case in MATRIX}
