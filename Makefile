@@ -179,7 +179,7 @@ compile-gate-npu: $(VENV_NPU)/.ready $(CACHE)/ascendnpu-ir-1.1.0/.ready $(CACHE)
 
 # The real torch_npu on host memory; the launcher builds what stands in for CANN. The compile gate is a target of its own.
 test-npu: $(VENV_NPU)/.ready
-	$(VENV_NPU)/bin/python tests/support/npu_env.py $(NPU_TESTS) --numprocesses $(JOBS) \
+	$(VENV_NPU)/bin/python tests/support/npu_env.py $(NPU_TESTS) -k 'not [cpu-' --numprocesses $(JOBS) \
 	  --ignore=tests/npu/test_ascend_compile.py --ignore=tests/npu/test_compiled_numerics.py $(PYTEST_ARGS)
 
 test-npu-oldest: $(VENV_NPU_OLDEST)/.ready

@@ -70,6 +70,7 @@ def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytes
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = copy.deepcopy(TREE)
