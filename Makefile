@@ -3,7 +3,7 @@
 #   make demo            train a small GPT with diyfa's attention beside PyTorch's, and write text with it
 #   make test            every test that runs on this machine
 #   make lint            ruff and mypy
-#   make compile-gate    every kernel compiled for every architecture, without the devices
+#   make compile-gate    every kernel compiled for every architecture of CUDA_TARGETS and every Ascend chip, without them
 #   make test-npu        the NPU backend on real torch_npu over host memory
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
