@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret_backward, run_backward  # noqa: E402
+from hopper_interpreted import (  # noqa: E402
+    BACKWARD_MODULES,
+    interpret_backward,
+    load_kernel,
+    run_backward,
+    source_of,
+)
 
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
@@ -71,11 +80,59 @@ def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.Monkey
     assert not run_backward(case("small", head_dim=head_dim, seqlen_q=200, seqlen_k=130, causal=True))
 
 
+# Sizes and masks that begin and end within blocks: heads, heads_kv, Sq, Sk, head_dim, bounds.
+DETERMINISTIC = {
+    "full": (2, 1, 130, 300, 64, -1, -1),
+    "window": (1, 1, 330, 300, 64, 70, 40),
+}
+MORE_DETERMINISTIC = {
+    "causal": (1, 1, 200, 390, 128, -1, 0),
+    "more queries": (1, 1, 330, 260, 64, -1, 0),
+    "left": (1, 1, 330, 390, 128, 100, -1),
+}
+
+
+def sums(sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd) -> list[torch.Tensor]:
+    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`."""
+    h, hk, sq, sk, d, left, right = sizes
+    torch.manual_seed(0)
+    q, out, dout = (torch.randn(1, h, sq, d).bfloat16() for _ in range(3))
+    k, v = (torch.randn(1, hk, sk, d).bfloat16() for _ in range(2))
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, h, hk, sq, sk, d, d, left, right)
+    problem = problem.replace(deterministic=True)
+    assert bwd_configs.refuses(problem) is None
+    tensors, lse = AttentionTensors(q, k, v, 0.1), torch.zeros(1, h, sq)
+    backward = hopper_bwd.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels)
+        launch_kernel(backward.prepare(out, dout, None, None))
+        launch_kernel(backward.gradient(dout, dk, dv))
+    return [backward.dq, dk, dv]
+
+
+@pytest.mark.parametrize("sizes", [
+    *(pytest.param(sizes, id=name) for name, sizes in DETERMINISTIC.items()),
+    *(pytest.param(sizes, id=name, marks=pytest.mark.slow) for name, sizes in MORE_DETERMINISTIC.items()),
+])  # fmt: skip
+def test_deterministic(sizes: tuple[int, ...]) -> None:
+    first, other = (sums(sizes, seed) for seed in (0, 5))
+    assert first[0].count_nonzero()
+    assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_without_turns_sums_depend_on_who_comes_first(tmp_path: Path) -> None:
+    source = source_of("hopper.bwd").replace("                wait_for_turn(", "                print(")
+    kernels = load_kernel({"hopper.bwd": source}, tmp_path, BACKWARD_MODULES)
+    first, other = (sums(DETERMINISTIC["full"], seed, kernels) for seed in (0, 5))
+    assert not torch.equal(first[0], other[0])
+    assert all(torch.equal(x, y) for x, y in zip(first[1:], other[1:], strict=True))
+
+
 REFUSED = {
     "alibi": {"alibi": True},
     "attn_bias": {"bias": "float16"},
     "dropout": {"dropout": True},
-    "order in which programs come": {"deterministic": True},
     "head_dim_v": {"head_dim_v": 32},
     "multiples of 8 from": {"head_dim": 256, "head_dim_v": 256},
     "16 bytes": {"aligned": False},

@@ -257,7 +257,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
-        (64, "float16", True, {"seq_lens": True, "sinks": True}),
+        (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (128, "float16", False, {}),
         (128, "bfloat16", True, {}),
         (128, "bfloat16", True, packed),
@@ -267,6 +267,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse)
         dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
+        features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{hopper_bwd_configs.BLOCK_N}"
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         gradient = backward.gradient(dout, torch.empty_like(tensors.k), torch.empty_like(tensors.v))

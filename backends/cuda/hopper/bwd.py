@@ -43,10 +43,12 @@ from diyfa.backends.cuda.gluon.barriers import (
     order_lanes,
     release,
     wait_for_previous_kernels,
+    wait_for_stores,
     wait_full,
 )
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd_configs import BLOCK_N, BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
 from diyfa.backends.cuda.hopper.epilogue import _by_chunks
@@ -77,6 +79,7 @@ class Sm90BwdConstants(Constants):
     has_right: bool
     lengths: int
     softcap: bool
+    deterministic: bool
     consumer_registers: int
     producer_registers: int
 
@@ -90,6 +93,7 @@ class QueryConstants(Constants):
     lengths: int
     has_dlse: bool
     keep_delta: bool
+    deterministic: bool
 
 
 # ---- the parts of a call
@@ -176,13 +180,30 @@ class KeyBlock:
         masked = self.masked_count()
         return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
 
+    @gluon.jit
+    def turn(self, block, sizes, config):
+        """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
+
+        Those programs have lower numbers. Under a causal mask they are also the first to come to it.
+        """
+        last = gl.cdiv(self.n_keys, BLOCK_KEYS) - 1
+        if config.HAS_RIGHT:
+            last_row = (block + 1) * config.BLOCK_M - 1
+            last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
+            last = gl.minimum(last, last_key // BLOCK_KEYS)
+        return last - self.col0 // BLOCK_KEYS
+
 
 @gluon.jit
 def _key_block(pid, sizes, config):
-    """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first."""
+    """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first,
+    but for DETERMINISTIC, where dQ is added up from the last keys to the first (`KeyBlock.turn`)."""
     blocks_n = gl.cdiv(sizes.seqlen_k, BLOCK_KEYS)
     heads_kv = sizes.heads_q // sizes.group_size
-    col0 = pid % blocks_n * BLOCK_KEYS
+    block_n = pid % blocks_n
+    if config.DETERMINISTIC:
+        block_n = blocks_n - 1 - block_n
+    col0 = block_n * BLOCK_KEYS
     b = pid // blocks_n // heads_kv
     hk = pid // blocks_n % heads_kv
     first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
@@ -205,6 +226,9 @@ def _key_block(pid, sizes, config):
         end = gl.where(col0 < n_keys, end, begin)
     # Keys beyond the end are zeros; their weights may be infinite all the same.
     full_begin = gl.where(col0 + BLOCK_KEYS <= n_keys, full_begin, end)
+    if config.DETERMINISTIC and config.HAS_LEFT:
+        # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
+        full_begin = end
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
@@ -402,8 +426,11 @@ def _producer(keys, sizes, shared, inputs):
 
 
 @gluon.jit
-def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor):
-    """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory."""
+def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor, semaphores_ptr):
+    """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory.
+
+    DETERMINISTIC: when it is this program's turn.
+    """
     config: gl.constexpr = shared.config
     ring = shared.gradients
     full = ring.dq_full.index(CONSUMER)
@@ -416,11 +443,17 @@ def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         for i in range(keys.end - keys.begin):
-            row = ((first + keys.block(i)) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
+            block = keys.block(i)
+            half = (first + block) * CONSUMER_COUNT + CONSUMER
             mbarrier.wait(full, item & 1)
-            async_reduce_add(dq_tensor, [row, 0], ring.dq_buffers.index(CONSUMER))
+            if config.DETERMINISTIC:
+                wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
+            async_reduce_add(dq_tensor, [half * DQ_ROWS, 0], ring.dq_buffers.index(CONSUMER))
             tma.store_wait(0)
             mbarrier.arrive(empty, count=1)
+            if config.DETERMINISTIC:
+                wait_for_stores()
+                end_turn(semaphores_ptr + half)
             item += 1
 
 
@@ -623,7 +656,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
 
 
 @gluon.jit
-def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor):
+def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr):
     """Run both consumers, the producer and the adders. The first consumer runs on the warps that the kernel is launched
     with and takes the registers that are left."""
     config: gl.constexpr = shared.config
@@ -634,8 +667,8 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor):
             (_consumer, (0, keys, sizes, shared, outputs)),
             (_consumer, (1, keys, sizes, shared, outputs)),
             (_producer, (keys, sizes, shared, inputs)),
-            (_adder, (0, keys, sizes, shared, dq_tensor)),
-            (_adder, (1, keys, sizes, shared, dq_tensor)),
+            (_adder, (0, keys, sizes, shared, dq_tensor, semaphores_ptr)),
+            (_adder, (1, keys, sizes, shared, dq_tensor, semaphores_ptr)),
             (idle_warps, ()),
         ],
         [4, 1, 1, 1, 1],
@@ -656,6 +689,7 @@ def _bwd_sm90_kernel(
     dk_tensor, dv_tensor,
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
+    semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
@@ -708,9 +742,9 @@ def _bwd_sm90_kernel(
     outputs = Outputs(dk_tensor, dv_tensor, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, inputs, outputs, dq_tensor)
+            _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
     else:
-        _specialise(keys, sizes, shared, inputs, outputs, dq_tensor)
+        _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
 
 
 # ---- before and after
@@ -719,7 +753,7 @@ def _bwd_sm90_kernel(
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
-    statistics_ptr, dq_ptr,
+    statistics_ptr, dq_ptr, semaphores_ptr,
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim,
@@ -769,6 +803,9 @@ def _prepare_kernel(
         gl.store(statistics + M + in_block, delta)
         zeros = gl.zeros([M * D], gl.float32, FLAT)
         gl.store(dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, layout=FLAT), zeros)
+        if config.DETERMINISTIC:
+            for half in gl.static_range(CONSUMER_COUNT):
+                gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
     elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
         of_sample = (b * heads_q + h).to(gl.int64) * seqlen_q
         gl.store(delta_ptr + of_sample + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
@@ -842,10 +879,14 @@ class Sm90Backward:
         self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
         self.boxes = cdiv(problem.head_dim, BOX_COLUMNS)
         blocks = blocks_of(problem, config.block_m)
-        self.statistics = lse.new_empty((2 * blocks, config.block_m))
-        self.dq = lse.new_empty(
-            (blocks * config.block_m * self.boxes * BOX_COLUMNS // DQ_COLUMNS.value, DQ_COLUMNS.value)
-        )
+        of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
+        of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
+        # One allocation, of which the parts begin at multiples of 16 bytes.
+        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores)
+        dq, statistics, semaphores = self.workspace.split((of_dq, of_statistics, of_semaphores))
+        self.dq = dq.view(-1, DQ_COLUMNS.value)
+        self.statistics = statistics.view(-1, config.block_m)
+        self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
@@ -862,6 +903,7 @@ class Sm90Backward:
             lengths=lengths_of(self.problem),
             has_dlse=has_dlse,
             keep_delta=keep_delta,
+            deterministic=self.problem.deterministic,
         )
         return {"config": values}
 
@@ -880,6 +922,7 @@ class Sm90Backward:
             "lengths_k_ptr": self.lengths[1],
             "statistics_ptr": self.statistics,
             "dq_ptr": self.dq,
+            "semaphores_ptr": self.semaphores,
             "delta_ptr": delta,
             **strides(problem.layout, o=out, do=dout),
             **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
@@ -914,6 +957,7 @@ class Sm90Backward:
                 self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
             ),
             "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+            "semaphores_ptr": self.semaphores,
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
             **self._sizes(),
@@ -940,6 +984,7 @@ class Sm90Backward:
             has_right=problem.window_right >= 0,
             lengths=lengths_of(problem),
             softcap=problem.softcap != 0.0,
+            deterministic=problem.deterministic,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
         )
@@ -1021,7 +1066,7 @@ def repeat(
         backward.gradient(dout, gradients.dk, gradients.dv),
         backward.convert(gradients.dq),
     )
-    memory = [backward.statistics, backward.dq] if delta is None else [backward.statistics, backward.dq, delta]
+    memory = [backward.workspace] if delta is None else [backward.workspace, delta]
     with post_processing():
         return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory, problem.varlen)
 

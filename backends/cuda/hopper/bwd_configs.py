@@ -45,8 +45,6 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-    if problem.deterministic:
-        return "sm90 adds up dQ in the order in which programs come to it, which is another in each run"
     if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM or problem.head_dim % 8:
         return f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {problem.head_dim}"
     if not problem.aligned:

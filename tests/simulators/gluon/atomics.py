@@ -46,6 +46,15 @@ class Atomics:
             place.released.join(task.clock)
         return self._memory.add(address, value, dtype, program.writer_of(task))
 
+    def wait(self, address: int, value: int, program: Program) -> None:
+        """Wait until atomic additions have made it `value`, and acquire what they released."""
+        place = self._places.setdefault(address, _Place())
+        where = location()
+        program.scheduler.wait(
+            lambda: self._memory.peek(address, np.dtype(np.int32)) == value, lambda: f"turn {value} at {where}"
+        )
+        current().clock.join(place.released)
+
     def plain(self, addresses: np.ndarray, what: str) -> None:
         """A load or store that is not atomic must come after every atomic access to the same place."""
         if not self._places:
@@ -66,6 +75,13 @@ class OfFirstLane(TensorHandle):
     @property
     def data(self) -> np.ndarray:  # type: ignore[override]
         raise InvalidOperand(f"{location()} uses what only the first lane of the warp has")
+
+
+def wait_for_value(pointer: TensorHandle, value: TensorHandle) -> None:
+    """Wait until a number of the running program's global memory has this value; acquires."""
+    program = current().program
+    program.touch_global("wait for a number")
+    program.memory.atomics.wait(int(pointer.data.reshape(-1)[0]), int(value.data.reshape(-1)[0]), program)
 
 
 def add_scalar(pointer: TensorHandle, value: TensorHandle, semantics: Any) -> TensorHandle:

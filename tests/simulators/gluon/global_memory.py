@@ -110,6 +110,11 @@ class GlobalMemory:
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]
 
+    def peek(self, address: int, dtype: np.dtype[Any]) -> Any:
+        """One item, as an atomic load sees it."""
+        storage, index = self._locate(np.array([address], np.uint64), dtype.itemsize, "atomic load")
+        return self._items(storage, dtype)[index[0]]
+
     def add(self, address: int, value: Any, dtype: np.dtype[Any], writer: int) -> Any:
         """Add to one item and return what was there. A plain write of somebody else in the same launch is a race."""
         storage, index = self._locate(np.array([address], np.uint64), dtype.itemsize, "atomic addition")

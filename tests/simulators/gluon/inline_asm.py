@@ -12,7 +12,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import TensorHandle
 
-from .atomics import OfFirstLane, add_scalar
+from .atomics import OfFirstLane, add_scalar, wait_for_value
 from .errors import BarrierMisuse, InvalidOperand, location
 from .markers import MARKERS, leave_marker
 from .numerics import flush, narrow
@@ -81,6 +81,24 @@ def _draw(pointer: TensorHandle) -> TensorHandle:
     return OfFirstLane(add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELAXED))
 
 
+# Semaphores: a warp waits until a number has a value, and its first lane adds 1 to it.
+_WAIT_FOR_VALUE = re.compile(
+    r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); (\w+): ld\.acquire\.gpu\.global\.b32 \2, \[\$1\]; "
+    r"setp\.ne\.b32 \1, \2, \$2; @\1 bra \3; fence\.proxy\.async\.global; mov\.b32 \$0, 0; \}"
+)
+_COUNT = re.compile(
+    r"\{ \.reg \.pred (\w+); \.reg \.b32 (\w+); bar\.warp\.sync 0xffffffff; mov\.u32 \2, %laneid; "
+    r"setp\.eq\.u32 \1, \2, 0; @\1 red\.release\.gpu\.global\.add\.u32 \[\$1\], 1; mov\.b32 \$0, 0; \}"
+)
+
+
+def _count(pointer: TensorHandle) -> TensorHandle:
+    task = current()
+    if task.num_warps != 1:
+        raise InvalidOperand(f"{task.name} counts itself at {location()} in each of its {task.num_warps} warps")
+    return add_scalar(pointer, TensorHandle(np.array([1], np.int32), tl.int32), ir.MEM_SEMANTIC.RELEASE)
+
+
 # A value as itself, which keeps compilers from computing what follows from it before this place.
 _ITSELF = re.compile(r"mov\.b(32|64) \$0, \$1;")
 
@@ -139,6 +157,11 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _draw(values[0])
     if _SHARE.fullmatch(asm):
         return values[0].value if isinstance(values[0], OfFirstLane) else values[0]
+    if _WAIT_FOR_VALUE.fullmatch(asm):
+        wait_for_value(*values)
+        return TensorHandle(np.zeros(1, np.int32), tl.int32)
+    if _COUNT.fullmatch(asm):
+        return _count(values[0])
     if found := _ITSELF.fullmatch(asm):
         return _itself(values[0], int(found[1]))
     if found := _PAIR.fullmatch(asm):
