@@ -11,6 +11,7 @@ FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap"
 MAX_HEAD_DIM = 128  # beyond, the accumulators of 64 keys fill all registers
 BLOCK_N = 128  # keys of a program
 CONSUMERS = 2  # warpgroups, with 64 of them each
+MIN_KEYS, MIN_SCORES = 512, 1 << 24
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 
 
@@ -52,9 +53,14 @@ def refuses(problem: AttentionProblem) -> str | None:
     return None
 
 
-def by_name_only(problem: AttentionProblem) -> str:
-    """Why the kernel is not chosen unless it is named."""
-    return 'sm90 is new: it runs where variant="sm90" asks for it'
+def pays(problem: AttentionProblem) -> bool:
+    """Whether the kernel is faster than the portable ones: below, both last as long as the host takes to launch them."""
+    return problem.seqlen_k >= MIN_KEYS and problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k >= MIN_SCORES
+
+
+def by_name_only(problem: AttentionProblem) -> str | None:
+    """Why the kernel is not chosen unless it is named, or None."""
+    return None if pays(problem) else f"sm90 pays from {MIN_KEYS} keys and {MIN_SCORES} scores on"
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
