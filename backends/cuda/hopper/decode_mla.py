@@ -54,8 +54,10 @@ HALF = gl.constexpr(configs.HEAD_DIM_V // 2)  # columns of a consumer
 REST = gl.constexpr(configs.HEAD_DIM - configs.HEAD_DIM_V)
 LEFT, RIGHT, KEYS_ONLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # parts of a block of keys
 PARTS = gl.constexpr(3)
+# The first consumer has what they leave, 240.
+SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 TILE_COST = gl.constexpr(2)  # what it takes to begin a tile, in blocks of keys
-SCAN, SEARCH = gl.constexpr(128), gl.constexpr(32)  # tiles whose work is added up, or searched, at once
+SCAN = gl.constexpr(128)  # tiles whose work is added up at once
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,6 @@ class Sm90MlaConstants(Constants):
     page_size: int  # 0: no pages
     causal: bool
     negate: bool
-    consumer_registers: int = configs.CONSUMER_REGISTERS
-    producer_registers: int = configs.PRODUCER_REGISTERS
 
 
 @aggregate
@@ -130,10 +130,13 @@ class Part:
     hk: gl.tensor
     begin: gl.tensor
     end: gl.tensor
-    is_whole: gl.tensor
+    count: gl.tensor  # of the tile
     n_keys: gl.tensor
     pad: gl.tensor
-    last: gl.tensor  # the program that ends the tile
+
+    @gluon.jit
+    def is_whole(self):
+        return self.end - self.begin == self.count
 
     @gluon.jit
     def keys_end(self, sizes):
@@ -147,82 +150,84 @@ class Part:
 
 @aggregate
 class Line:
-    """A program's share of the line of work, on which all blocks of all tiles lie (`attention/decode.py`)."""
+    """A program's share of the line of work, on which all blocks of all tiles lie (`attention/decode.py`).
 
-    at: gl.tensor
-    stop: gl.tensor
-    before: gl.tensor  # where `tile` begins
+    What is left of it fits 32 bits: as many blocks would take a program an hour.
+    """
+
     tile: gl.tensor
+    done: gl.tensor  # work of the tile that is behind
+    left: gl.tensor  # work of the share that is ahead
     tile_cost: gl.tensor
     share: gl.tensor
 
     @gluon.jit
     def next_part(self, sizes):
         """The next part, and what is left behind it."""
-        at = self.at
-        before = self.before
         tile = self.tile
+        done = self.done
+        left = self.left
         hk = 0
         begin = 0
         end = 0
-        is_whole = 0
+        count = 0
         n_keys = 0
         pad = 0
-        last = 0
-        while (begin >= end) & (at < self.stop):
+        while (begin >= end) & (left > 0):
             count, n_keys, pad = sizes.blocks_of(tile, True)
             work = count + self.tile_cost
-            is_here = at < before + work.to(gl.int64) * sizes.heads_kv
-            if is_here:
-                done = (at - before).to(gl.int32)  # work of the heads that come first here
+            if done < work * sizes.heads_kv:
                 hk = done // work
                 from_work = done % work
-                to_work = gl.minimum(work.to(gl.int64), from_work + (self.stop - at)).to(gl.int32)
+                to_work = gl.minimum(work, from_work + left)
                 begin = gl.maximum(from_work - self.tile_cost, 0)
                 end = gl.maximum(to_work - self.tile_cost, 0)
-                is_whole = (end - begin == count).to(gl.int32)
-                last = gl.program_id(0) + gl.cdiv(work - to_work, gl.minimum(self.share, 1 << 30).to(gl.int32))
-                at += to_work - from_work
+                done += to_work - from_work
+                left -= to_work - from_work
             else:
-                before += work.to(gl.int64) * sizes.heads_kv
+                done = 0
                 tile += 1
         end = gl.where(begin < end, end, 0)
         return (
-            Part(tile, hk, begin, end, is_whole, n_keys, pad, last),
-            Line(at, self.stop, before, tile, self.tile_cost, self.share),
+            Part(tile, hk, begin, end, count, n_keys, pad),
+            Line(tile, done, left, self.tile_cost, self.share),
         )
 
 
 @gluon.jit
 def _share_of_line(sizes):
     """This program's part of the line of work: all have as much. The same rule as the portable kernel's."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles = sizes.batch * sizes.blocks_m
     blocks = gl.full([], 0, gl.int64)
     for start in range(0, tiles, SCAN):
-        tile = start + gl.arange(0, SCAN, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        tile = start + gl.arange(0, SCAN, layout=LANES)
         count, _, _ = sizes.blocks_of(tile, tile < tiles)
         blocks += gl.sum(gl.where(tile < tiles, count, 0).to(gl.int64), 0)
     tile_cost = gl.where(blocks * sizes.heads_kv >= LONG_SHARE * gl.num_programs(0), TILE_COST, 0).to(gl.int32)
     total = (blocks + tile_cost * tiles) * sizes.heads_kv
     share = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
     at = gl.minimum(gl.program_id(0) * share, total)
-    # The tile that it begins in: those that end before are counted, 32 ends at once.
-    PAIRS: gl.constexpr = gl.BlockedLayout([SEARCH, 1], [1, 32], [1, 4], [1, 0])
+    # The tile that it begins in: those that end before are counted. Their ends are sums over pairs of tiles.
+    PAIRS: gl.constexpr = gl.BlockedLayout([SCAN, 1], [1, 32], [1, 4], [1, 0])
+    earlier = gl.arange(0, SCAN, layout=gl.SliceLayout(1, PAIRS))[:, None]
+    later = gl.arange(0, SCAN, layout=gl.SliceLayout(0, PAIRS))
     passed = 0
     before = gl.full([], 0, gl.int64)
     ahead = gl.full([], 0, gl.int64)
-    for start in range(0, tiles, SEARCH):
-        tile = start + gl.arange(0, SEARCH, layout=gl.SliceLayout(1, PAIRS))
-        other = start + gl.arange(0, SEARCH, layout=gl.SliceLayout(0, PAIRS))
+    for start in range(0, tiles, SCAN):
+        tile = start + gl.arange(0, SCAN, layout=LANES)
         count, _, _ = sizes.blocks_of(tile, tile < tiles)
-        work = gl.where(tile < tiles, count + tile_cost, 0)  # 32 of these are fewer than 2^31
-        ends = gl.sum(gl.where(tile[:, None] <= other[None, :], work[:, None], 0), 0)
+        work = gl.where(tile < tiles, count + tile_cost, 0)  # as many of these are fewer than 2^31
+        work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
+        ends = gl.sum(gl.where(earlier <= later[None, :], work[:, None], 0), 0)
         ends = ahead + ends.to(gl.int64) * sizes.heads_kv
-        is_passed = (ends <= at) & (other < tiles)
+        is_passed = (ends <= at) & (start + later < tiles)
         passed += gl.sum(is_passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_passed, ends, 0), 0))
         ahead = gl.max(ends, 0)
-    return Line(at, gl.minimum(at + share, total), before, passed, tile_cost, share)
+    left = gl.minimum(share, total - at)
+    return Line(passed, (at - before).to(gl.int32), left.to(gl.int32), tile_cost, share.to(gl.int32))
 
 
 @aggregate
@@ -419,7 +424,7 @@ def _store_half(o, l_i, part, sizes, outputs, COLUMN0: gl.constexpr):
     LAYOUT: gl.constexpr = o.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = COLUMN0 + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    if part.is_whole != 0:
+    if part.is_whole():
         b = part.tile // sizes.blocks_m
         row = part.tile % sizes.blocks_m * ROWS + rows
         token = row // sizes.group
@@ -441,7 +446,7 @@ def _store_half(o, l_i, part, sizes, outputs, COLUMN0: gl.constexpr):
 def _store_statistics(m_i, l_i, part, sizes, outputs):
     """Write lse, or where programs share the tile each row's maximum and sum."""
     rows = gl.arange(0, ROWS, layout=m_i.type.layout)
-    if part.is_whole != 0:
+    if part.is_whole():
         row = part.tile % sizes.blocks_m * ROWS + rows
         token = row // sizes.group
         h = part.hk * sizes.group + row % sizes.group
@@ -463,8 +468,9 @@ def _first_consumer(line, sizes, shared, outputs, score):
     score = score.in_log2()
     item = 0
     turn = 0
-    tail = -1
-    last = -1
+    tails = outputs.tails_ptr + 2 * gl.program_id(0)
+    gl.store(tails, -1)
+    gl.store(tails + 1, -1)
     part, line = line.next_part(sizes)
     while part.end > 0:
         # The last key that each row sees; rows beyond the last token see what that does.
@@ -506,12 +512,10 @@ def _first_consumer(line, sizes, shared, outputs, score):
         o = warpgroup_mma_wait(0, deps=[o])
         shared.release(item - 1, LEFT)
         _store_half(o, l_i, part, sizes, outputs, 0)
-        if (part.is_whole == 0) & (part.begin == 0):
-            tail = part.tile * sizes.heads_kv + part.hk
-            last = part.last
+        if (part.begin == 0) & (part.end < part.count):
+            gl.store(tails, part.tile * sizes.heads_kv + part.hk)
+            gl.store(tails + 1, gl.program_id(0) + gl.cdiv(part.count - part.end, line.share))
         part, line = line.next_part(sizes)
-    gl.store(outputs.tails_ptr + 2 * gl.program_id(0), tail)
-    gl.store(outputs.tails_ptr + 2 * gl.program_id(0) + 1, last)
 
 
 @gluon.jit
@@ -585,8 +589,6 @@ def _decode_mla_kernel(
     no_cap = 0.0
     score = Score(scale, no_cap, False, False, config.NEGATE)
     line = _share_of_line(sizes)
-    R: gl.constexpr = config.CONSUMER_REGISTERS
-    P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [
             (_first_consumer, (line, sizes, shared, outputs, score)),
@@ -599,7 +601,7 @@ def _decode_mla_kernel(
             (idle_warps, ()),
         ],
         [4, 1, 1, 2],
-        [R, P, P, P],
+        [SECOND_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 

@@ -10,7 +10,6 @@ HEAD_DIM, HEAD_DIM_V = 576, 512
 ROWS = 64  # of a tile, queries of heads and tokens
 BLOCK_N = 64  # keys
 STAGES = 2  # buffers of blocks of keys: with the queries, all of the shared memory
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # The tile as the portable kernels see it: how work is split, and what `_combine_kernel` merges. One program fills a
 # multiprocessor.
 CONFIG = DecodeConfig(ROWS, BLOCK_N, 4, 1, 1)
