@@ -86,3 +86,50 @@ def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, programs=3)
     check(case)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 4, 5, 6, 7))])
+def test_every_interleaving(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, programs=3, seed=seed, interleave=True)
+    check(case("small", 290, 40, seqlen_q=2, page_size=64))
+
+
+SYNCHRONISING = (
+    "mbarrier.wait",
+    "mbarrier.expect",
+    "mbarrier.init",
+    "fence_async_shared",
+    "release",
+    "wait_full",
+)
+METHODS = ("init", "wait_full", "release")
+
+
+def statements(tree: ast.AST) -> list[ast.Expr]:
+    """The statements that synchronise and do nothing else, in the order of the source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return sorted(
+        (
+            call
+            for call in calls
+            if ast.unparse(call.value.func) in SYNCHRONISING
+            or (isinstance(call.value.func, ast.Attribute) and call.value.func.attr in METHODS)
+        ),
+        key=lambda call: call.lineno,
+    )
+
+
+TREE = ast.parse(source_of("hopper.decode_mla"))
+LINES = [f"{i}: {ast.unparse(statement)}" for i, statement in enumerate(statements(TREE))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any one wait, arrival or fence the interpreter reports a bug."""
+    tree = copy.deepcopy(TREE)
+    statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
+    kernels = load_kernel({"hopper.decode_mla": ast.unparse(tree)}, tmp_path, ("hopper.decode_mla",))
+    interpret(monkeypatch, kernels=kernels)
+    with pytest.raises(KernelBug):
+        check(case("small", 290, 40, seqlen_q=2))
