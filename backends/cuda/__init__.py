@@ -66,10 +66,23 @@ def _sm90_backward_repeat(*arguments: Any) -> Any:
     return hopper_bwd.repeat(*arguments)
 
 
+def _sm90_decode(*arguments: Any) -> None:
+    from diyfa.backends.cuda.hopper import decode_mla
+
+    decode_mla.kvcache_forward(*arguments)
+
+
+def _sm90_decode_repeat(*arguments: Any) -> Any:
+    from diyfa.backends.cuda.hopper import decode_mla
+
+    return decode_mla.repeat(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
+    from diyfa.backends.cuda.hopper import decode_mla_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
 
@@ -127,6 +140,16 @@ def _kernels() -> tuple[Kernel, ...]:
             launch=decode.attention_forward,
             unsupported=decode.attention_unsupported,
             config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
+        ),
+        Kernel(
+            name="sm90",
+            op="kvcache_fwd",
+            summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
+            launch=_sm90_decode,
+            unsupported=decode_mla_configs.unsupported,
+            config=lambda problem: decode_mla_configs.CONFIG,
+            repeat=_sm90_decode_repeat if known else None,
+            by_name_only=decode_mla_configs.by_name_only,
         ),
         Kernel(
             name="split_kv",

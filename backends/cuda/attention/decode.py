@@ -745,29 +745,41 @@ def launches_of(
     return launches
 
 
-def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Launch the kernels that fill out and lse."""
-    config = config_of(problem)
+def kvcache_forward(
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: DecodeConfig | None = None,
+    launches: Callable[..., list[Launch]] = launches_of,
+) -> None:
+    """Launch the kernels that fill out and lse. `config` and `launches`: of another kernel that splits the work alike."""
+    config = config or config_of(problem)
     with on_device(tensors.q):
         memory = workspace(problem, config, tensors.q.device)
-        for launch in launches_of(problem, tensors, out, lse, config, memory):
+        for launch in launches(problem, tensors, out, lse, config, memory):
             launch_kernel(launch)
 
 
 def repeat(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: DecodeConfig | None = None,
+    launches: Callable[..., list[Launch]] = launches_of,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
-    """`Kernel.repeat`."""
-    config = config_of(problem)
+    """`Kernel.repeat`; `config` and `launches` as of `kvcache_forward`."""
+    config = config or config_of(problem)
     tensors, out = own_objects(tensors), out.detach()
     memory = workspace(problem, config, out.device)
-    launches = launches_of(problem, tensors, out, lse, config, memory)
+    described = launches(problem, tensors, out, lse, config, memory)
     present, made = tensors.present(), [lse] if memory is None else [lse, memory]
     # Rows that no sequence covers are written by no kernel.
     lse_filled = ((0, float("inf")),) if problem.varlen else ()
-    into = replay_of(launches, [*present, out], made, choice, lse_filled, numbers=("length",))
+    into = replay_of(described, [*present, out], made, choice, lse_filled, numbers=("length",))
     filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
-    replay = replay_of(launches, present, [out, *made], choice, filled, numbers=("length",))
+    replay = replay_of(described, present, [out, *made], choice, filled, numbers=("length",))
     if into is None or replay is None:
         return None
     clears_out = problem.varlen

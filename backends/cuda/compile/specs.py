@@ -368,11 +368,30 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             yield spec_of(launch, "kvcache_append/append", f"{case} rotary")
 
 
+def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
+
+    latent = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 16, 128, 1, 1, 8192, 576, 512)
+    latent = latent.replace(latent=True, lengths=True)
+    for problem in (
+        latent.replace(page_size=64, seqlen_q=2, window_right=0),
+        latent.replace(dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
+    ):
+        tensors, out, lse = kvcache_tensors_of(problem)
+        memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
+        main, *_ = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
+        yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
     yield from _hopper_backward_specs(arch)
     yield from _kvcache_specs(arch)
+    yield from _hopper_decode_specs(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

@@ -1,0 +1,56 @@
+"""Which calls with a cache the Hopper kernel for a latent cache (`hopper/decode_mla.py`) runs. Plain data."""
+
+from __future__ import annotations
+
+from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, is_split
+from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, environment_refusal
+from diyfa.problem import KVCacheProblem
+
+HEAD_DIM, HEAD_DIM_V = 576, 512
+ROWS = 64  # of a tile, queries of heads and tokens
+BLOCK_N = 64  # keys
+STAGES = 2  # buffers of blocks of keys: with the queries, all of the shared memory
+# The tile as the portable kernels see it: how work is split, and what `_combine_kernel` merges. One program fills a
+# multiprocessor.
+CONFIG = DecodeConfig(ROWS, BLOCK_N, 4, 1, 1)
+
+
+def refuses(problem: KVCacheProblem) -> str | None:
+    """Why the kernel does not take `problem`, or None."""
+    if problem.arch != ARCH:
+        return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
+    if not problem.latent or (problem.head_dim, problem.head_dim_v) != (HEAD_DIM, HEAD_DIM_V):
+        return f"sm90 takes latent caches of {HEAD_DIM} features, the first {HEAD_DIM_V} of which are the values"
+    if problem.dtype not in DTYPES or problem.cache_dtype != problem.dtype:
+        return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype} with a cache of {problem.cache_dtype}"
+    used = {
+        "packed queries": problem.varlen,
+        "packed keys": problem.packed_keys,
+        "a window": problem.window_left >= 0 or problem.window_right > 0,
+        "softcap": problem.softcap != 0.0,
+        "alibi_slopes": problem.alibi,
+        "sinks": problem.sinks,
+        "cache_leftpad with pages": problem.leftpad and problem.paged,
+        "batch_invariant": problem.batch_invariant,
+        "num_splits=1": not is_split(problem),
+    }
+    if refused := [name for name, is_used in used.items() if is_used]:
+        return f"sm90 does not take {', '.join(refused)}"
+    if problem.paged and problem.page_size % BLOCK_N:
+        return f"sm90 copies {BLOCK_N} keys of one page at once: pages are multiples of that, not {problem.page_size}"
+    group = problem.heads_q // problem.heads_kv
+    if group % ROWS and ROWS % group:
+        return f"sm90 copies boxes of {ROWS} queries: {group} heads that share keys neither divide nor multiply it"
+    if not problem.aligned:
+        return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
+    return None
+
+
+def by_name_only(problem: KVCacheProblem) -> str:
+    """Why the kernel is not chosen unless it is named."""
+    return 'sm90 is new: it runs where variant="sm90" asks for it'
+
+
+def unsupported(problem: KVCacheProblem) -> str | None:
+    """Why the portable kernel has to run `problem`, or None."""
+    return refuses(problem) or environment_refusal()
