@@ -80,7 +80,13 @@ def attention_mask_of(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """The mask of one kind of layer, as the table above has it; the arguments are Transformers'."""
-    from transformers import masking_utils
+    # By name: not every torch.compile can trace how Transformers hands out its modules.
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+    )
 
     tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
     if not tracing and config is not None and _attends_by_itself(config.__class__):
@@ -89,10 +95,8 @@ def attention_mask_of(
         )
     window = kwargs.get("local_size")
     slides = window is not None and window == getattr(config, "sliding_window", None)
-    causal = mask_function is masking_utils.causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
-    both_ways = mask_function is masking_utils.bidirectional_mask_function or (
-        slides and kwargs.get("allow_is_bidirectional_skip")
-    )
+    causal = mask_function is causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
+    both_ways = mask_function is bidirectional_mask_function or (slides and kwargs.get("allow_is_bidirectional_skip"))
     if not tracing and not causal and not both_ways:
         rows = _packed(mask_function)
         if rows is not None and attention_mask is None:
@@ -100,13 +104,11 @@ def attention_mask_of(
     decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: nobody waits for it
     if not (causal or both_ways) or (causal and decodes):
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
-        )
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     if isinstance(q_offset, torch.Tensor):
         q_offset = int(q_offset)
     keys = min(kv_length, q_offset + q_length - kv_offset) if causal else kv_length
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + keys]
         if not tracing and bool(padding.all()):

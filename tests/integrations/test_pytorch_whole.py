@@ -86,7 +86,7 @@ def test_modules_and_compiled_graphs(handle: Handle) -> None:
         return [out.detach(), *torch.autograd.grad(out.square().sum(), list(layer.parameters()))]
 
     found, traced = gradients(layer), gradients(compiled)
-    assert handle.calls[f"{SDPA}: diyfa"] == 1
+    assert handle.calls[f"{SDPA}: diyfa"] >= 1  # some releases of PyTorch call it while they trace, too
     handle.remove()
     for got, again, want in zip(found, traced, gradients(layer), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

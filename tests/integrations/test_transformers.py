@@ -1,8 +1,10 @@
-"""Models of Transformers by diyfa beside their eager attention: outputs, gradients, generated tokens."""
+"""Models of Transformers by diyfa beside their eager attention: outputs, gradients, generated tokens; on the GPU where
+there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +18,7 @@ import diyfa
 from diyfa.integrations import use_in_transformers
 from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
 DECODER = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128,
            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "head_dim": 16}  # fmt: skip
@@ -38,7 +41,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
 @pytest.fixture(autouse=True)
 def handle() -> Iterator[Any]:
     handle = use_in_transformers()
-    with diyfa.use_backend("cpu"):
+    with torch.device(DEVICE), diyfa.use_backend("cpu") if DEVICE == "cpu" else nullcontext():
         yield handle
     handle.remove()
 
@@ -52,8 +55,12 @@ def decoder(name: str, attention: str) -> Any:
     return model.eval()
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
 def tokens(batch: int = 2, length: int = 17) -> torch.Tensor:
-    return torch.randint(3, 96, (batch, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, 96, (batch, length), generator=seeded(1), device=DEVICE)
 
 
 def side_by_side(make: Callable[[str], Any], run: Callable[[Any], torch.Tensor], train: bool = True) -> None:
@@ -64,7 +71,7 @@ def side_by_side(make: Callable[[str], Any], run: Callable[[Any], torch.Tensor],
         out = run(model)
         gradients: dict[str, Any] = {}
         if train:
-            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+            weights = torch.randn(out.shape, generator=seeded(4))
             (out * weights).sum().backward()
             gradients = {name: p.grad for name, p in model.named_parameters()}
         found[how] = out.detach(), gradients
@@ -80,11 +87,12 @@ def side_by_side(make: Callable[[str], Any], run: Callable[[Any], torch.Tensor],
         assert error <= 1e-4, f"the gradient of {name} is off by {error} of the largest"
 
 
+COLUMNS = torch.arange(17, device=DEVICE)
 MASKS = {
     "whole": None,
-    "padded right": torch.arange(17) < torch.tensor([17, 9])[:, None],
-    "padded left": torch.arange(17) >= torch.tensor([0, 6])[:, None],
-    "padded within": (torch.arange(17) % 5 != 3) | (torch.arange(2) == 0)[:, None],
+    "padded right": torch.tensor([[17], [9]], device=DEVICE) > COLUMNS,
+    "padded left": torch.tensor([[0], [6]], device=DEVICE) <= COLUMNS,
+    "padded within": (COLUMNS % 5 != 3) | torch.tensor([[True], [False]], device=DEVICE),
     "packed": None,
     "a mask of one's own": None,
 }
@@ -270,7 +278,7 @@ def test_siglip() -> None:
     config = lambda: hf.SiglipVisionConfig(  # noqa: E731
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
     )
-    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(2, 3, 32, 32, generator=seeded(0))
     side_by_side(encoder(config, hf.SiglipVisionModel), lambda model: model(pixels).pooler_output)
 
 
@@ -286,7 +294,7 @@ def whisper(attention: str) -> Any:
 
 def test_whisper() -> None:
     """Self-attention both ways, causal, and to the encoder."""
-    sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    sound = torch.randn(2, 8, 40, generator=seeded(0))
     side_by_side(whisper, lambda model: model(sound, decoder_input_ids=tokens(2, 9), use_cache=False).logits)
     found = [whisper(how).generate(sound, max_new_tokens=8, do_sample=False, num_beams=2) for how in ("eager", "diyfa")]
     assert torch.equal(*found)
@@ -371,7 +379,7 @@ def test_a_position_bias_over_a_cache_with_room_left() -> None:
 
 def test_dropout() -> None:
     """It is diyfa's own, drawn from PyTorch's generator."""
-    q, k, v = (torch.randn(2, heads, 9, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=seeded(0)) for heads in (4, 2, 2))
     torch.manual_seed(5)
     found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None, dropout=0.3)
     torch.manual_seed(5)
@@ -402,7 +410,9 @@ for name in sys.argv[1:]:
 def test_continuous_batching() -> None:
     """It generates in a thread, so that the backend is asked for by the environment."""
     names = ("Llama", "Gemma2", "gpt-oss")
-    lines = run_python(PAGED, Path(__file__).parent, SUPPORT, arguments=names, DIYFA_BACKEND="cpu").splitlines()
+    lines = run_python(
+        PAGED, Path(__file__).parent, SUPPORT, arguments=names, DIYFA_BACKEND="cpu", CUDA_VISIBLE_DEVICES=""
+    ).splitlines()
     assert [line for line in lines if line.split()[0] in names] == [
         f"{name} True [6, 6, 6] {12 * (i + 1)}" for i, name in enumerate(names)
     ]
@@ -415,9 +425,7 @@ class Pages:
     block_size, num_key_value_heads, head_dim = 16, 2, 16
 
     def __init__(self) -> None:
-        self.key_cache, self.value_cache = (
-            [torch.randn(8 * 16, 2, 16, generator=torch.Generator().manual_seed(i))] for i in range(2)
-        )
+        self.key_cache, self.value_cache = ([torch.randn(8 * 16, 2, 16, generator=seeded(i))] for i in range(2))
 
 
 def test_decoding_over_pages(handle: Any) -> None:

@@ -54,8 +54,9 @@ def refuses(problem: AttentionProblem) -> str | None:
 
 
 def pays(problem: AttentionProblem) -> bool:
-    """Whether the kernel is faster than the portable ones: below, both last as long as the host takes to launch them."""
-    return problem.seqlen_k >= MIN_KEYS and problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k >= MIN_SCORES
+    """Whether the kernel is faster than the portable ones."""
+    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return problem.seqlen_k >= MIN_KEYS and scores >= MIN_SCORES
 
 
 def by_name_only(problem: AttentionProblem) -> str | None:
