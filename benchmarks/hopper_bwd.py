@@ -76,7 +76,7 @@ def problem_and_tensors(
 def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any, do: Any) -> Any:
     """(run, gradients) of a config."""
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-    from diyfa.backends.cuda.hopper.bwd import Sm90Backward
+    from diyfa.backends.cuda.hopper.bwd_launch import Sm90Backward
     from diyfa.backends.cuda.runtime.launch import launch_kernel
 
     backward = Sm90Backward(problem, tensors, config, lse)

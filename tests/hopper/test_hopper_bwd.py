@@ -20,7 +20,7 @@ from hopper_interpreted import (  # noqa: E402
 )
 
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -102,7 +102,7 @@ def sums(sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd) ->
     problem = problem.replace(deterministic=True)
     assert bwd_configs.refuses(problem) is None
     tensors, lse = AttentionTensors(q, k, v, 0.1), torch.zeros(1, h, sq)
-    backward = hopper_bwd.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels)
@@ -151,11 +151,11 @@ def test_what_it_refuses(words: str) -> None:
 def test_a_gradient_that_tma_cannot_read_goes_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_backward(monkeypatch)
     calls = []
-    monkeypatch.setattr(hopper_bwd.portable, "attention_backward", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(bwd_launch.portable, "attention_backward", lambda *arguments: calls.append(arguments))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64)
     q, k, v, out = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
     dout = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 1, 64, 64)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
     arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
-    hopper_bwd.attention_backward(*arguments)
+    bwd_launch.attention_backward(*arguments)
     assert calls == [arguments] and kernel.launches == 0

@@ -15,7 +15,7 @@ need_hopper_gluon()
 from hopper_interpreted import BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 
-from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 

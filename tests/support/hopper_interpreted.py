@@ -16,6 +16,8 @@ from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
+from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.testing import (
@@ -93,16 +95,19 @@ def interpret_backward(
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
+    wide: bool = False,
 ) -> InterpretedKernel:
-    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel."""
+    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
+    of wide heads."""
     interpret(monkeypatch, FORWARD)
     found = {name: InterpretedKernel(getattr(kernels, name), seed, interleave) for name in BACKWARD_KERNELS}
+    found["_bwd_wide_kernel"] = InterpretedKernel(hopper_bwd_wide._bwd_wide_kernel, seed, interleave)
     for name, kernel in found.items():
-        monkeypatch.setattr(hopper_bwd, name, kernel)
+        monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     if config is not None:
-        monkeypatch.setattr(hopper_bwd, "config_of", lambda problem: config)
-    return found["_bwd_sm90_kernel"]
+        monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
+    return found["_bwd_wide_kernel" if wide else "_bwd_sm90_kernel"]
 
 
 def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
