@@ -155,8 +155,12 @@ class WideConsumer:
         return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
 
     @gluon.jit
-    def add_dk_dv(self, dk, dv, item, zero):
-        """dK and dV with what Pᵀ and dSᵀ of the block add to this consumer's half of the columns."""
+    def add_gradients(self, dk, dv, item, block, zero):
+        """dK and dV with what Pᵀ and dSᵀ of block number `block` add to this consumer's half of the columns.
+
+        Of dQ the first box of the half comes later, behind the scores of the next block: for both there are too few
+        registers then, and here.
+        """
         config: gl.constexpr = self.shared.config
         stage = self.shared.queries.stage(item)
         self.shared.exchange.wait_weights(item + 1)
@@ -166,7 +170,14 @@ class WideConsumer:
         q = _half(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
         dv = warpgroup_mma(p, do, dv, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        if config.BOXES > CONSUMER_COUNT:
+            dq = self.start_dq(zero, 1)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+            self.shared.queries.release(item)
+            self.add_dq(dq, block, 1)
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+            self.shared.queries.release(item)
         return dk, dv
 
     @gluon.jit
@@ -229,25 +240,19 @@ def _blocks_of_first(
             shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
         )
         exchange.wait_weights(item)
-        for j in gl.static_range(config.BOXES // CONSUMER_COUNT):
-            dq = consumer.start_dq(zero, j)
-            if j == 0:
-                s, dq = warpgroup_mma_wait(0, deps=[s, dq])
-            else:
-                dq = warpgroup_mma_wait(0, deps=[dq])
-            if j == config.BOXES // CONSUMER_COUNT - 1:
-                release(exchange.dp_full)
-            consumer.add_dq(dq, before, j)
+        dq = consumer.start_dq(zero, 0)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        release(exchange.dp_full)
+        consumer.add_dq(dq, before, 0)
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         exchange.wait_dp(item)
         exchange.store_p(p.to(DTYPE))
         exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
         ring.wait_do(item)
-        dk, dv = consumer.add_dk_dv(dk, dv, item, zero)
-        ring.release(item)
-        item += 1
         before = first + block
+        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        item += 1
     return dk, dv, item, before
 
 
@@ -266,21 +271,15 @@ def _blocks_of_second(consumer, first, dk, dv, item, before):
         dp = _start_scores(
             shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
         )
-        for j in gl.static_range(config.BOXES // CONSUMER_COUNT):
-            dq = consumer.start_dq(zero, j)
-            if j == 0:
-                dp, dq = warpgroup_mma_wait(0, deps=[dp, dq])
-            else:
-                dq = warpgroup_mma_wait(0, deps=[dq])
-            if j == config.BOXES // CONSUMER_COUNT - 1:
-                ring.wait_full(item)  # delta is there with Q
-                delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
-                exchange.store_dp(dp - delta)
-            consumer.add_dq(dq, before, j)
-        dk, dv = consumer.add_dk_dv(dk, dv, item, zero)
-        ring.release(item)
-        item += 1
+        dq = consumer.start_dq(zero, 0)
+        dp, dq = warpgroup_mma_wait(0, deps=[dp, dq])
+        ring.wait_full(item)  # delta is there with Q
+        delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
+        exchange.store_dp(dp - delta)
+        consumer.add_dq(dq, before, 0)
         before = first + keys.block(i)
+        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        item += 1
     return dk, dv, item, before
 
 
@@ -322,9 +321,8 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
             dk, dv, item, before = _blocks_of_second(consumer, first, dk, dv, item, before)
     shared.exchange.wait_weights(item)
     if item > 0:
-        for j in gl.static_range(config.BOXES // CONSUMER_COUNT):
-            dq = consumer.start_dq(0, j)
-            consumer.add_dq(warpgroup_mma_wait(0, deps=[dq]), before, j)
+        dq = consumer.start_dq(0, 0)
+        consumer.add_dq(warpgroup_mma_wait(0, deps=[dq]), before, 0)
 
     # dK and dV leave through the buffers of K and V, which both consumers have read.
     _wait_for_other()
