@@ -73,6 +73,29 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
     assert kernel.launches == 1
 
 
+WIDE = [
+    case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
+    case(
+        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1, 0, 66), lens_k=(65, 5, 3, 64), sinks=True
+    ),
+]
+MORE_WIDE = [
+    case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
+    case("256_72", head_dim=256, head_dim_v=72, window=(60, 30), dtype="float16"),
+    case("200", head_dim=200, batch=2, seq_lens=(130, 65), seqlen_k=150),
+]
+
+
+@pytest.mark.parametrize("case", [
+    *(pytest.param(c, id=c.name) for c in WIDE),
+    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_WIDE),
+])  # fmt: skip
+def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, wide=True)
+    assert not run_backward(case)
+    assert kernel.launches == 1
+
+
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +156,9 @@ REFUSED = {
     "alibi": {"alibi": True},
     "attn_bias": {"bias": "float16"},
     "dropout": {"dropout": True},
-    "head_dim_v": {"head_dim_v": 32},
-    "multiples of 8 from": {"head_dim": 256, "head_dim_v": 256},
+    "33 to 256": {"head_dim_v": 32},
+    "multiples of 8 from": {"head_dim": 264, "head_dim_v": 264},
+    "in the order in which programs come": {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
     "16 bytes": {"aligned": False},
     "float32": {"dtype": "float32"},
     "sm_80": {"arch": "sm_80"},

@@ -43,7 +43,13 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
-BACKWARD_KERNELS = ("_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide")
+BACKWARD_KERNELS = {
+    "_prepare_kernel": hopper_bwd,
+    "_bwd_sm90_kernel": hopper_bwd,
+    "_bwd_wide_kernel": hopper_bwd_wide,
+    "_convert_kernel": hopper_bwd,
+}
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what problems keep
@@ -100,8 +106,9 @@ def interpret_backward(
     """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
     of wide heads."""
     interpret(monkeypatch, FORWARD)
-    found = {name: InterpretedKernel(getattr(kernels, name), seed, interleave) for name in BACKWARD_KERNELS}
-    found["_bwd_wide_kernel"] = InterpretedKernel(hopper_bwd_wide._bwd_wide_kernel, seed, interleave)
+    found = {}
+    for name, module in BACKWARD_KERNELS.items():
+        found[name] = InterpretedKernel(getattr(kernels, name, None) or getattr(module, name), seed, interleave)
     for name, kernel in found.items():
         monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)

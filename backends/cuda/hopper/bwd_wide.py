@@ -52,7 +52,6 @@ from diyfa.backends.cuda.hopper.bwd import (
     _key_block,
     _producer,
     _start_scores,
-    _wait_for_other,
     _weights,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
@@ -168,16 +167,17 @@ class WideConsumer:
         ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
         do = _half(self.shared.do_buffers, stage, self.INDEX, config.BOXES_V)
         q = _half(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
+        # dO is there: consumer 1 has formed dP of it.
         dv = warpgroup_mma(p, do, dv, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         if config.BOXES > CONSUMER_COUNT:
             dq = self.start_dq(zero, 1)
             dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-            self.shared.queries.release(item)
-            self.add_dq(dq, block, 1)
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-            self.shared.queries.release(item)
+        self.shared.queries.release(item)
+        if config.BOXES > CONSUMER_COUNT:
+            self.add_dq(dq, block, 1)
         return dk, dv
 
     @gluon.jit
@@ -239,7 +239,6 @@ def _blocks_of_first(
         s = _start_scores(
             shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
         )
-        exchange.wait_weights(item)
         dq = consumer.start_dq(zero, 0)
         s, dq = warpgroup_mma_wait(0, deps=[s, dq])
         release(exchange.dp_full)
@@ -249,7 +248,6 @@ def _blocks_of_first(
         exchange.wait_dp(item)
         exchange.store_p(p.to(DTYPE))
         exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
-        ring.wait_do(item)
         before = first + block
         dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
         item += 1
@@ -304,11 +302,9 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     if INDEX == 0:
         nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
         shared.exchange.store_ds(nothing)
-    else:
-        shared.exchange.wait_weights(0)
+    shared.exchange.wait_weights(0)
     wait_full(shared.k_full.index(0), 0)
-    if INDEX == 1:
-        wait_full(shared.v_full.index(0), 0)
+    wait_full(shared.v_full.index(0), 0)
     for g in range(sizes.group_size):
         first = _first_block(keys.b, h + g, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         if INDEX == 0:
@@ -319,13 +315,12 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
             )
         else:
             dk, dv, item, before = _blocks_of_second(consumer, first, dk, dv, item, before)
-    shared.exchange.wait_weights(item)
     if item > 0:
         dq = consumer.start_dq(0, 0)
         consumer.add_dq(warpgroup_mma_wait(0, deps=[dq]), before, 0)
 
-    # dK and dV leave through the buffers of K and V, which both consumers have read.
-    _wait_for_other()
+    # dK and dV leave through the buffers of K and V: nobody but this consumer reads its half of K for dQ, and who reads
+    # all, for scores or dP, did so before the last weights.
     OF_K: gl.constexpr = gl.SliceLayout(1, accumulator_layout(D))
     OF_V: gl.constexpr = gl.SliceLayout(1, accumulator_layout(DV))
     dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
