@@ -55,13 +55,13 @@ def _sm90_repeat(*arguments: Any) -> Any:
 
 
 def _sm90_backward(*arguments: Any) -> None:
-    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     hopper_bwd.attention_backward(*arguments)
 
 
 def _sm90_backward_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     return hopper_bwd.repeat(*arguments)
 

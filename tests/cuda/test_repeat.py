@@ -28,8 +28,8 @@ if not replay.IS_KNOWN:
 from cuda_launcher import OF_LAUNCH, Recorder, launcher_around, utils
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors

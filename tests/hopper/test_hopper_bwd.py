@@ -20,7 +20,7 @@ from hopper_interpreted import (  # noqa: E402
 )
 
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
+from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -73,6 +73,29 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
     assert kernel.launches == 1
 
 
+WIDE = [
+    case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
+    case(
+        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1, 0, 66), lens_k=(65, 5, 3, 64), sinks=True
+    ),
+]
+MORE_WIDE = [
+    case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
+    case("256_72", head_dim=256, head_dim_v=72, window=(60, 30), dtype="float16"),
+    case("200", head_dim=200, batch=2, seq_lens=(130, 65), seqlen_k=150),
+]
+
+
+@pytest.mark.parametrize("case", [
+    *(pytest.param(c, id=c.name) for c in WIDE),
+    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_WIDE),
+])  # fmt: skip
+def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, wide=True)
+    assert not run_backward(case)
+    assert kernel.launches == 1
+
+
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +125,7 @@ def sums(sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd) ->
     problem = problem.replace(deterministic=True)
     assert bwd_configs.refuses(problem) is None
     tensors, lse = AttentionTensors(q, k, v, 0.1), torch.zeros(1, h, sq)
-    backward = hopper_bwd.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels)
@@ -133,8 +156,9 @@ REFUSED = {
     "alibi": {"alibi": True},
     "attn_bias": {"bias": "float16"},
     "dropout": {"dropout": True},
-    "head_dim_v": {"head_dim_v": 32},
-    "multiples of 8 from": {"head_dim": 256, "head_dim_v": 256},
+    "33 to 256": {"head_dim_v": 32},
+    "multiples of 8 from": {"head_dim": 264, "head_dim_v": 264},
+    "in the order in which programs come": {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
     "16 bytes": {"aligned": False},
     "float32": {"dtype": "float32"},
     "sm_80": {"arch": "sm_80"},
@@ -151,11 +175,11 @@ def test_what_it_refuses(words: str) -> None:
 def test_a_gradient_that_tma_cannot_read_goes_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_backward(monkeypatch)
     calls = []
-    monkeypatch.setattr(hopper_bwd.portable, "attention_backward", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(bwd_launch.portable, "attention_backward", lambda *arguments: calls.append(arguments))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64)
     q, k, v, out = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
     dout = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 1, 64, 64)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
     arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
-    hopper_bwd.attention_backward(*arguments)
+    bwd_launch.attention_backward(*arguments)
     assert calls == [arguments] and kernel.launches == 0

@@ -12,10 +12,10 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
+from hopper_interpreted import WIDE_BACKWARD_MODULES, interpret_backward, load_kernel, source_of  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 
-from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 
@@ -33,7 +33,7 @@ SYNCHRONISING = (
     "_wait_for_other",
     "wait_for_previous_kernels",
 )
-METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "release")
+METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "wait_dp", "wait_weights", "release")
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
 
@@ -49,33 +49,42 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     return sorted((call for call in calls if is_synchronising(call.value.func)), key=lambda call: call.lineno)
 
 
-TREE = ast.parse(source_of("hopper.bwd"))
-LINES = [f"{i}: {ast.unparse(statement)}" for i, statement in enumerate(statements(TREE))]
+TREES = {name: ast.parse(source_of(name)) for name in ("hopper.bwd", "hopper.bwd_wide")}
+LINES = [(name, f"{i}: {ast.unparse(x)}") for name, tree in TREES.items() for i, x in enumerate(statements(tree))]
 
 
-def run() -> None:
+def run(head_dim: int) -> None:
     """The backward of random tensors."""
     torch.manual_seed(0)
     q, k, v, out, dout = (
-        torch.randn(1, h, s, 64).bfloat16() for h, s in ((2, 260), (1, 200), (1, 200), (2, 260), (2, 260))
+        torch.randn(1, h, s, head_dim).bfloat16() for h, s in ((2, 260), (1, 200), (1, 200), (2, 260), (2, 260))
     )
     tensors = AttentionTensors(q, k, v, 0.125)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
-    hopper_bwd.attention_backward(PROBLEM, tensors, out, torch.zeros(1, 2, 260), dout, None, gradients)
+    problem = PROBLEM.replace(head_dim=head_dim, head_dim_v=head_dim)
+    hopper_bwd.attention_backward(problem, tensors, out, torch.zeros(1, 2, 260), dout, None, gradients)
 
 
-def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = load_kernel({"hopper.bwd": ast.unparse(TREE)}, tmp_path, BACKWARD_MODULES)
+def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the backward runs with this source of a module."""
+    modules = WIDE_BACKWARD_MODULES[: WIDE_BACKWARD_MODULES.index(name) + 1]
+    kernels = load_kernel({name: ast.unparse(tree)}, folder, modules)
     interpret_backward(monkeypatch, seed=3, kernels=kernels)
-    run()
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("hopper.bwd", 64), ("hopper.bwd_wide", 136)])
+def test_with_all_of_them_nothing_is_reported(
+    name: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret_source(name, TREES[name], tmp_path, monkeypatch)
+    run(head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", LINES)
-def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = copy.deepcopy(TREE)
+@pytest.mark.parametrize(("name", "line"), LINES)
+def test_nothing_is_superfluous(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = copy.deepcopy(TREES[name])
     statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
-    kernels = load_kernel({"hopper.bwd": ast.unparse(tree)}, tmp_path, BACKWARD_MODULES)
-    interpret_backward(monkeypatch, seed=3, kernels=kernels)
+    interpret_source(name, tree, tmp_path, monkeypatch)
     with pytest.raises(KernelBug):
-        run()
+        run(64 if name == "hopper.bwd" else 136)

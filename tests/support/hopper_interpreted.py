@@ -16,6 +16,8 @@ from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
+from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.testing import (
@@ -41,7 +43,13 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
-BACKWARD_KERNELS = ("_prepare_kernel", "_bwd_sm90_kernel", "_convert_kernel")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide")
+BACKWARD_KERNELS = {
+    "_prepare_kernel": hopper_bwd,
+    "_bwd_sm90_kernel": hopper_bwd,
+    "_bwd_wide_kernel": hopper_bwd_wide,
+    "_convert_kernel": hopper_bwd,
+}
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = hopper_configs.config_of.__wrapped__  # without what problems keep
@@ -93,16 +101,20 @@ def interpret_backward(
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
+    wide: bool = False,
 ) -> InterpretedKernel:
-    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel."""
+    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
+    of wide heads."""
     interpret(monkeypatch, FORWARD)
-    found = {name: InterpretedKernel(getattr(kernels, name), seed, interleave) for name in BACKWARD_KERNELS}
+    found = {}
+    for name, module in BACKWARD_KERNELS.items():
+        found[name] = InterpretedKernel(getattr(kernels, name, None) or getattr(module, name), seed, interleave)
     for name, kernel in found.items():
-        monkeypatch.setattr(hopper_bwd, name, kernel)
+        monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     if config is not None:
-        monkeypatch.setattr(hopper_bwd, "config_of", lambda problem: config)
-    return found["_bwd_sm90_kernel"]
+        monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
+    return found["_bwd_wide_kernel" if wide else "_bwd_sm90_kernel"]
 
 
 def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:

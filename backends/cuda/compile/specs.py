@@ -252,7 +252,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     """The Gluon backward with both tiles and both masks, and with all it knows on packed sequences."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
-    from diyfa.backends.cuda.hopper import bwd as hopper_bwd
+    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
     for d, dtype, causal, changes in (
@@ -268,7 +268,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
         features += "+deterministic" if problem.deterministic else ""
-        case = f"{dtype} D={d} {features} {backward.config.block_m}x{hopper_bwd_configs.BLOCK_N}"
+        case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         gradient = backward.gradient(dout, torch.empty_like(tensors.k), torch.empty_like(tensors.v))
         yield spec_of(gradient, "attention_bwd/sm90", case, budget)

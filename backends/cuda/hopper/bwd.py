@@ -18,10 +18,8 @@ statistics (lse in units of log2, delta) as two rows, and the fp32 dQ in the ord
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,11 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from diyfa.backends.cuda.attention import bwd as portable
-from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, cdiv, lengths_of
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
@@ -46,24 +41,19 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_for_stores,
     wait_full,
 )
-from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, ptxas_options
-from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
-from diyfa.backends.cuda.hopper.bwd_configs import BLOCK_N, BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
 from diyfa.backends.cuda.hopper.epilogue import _by_chunks
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import _clamped, end_of, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
 
 DS_STAGES = gl.constexpr(2)
 DQ_ROWS = gl.constexpr(16)  # of the box in which a consumer's half of dQ leaves
 DQ_COLUMNS = gl.constexpr(256)
 HALF_DQ = gl.constexpr(DQ_ROWS.value * DQ_COLUMNS.value)  # 64 x 64 numbers
-BLOCK_KEYS = gl.constexpr(BLOCK_N)
 CONSUMER_COUNT = gl.constexpr(CONSUMERS)
 BOX = gl.constexpr(BOX_COLUMNS)
 
@@ -73,7 +63,11 @@ class Sm90BwdConstants(Constants):
     """What the kernels are compiled for: the problem's features, tile and schedule (`Sm90BwdConfig`)."""
 
     block_m: int
-    boxes: int  # of BOX_COLUMNS columns, which make up a tile
+    block_n: int
+    boxes: int  # of BOX_COLUMNS columns, which make up a tile of Q and K
+    boxes_v: int  # the same of V and dO
+    used_boxes: int  # of them that head_dim reaches
+    used_boxes_v: int
     stages: int
     has_left: bool
     has_right: bool
@@ -90,6 +84,7 @@ class QueryConstants(Constants):
 
     block_m: int
     block_d: int
+    block_dv: int
     lengths: int
     has_dlse: bool
     keep_delta: bool
@@ -186,24 +181,24 @@ class KeyBlock:
 
         Those programs have lower numbers. Under a causal mask they are also the first to come to it.
         """
-        last = gl.cdiv(self.n_keys, BLOCK_KEYS) - 1
+        last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
         if config.HAS_RIGHT:
             last_row = (block + 1) * config.BLOCK_M - 1
             last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
-            last = gl.minimum(last, last_key // BLOCK_KEYS)
-        return last - self.col0 // BLOCK_KEYS
+            last = gl.minimum(last, last_key // config.BLOCK_N)
+        return last - self.col0 // config.BLOCK_N
 
 
 @gluon.jit
 def _key_block(pid, sizes, config):
     """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first,
     but for DETERMINISTIC, where dQ is added up from the last keys to the first (`KeyBlock.turn`)."""
-    blocks_n = gl.cdiv(sizes.seqlen_k, BLOCK_KEYS)
+    blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
     block_n = pid % blocks_n
     if config.DETERMINISTIC:
         block_n = blocks_n - 1 - block_n
-    col0 = block_n * BLOCK_KEYS
+    col0 = block_n * config.BLOCK_N
     b = pid // blocks_n // heads_kv
     hk = pid // blocks_n % heads_kv
     first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
@@ -215,17 +210,17 @@ def _key_block(pid, sizes, config):
     if config.HAS_RIGHT:
         first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # that sees a key
         begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (BLOCK_KEYS - 1) - offset - sizes.window_right, 0)  # that sees all of them
+        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # that sees all of them
         full_begin = gl.cdiv(first_row, config.BLOCK_M)
     if config.HAS_LEFT:
-        end_row = gl.minimum(n_queries, gl.maximum(col0 + BLOCK_KEYS + sizes.window_left - offset, 0))
+        end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
         full_rows = gl.maximum(col0 + sizes.window_left - offset + 1, 0)
         full_end = gl.where(full_rows < n_queries, full_rows // config.BLOCK_M, full_end)
     end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
     if config.LENGTHS != EQUAL:
         end = gl.where(col0 < n_keys, end, begin)
     # Keys beyond the end are zeros; their weights may be infinite all the same.
-    full_begin = gl.where(col0 + BLOCK_KEYS <= n_keys, full_begin, end)
+    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
     if config.DETERMINISTIC and config.HAS_LEFT:
         # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
         full_begin = end
@@ -390,15 +385,15 @@ def _producer(keys, sizes, shared, inputs):
     end_v = end_of(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
     end_do = end_of(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
-    for c in gl.static_range(CONSUMER_COUNT):
+    for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
             shared.k_buffers, c, shared.k_full.index(c), config.BOXES, RAGGED,
         )  # fmt: skip
-    for c in gl.static_range(CONSUMER_COUNT):
+    for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.v_tensor, b, hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
-            shared.v_buffers, c, shared.v_full.index(c), config.BOXES, RAGGED,
+            shared.v_buffers, c, shared.v_full.index(c), config.BOXES_V, RAGGED,
         )  # fmt: skip
     item = 0
     for g in range(sizes.group_size):
@@ -420,7 +415,7 @@ def _producer(keys, sizes, shared, inputs):
             )
             start_load(
                 inputs.do_tensor, b, h, row, end_do, keys.n_queries,
-                shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES, RAGGED,
+                shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
             )  # fmt: skip
             item += 1
 
@@ -461,10 +456,11 @@ def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor, semaphores_pt
 
 
 @gluon.jit
-def _start_scores(own, others, item_of_others, c, BOXES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Start own othersᵀ, [64, BLOCK_M]: K Qᵀ or V dOᵀ of a consumer's keys and a stage of queries."""
+def _start_scores(own, others, item_of_others, c, USED: gl.constexpr, BOXES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Start own othersᵀ, [64, BLOCK_M]: K Qᵀ or V dOᵀ of a consumer's keys and a stage of queries, from the first USED
+    boxes."""
     s = gl.zeros([ROWS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
-    for j in gl.static_range(BOXES):
+    for j in gl.static_range(USED):
         left = box_of(own, c, j, BOXES)
         right = box_of(others, item_of_others, j, BOXES).permute((1, 0))
         s = warpgroup_mma(left, right, s, use_acc=j > 0, is_async=True)
@@ -571,14 +567,14 @@ def _blocks(
         # The compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
         ring.wait_full(item)
-        s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, B, config.BLOCK_M)
+        s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M)
         shared.gradients.wait_ds(item)
         dq = _start_dq(shared, item, zero, c)
         s, dq = warpgroup_mma_wait(0, deps=[s, dq])
         shared.gradients.store_dq(dq, item, c)
 
         ring.wait_do(item)
-        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, B, config.BLOCK_M)
+        dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M)
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
@@ -756,13 +752,14 @@ def _prepare_kernel(
     statistics_ptr, dq_ptr, semaphores_ptr,
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
-    heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim,
+    heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
     config: gl.constexpr,  # `QueryConstants`
 ):  # fmt: skip
     """A block of queries: delta = rowsum(dO * O) - dLSE, beside lse for the kernel above, and zeros for dQ."""
     D: gl.constexpr = config.BLOCK_D
+    DV: gl.constexpr = config.BLOCK_DV
     M: gl.constexpr = config.BLOCK_M
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     wait_for_previous_kernels()
     sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr)
@@ -774,10 +771,10 @@ def _prepare_kernel(
     first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
     row0 = block * M
     rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
         at = (first_q + rows).to(gl.int64)[:, None]
-        inside = (rows < n_queries)[:, None] & (columns < head_dim)[None, :]
+        inside = (rows < n_queries)[:, None] & (columns < head_dim_v)[None, :]
         o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
         do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
         o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
@@ -858,217 +855,3 @@ def _convert_kernel(
         out += b.to(gl.int64) * stride_dqb
     inside = (rows < end)[:, None] & (columns < head_dim)[None, :]
     gl.store(out + rows.to(gl.int64)[:, None] * stride_dqm + columns[None, :], x, mask=inside)
-
-
-# ---- the launches
-
-
-def blocks_of(problem: AttentionProblem, block_m: int) -> int:
-    """Blocks of queries of all heads, each sequence with its own."""
-    if problem.varlen:
-        return problem.heads_q * (problem.total_q // block_m + problem.batch)
-    return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
-
-
-class Sm90Backward:
-    """The launches of one backward pass, and the memory between them."""
-
-    def __init__(
-        self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor
-    ) -> None:
-        self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
-        self.boxes = cdiv(problem.head_dim, BOX_COLUMNS)
-        blocks = blocks_of(problem, config.block_m)
-        of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
-        # One allocation, of which the parts begin at multiples of 16 bytes.
-        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores)
-        dq, statistics, semaphores = self.workspace.split((of_dq, of_statistics, of_semaphores))
-        self.dq = dq.view(-1, DQ_COLUMNS.value)
-        self.statistics = statistics.view(-1, config.block_m)
-        self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
-        self.lengths = (
-            (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
-        )
-
-    def _sizes(self) -> dict[str, int]:
-        problem = self.problem
-        names = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
-        return {name: getattr(problem, name) for name in names}
-
-    def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
-        values = QueryConstants(
-            block_m=self.config.block_m,
-            block_d=self.boxes * BOX_COLUMNS,
-            lengths=lengths_of(self.problem),
-            has_dlse=has_dlse,
-            keep_delta=keep_delta,
-            deterministic=self.problem.deterministic,
-        )
-        return {"config": values}
-
-    def prepare(
-        self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
-    ) -> Launch:
-        """Fills the statistics, `delta` where it is given, and the fp32 dQ with zeros."""
-        problem = self.problem
-        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-        arguments = {
-            "o_ptr": out,
-            "do_ptr": dout,
-            "lse_ptr": self.lse,
-            "dlse_ptr": dlse,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
-            "statistics_ptr": self.statistics,
-            "dq_ptr": self.dq,
-            "semaphores_ptr": self.semaphores,
-            "delta_ptr": delta,
-            **strides(problem.layout, o=out, do=dout),
-            **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
-            **self._sizes(),
-            "head_dim": problem.head_dim,
-        }
-        grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(
-            _prepare_kernel, grid, arguments, self._query_constants(dlse is not None, delta is not None), OPTIONS
-        )
-
-    def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Fills dk and dv, and adds up the fp32 dQ."""
-        problem, config, layout = self.problem, self.config, self.problem.layout
-        q, k, v, sm_scale = *self.tensors[:3], self.tensors.sm_scale
-        ragged = problem.seq_lens or problem.varlen
-        described = ragged_descriptor if ragged else dense_descriptor
-        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
-        described_out = ragged_descriptor if problem.varlen else dense_descriptor
-        steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in zip("qkv", (q, k, v), strict=True)}
-        do_steps = steps_of(dout, layout) if ragged else (0, 0)
-        rows = gl.NVMMASharedLayout(0, 32, 2)
-        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
-        arguments = {
-            "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
-            "k_tensor": described(k, layout, ROWS.value, BOX_COLUMNS),
-            "v_tensor": described(v, layout, ROWS.value, BOX_COLUMNS),
-            "do_tensor": described(dout, layout, config.block_m, BOX_COLUMNS),
-            "dk_tensor": described_out(dk, layout, ROWS.value, BOX_COLUMNS),
-            "dv_tensor": described_out(dv, layout, ROWS.value, BOX_COLUMNS),
-            "statistics_tensor": TensorDescriptor(
-                self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
-            ),
-            "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
-            "semaphores_ptr": self.semaphores,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
-            **self._sizes(),
-            "group_size": problem.heads_q // problem.heads_kv,
-            "window_left": problem.window_left,
-            "window_right": problem.window_right,
-            "steps_qb": steps["q"][0],
-            "steps_qm": steps["q"][1],
-            "steps_kb": steps["k"][0],
-            "steps_kn": steps["k"][1],
-            "steps_vb": steps["v"][0],
-            "steps_vn": steps["v"][1],
-            "steps_dob": do_steps[0],
-            "steps_dom": do_steps[1],
-            "sm_scale": sm_scale,
-            "scale": sm_scale / (problem.softcap or 1.0),
-            "softcap": problem.softcap,
-        }
-        values = Sm90BwdConstants(
-            block_m=config.block_m,
-            boxes=self.boxes,
-            stages=config.stages,
-            has_left=problem.window_left >= 0,
-            has_right=problem.window_right >= 0,
-            lengths=lengths_of(problem),
-            softcap=problem.softcap != 0.0,
-            deterministic=problem.deterministic,
-            consumer_registers=config.consumer_registers,
-            producer_registers=config.producer_registers,
-        )
-        grid = cdiv(problem.seqlen_k, BLOCK_N) * problem.batch * problem.heads_kv
-        return Launch(_bwd_sm90_kernel, grid, arguments, {"config": values}, OPTIONS)
-
-    def convert(self, dq: torch.Tensor) -> Launch:
-        """Fills dq from the fp32 one."""
-        problem = self.problem
-        arguments = {
-            "dq_ptr": self.dq,
-            "lengths_q_ptr": self.lengths[0],
-            "lengths_k_ptr": self.lengths[1],
-            "out_ptr": dq,
-            **strides(problem.layout, dq=dq),
-            **self._sizes(),
-            "head_dim": problem.head_dim,
-            "sm_scale": self.tensors.sm_scale,
-        }
-        halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
-        grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS)
-
-
-def _config(problem: AttentionProblem) -> Sm90BwdConfig:
-    return forced_config("sm90_bwd", problem) or config_of(problem)
-
-
-def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
-    """Memory for delta, where somebody needs it: the caller, or the sinks' gradient, which sums over all rows."""
-    if given is not None or not problem.sinks:
-        return given
-    # Rows that no sequence covers are written by no kernel.
-    return torch.zeros_like(lse) if problem.varlen else torch.empty_like(lse)
-
-
-def attention_backward(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-) -> None:
-    """Launch the kernels, which fill the gradients."""
-    if not is_aligned(dout, gradients.dk, gradients.dv):  # nobody knew it when the kernel was chosen
-        portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
-        return
-    lse = lse.contiguous()
-    backward = Sm90Backward(problem, tensors, _config(problem), lse)
-    delta = _delta(problem, lse, gradients.delta)
-    with on_device(tensors.q), post_processing():
-        launch_kernel(backward.prepare(out, dout, dlse, delta))
-        launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
-        launch_kernel(backward.convert(gradients.dq))
-        if gradients.dsinks is not None:
-            assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
-            portable.fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
-
-
-def repeat(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    gradients: AttentionGradients,
-    owners: Sequence[torch.Tensor],
-) -> Callable[..., list[torch.Tensor | None] | None] | None:
-    """`Kernel.repeat`."""
-    if not lse.is_contiguous() or not is_aligned(dout, gradients.dk, gradients.dv):
-        return None
-    tensors = own_objects(tensors)
-    backward = Sm90Backward(problem, tensors, _config(problem), lse)
-    delta = _delta(problem, lse, gradients.delta)
-    launches = (
-        backward.prepare(out, dout, None, delta),
-        backward.gradient(dout, gradients.dk, gradients.dv),
-        backward.convert(gradients.dq),
-    )
-    memory = [backward.workspace] if delta is None else [backward.workspace, delta]
-    with post_processing():
-        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory, problem.varlen)
-
-
-OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

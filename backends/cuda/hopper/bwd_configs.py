@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal
 from diyfa.problem import AttentionProblem, refuse_features
 
-FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks"})
-MAX_HEAD_DIM = 128  # beyond, the accumulators of 64 keys fill all registers
-BLOCK_N = 128  # keys of a program
-CONSUMERS = 2  # warpgroups, with 64 of them each
+FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
+MAX_HEAD_DIM = 256
+WIDE = 128  # beyond, the accumulators of 64 keys do not fit the registers of a warpgroup: `bwd_wide.py`
+CONSUMERS = 2  # warpgroups
 MIN_KEYS, MIN_SCORES = 512, 1 << 24
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 
@@ -20,6 +20,7 @@ class Sm90BwdConfig:
     """Tile and schedule of the Hopper backward."""
 
     block_m: int  # queries of a block
+    block_n: int  # keys of a program
     stages: int  # buffers of blocks of Q and dO
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -28,14 +29,20 @@ class Sm90BwdConfig:
 
 # By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
 CONFIGS: dict[int, Sm90BwdConfig] = {
-    64: Sm90BwdConfig(128, 2, measured="H200, 2026-11-24: 374/494/513, 510"),
-    128: Sm90BwdConfig(64, 2, measured="H200, 2026-11-24: 446/567/559, 578"),
+    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-24: 374/494/513, 510"),
+    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-24: 446/567/559, 578"),
+    256: Sm90BwdConfig(64, 64, 2),
 }
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether `bwd_wide.py` runs the problem, in which consumers divide columns instead of keys."""
+    return problem.head_dim > WIDE or problem.head_dim != problem.head_dim_v
 
 
 def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     """The tile of a problem that `refuses` accepts."""
-    return CONFIGS[64 if problem.head_dim <= 64 else 128]
+    return CONFIGS[256 if is_wide(problem) else 64 if problem.head_dim <= 64 else 128]
 
 
 def refuses(problem: AttentionProblem) -> str | None:
@@ -46,8 +53,15 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-    if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM or problem.head_dim % 8:
-        return f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {problem.head_dim}"
+    dims = problem.head_dim, problem.head_dim_v
+    if any(not MIN_HEAD_DIM <= d <= MAX_HEAD_DIM or d % 8 for d in dims):
+        return (
+            f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {dims[0]} and {dims[1]}"
+        )
+    if problem.deterministic and is_wide(problem):
+        return (
+            f"sm90 adds up dQ in the order in which programs come to it, where head_dim is over {WIDE} or V has another"
+        )
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     return None

@@ -143,6 +143,21 @@ def _unless_zero(x: np.ndarray, factor: np.ndarray, changed: np.ndarray) -> Tens
         return TensorHandle(np.where(changed == 0, x, x * factor).astype(np.float32), tl.float32)
 
 
+# Four numbers that are added to global memory where they follow each other.
+_ADD_FOUR = re.compile(r"mov\.b32 \$0, 0; red\.relaxed\.gpu\.global\.add\.v4\.f32 \[\$1\], \{\$2, \$3, \$4, \$5\};")
+
+
+def _add_four(addresses: np.ndarray, values: list[np.ndarray]) -> TensorHandle:
+    if (addresses % 16).any():
+        raise InvalidOperand(f"red.v4.f32 at {location()}: an address is not a multiple of 16")
+    program = current().program
+    program.touch_global("atomic addition")
+    for i, value in enumerate(values):
+        places = addresses.astype(np.uint64) + np.uint64(4 * i)
+        program.memory.reduce(places, np.ones(places.shape, bool), np.broadcast_to(value, places.shape), np.add)
+    return TensorHandle(np.zeros(addresses.shape, np.int32), tl.int32)
+
+
 def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[TensorHandle]:
     """The result of one inline assembly on the handles `values`, or its results."""
     barriers = _BARRIER.findall(asm)
@@ -166,6 +181,8 @@ def run(asm: str, values: list[Any], dtype: tl.dtype) -> TensorHandle | list[Ten
         return _itself(values[0], int(found[1]))
     if found := _PAIR.fullmatch(asm):
         return _pair(tl.bfloat16 if found[1] == "bf16" else tl.float16, values[0].data, values[1].data)
+    if _ADD_FOUR.fullmatch(asm):
+        return _add_four(values[0].data, [x.data for x in values[1:]])
     if _HALVES.fullmatch(asm):
         return _halves(values[0].data)
     if _ANY_IN_WARP.fullmatch(asm):

@@ -1,0 +1,258 @@
+"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_wide.py`), and the memory between its three kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from diyfa.backends.cuda.attention import bwd as portable
+from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
+from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
+from diyfa.backends.cuda.gluon.compat import ptxas_options
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
+from diyfa.backends.cuda.hopper.bwd import (
+    DQ_COLUMNS,
+    DQ_ROWS,
+    HALF_DQ,
+    QueryConstants,
+    Sm90BwdConstants,
+    _bwd_sm90_kernel,
+    _convert_kernel,
+    _prepare_kernel,
+)
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, is_wide
+from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
+from diyfa.backends.cuda.hopper.mma import ROWS
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
+
+
+def blocks_of(problem: AttentionProblem, block_m: int) -> int:
+    """Blocks of queries of all heads, each sequence with its own."""
+    if problem.varlen:
+        return problem.heads_q * (problem.total_q // block_m + problem.batch)
+    return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
+
+
+class Sm90Backward:
+    """The launches of one backward pass, and the memory between them."""
+
+    def __init__(
+        self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor
+    ) -> None:
+        self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
+        self.is_wide = is_wide(problem)
+        self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
+        blocks = blocks_of(problem, config.block_m)
+        of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
+        of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
+        # One allocation, of which the parts begin at multiples of 16 bytes.
+        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores)
+        dq, statistics, semaphores = self.workspace.split((of_dq, of_statistics, of_semaphores))
+        self.dq = dq.view(-1, DQ_COLUMNS.value)
+        self.statistics = statistics.view(-1, config.block_m)
+        self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
+        self.lengths = (
+            (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
+        )
+
+    def _boxes(self, head_dim: int) -> int:
+        """TMA boxes of a tile: a power of two, and for each consumer of the wide kernel the same number."""
+        return max(1 << (cdiv(head_dim, BOX_COLUMNS) - 1).bit_length(), CONSUMERS if self.is_wide else 1)
+
+    def _sizes(self) -> dict[str, int]:
+        problem = self.problem
+        names = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
+        return {name: getattr(problem, name) for name in names}
+
+    def _query_constants(self, has_dlse: bool = False, keep_delta: bool = False) -> dict[str, QueryConstants]:
+        values = QueryConstants(
+            block_m=self.config.block_m,
+            block_d=self.boxes * BOX_COLUMNS,
+            block_dv=self.boxes_v * BOX_COLUMNS,
+            lengths=lengths_of(self.problem),
+            has_dlse=has_dlse,
+            keep_delta=keep_delta,
+            deterministic=self.problem.deterministic,
+        )
+        return {"config": values}
+
+    def prepare(
+        self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
+    ) -> Launch:
+        """Fills the statistics, `delta` where it is given, and the fp32 dQ with zeros."""
+        problem = self.problem
+        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+        arguments = {
+            "o_ptr": out,
+            "do_ptr": dout,
+            "lse_ptr": self.lse,
+            "dlse_ptr": dlse,
+            "lengths_q_ptr": self.lengths[0],
+            "lengths_k_ptr": self.lengths[1],
+            "statistics_ptr": self.statistics,
+            "dq_ptr": self.dq,
+            "semaphores_ptr": self.semaphores,
+            "delta_ptr": delta,
+            **strides(problem.layout, o=out, do=dout),
+            **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
+            **self._sizes(),
+            "head_dim_v": problem.head_dim_v,
+        }
+        grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
+        return Launch(
+            _prepare_kernel, grid, arguments, self._query_constants(dlse is not None, delta is not None), OPTIONS
+        )
+
+    def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
+        """Fills dk and dv, and adds up the fp32 dQ."""
+        problem, config, layout = self.problem, self.config, self.problem.layout
+        q, k, v, sm_scale = *self.tensors[:3], self.tensors.sm_scale
+        ragged = problem.seq_lens or problem.varlen
+        described = ragged_descriptor if ragged else dense_descriptor
+        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+        described_out = ragged_descriptor if problem.varlen else dense_descriptor
+        steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in zip("qkv", (q, k, v), strict=True)}
+        do_steps = steps_of(dout, layout) if ragged else (0, 0)
+        rows = gl.NVMMASharedLayout(0, 32, 2)
+        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
+        of_dq = {
+            "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+            "semaphores_ptr": self.semaphores,
+        }
+        if self.is_wide:
+            of_dq = {"dq_ptr": self.dq}
+        arguments = {
+            "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
+            "k_tensor": described(k, layout, ROWS.value, BOX_COLUMNS),
+            "v_tensor": described(v, layout, ROWS.value, BOX_COLUMNS),
+            "do_tensor": described(dout, layout, config.block_m, BOX_COLUMNS),
+            "dk_tensor": described_out(dk, layout, ROWS.value, BOX_COLUMNS),
+            "dv_tensor": described_out(dv, layout, ROWS.value, BOX_COLUMNS),
+            "statistics_tensor": TensorDescriptor(
+                self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
+            ),
+            **of_dq,
+            "lengths_q_ptr": self.lengths[0],
+            "lengths_k_ptr": self.lengths[1],
+            **self._sizes(),
+            "group_size": problem.heads_q // problem.heads_kv,
+            "window_left": problem.window_left,
+            "window_right": problem.window_right,
+            "steps_qb": steps["q"][0],
+            "steps_qm": steps["q"][1],
+            "steps_kb": steps["k"][0],
+            "steps_kn": steps["k"][1],
+            "steps_vb": steps["v"][0],
+            "steps_vn": steps["v"][1],
+            "steps_dob": do_steps[0],
+            "steps_dom": do_steps[1],
+            "sm_scale": sm_scale,
+            "scale": sm_scale / (problem.softcap or 1.0),
+            "softcap": problem.softcap,
+        }
+        values = Sm90BwdConstants(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            boxes=self.boxes,
+            boxes_v=self.boxes_v,
+            used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
+            used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
+            stages=config.stages,
+            has_left=problem.window_left >= 0,
+            has_right=problem.window_right >= 0,
+            lengths=lengths_of(problem),
+            softcap=problem.softcap != 0.0,
+            deterministic=problem.deterministic,
+            consumer_registers=config.consumer_registers,
+            producer_registers=config.producer_registers,
+        )
+        grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
+        kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel
+        return Launch(kernel, grid, arguments, {"config": values}, OPTIONS)
+
+    def convert(self, dq: torch.Tensor) -> Launch:
+        """Fills dq from the fp32 one."""
+        problem = self.problem
+        arguments = {
+            "dq_ptr": self.dq,
+            "lengths_q_ptr": self.lengths[0],
+            "lengths_k_ptr": self.lengths[1],
+            "out_ptr": dq,
+            **strides(problem.layout, dq=dq),
+            **self._sizes(),
+            "head_dim": problem.head_dim,
+            "sm_scale": self.tensors.sm_scale,
+        }
+        halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
+        grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
+        return Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS)
+
+
+def _config(problem: AttentionProblem) -> Sm90BwdConfig:
+    return forced_config("sm90_bwd", problem) or config_of(problem)
+
+
+def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """Memory for delta, where somebody needs it: the caller, or the sinks' gradient, which sums over all rows."""
+    if given is not None or not problem.sinks:
+        return given
+    # Rows that no sequence covers are written by no kernel.
+    return torch.zeros_like(lse) if problem.varlen else torch.empty_like(lse)
+
+
+def attention_backward(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: AttentionGradients,
+) -> None:
+    """Launch the kernels, which fill the gradients."""
+    if not is_aligned(dout, gradients.dk, gradients.dv):  # nobody knew it when the kernel was chosen
+        portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
+        return
+    lse = lse.contiguous()
+    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    delta = _delta(problem, lse, gradients.delta)
+    with on_device(tensors.q), post_processing():
+        launch_kernel(backward.prepare(out, dout, dlse, delta))
+        launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
+        launch_kernel(backward.convert(gradients.dq))
+        if gradients.dsinks is not None:
+            assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
+            portable.fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
+
+
+def repeat(
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    gradients: AttentionGradients,
+    owners: Sequence[torch.Tensor],
+) -> Callable[..., list[torch.Tensor | None] | None] | None:
+    """`Kernel.repeat`."""
+    if not lse.is_contiguous() or not is_aligned(dout, gradients.dk, gradients.dv):
+        return None
+    tensors = own_objects(tensors)
+    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    delta = _delta(problem, lse, gradients.delta)
+    launches = (
+        backward.prepare(out, dout, None, delta),
+        backward.gradient(dout, gradients.dk, gradients.dv),
+        backward.convert(gradients.dq),
+    )
+    memory = [backward.workspace] if delta is None else [backward.workspace, delta]
+    with post_processing():
+        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory, problem.varlen)
+
+
+OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

@@ -1,0 +1,430 @@
+"""Attention backward for Hopper where heads have up to 256 columns, or V has others than Q: `bwd.py` in other roles.
+
+The accumulators of 64 keys, dK and dV, take all registers of two warpgroups. So a program owns 64 keys, and consumers
+divide the columns of all three gradients. Scores and dP are formed once:
+
+    consumer 0:  Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),      dSᵀ = Pᵀ * (dPᵀ - delta)
+    consumer 1:  dPᵀ = V dOᵀ, from which it takes delta
+    both:        dV += Pᵀ dO,  dK += dSᵀ Q,  dQ = dS K, each half of the columns
+
+dPᵀ - delta goes to consumer 0 in fp32, Pᵀ and dSᵀ come back in 16 bits: consumer 0 has them in registers, consumer 1
+reads them from shared memory. There is no room in it for dQ, which is added to global memory from registers, 64 columns
+at a time, while the next block's scores are formed.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from diyfa.backends.cuda.attention.tile_io import PACKED
+from diyfa.backends.cuda.gluon.barriers import (
+    WARPS,
+    idle_warps,
+    optimisation_barrier,
+    order_lanes,
+    release,
+    wait_for_previous_kernels,
+    wait_full,
+)
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.hopper.bwd import (
+    BOX,
+    CONSUMER_COUNT,
+    DQ_COLUMNS,
+    DQ_ROWS,
+    HALF_DQ,
+    LENGTH_POINTERS,
+    SIZES,
+    Inputs,
+    KeyBlock,
+    Outputs,
+    QueryRing,
+    Sizes,
+    _first_block,
+    _in_register_order,
+    _key_block,
+    _producer,
+    _start_scores,
+    _weights,
+)
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
+from diyfa.backends.cuda.hopper.softmax import LOG2E
+from diyfa.backends.cuda.hopper.tiles import start_store
+
+
+@aggregate
+class Exchange:
+    """What the consumers leave for each other: dPᵀ - delta, and Pᵀ with dSᵀ.
+
+    Item n of Pᵀ and dSᵀ belongs to the block before the n-th; item 0 is nothing. A phase of `dp_full` also says that
+    both consumers have done with the item of Pᵀ and dSᵀ before, one of `weights_full` that dPᵀ has been read.
+    """
+
+    dp_buffer: gl.shared_memory_descriptor  # fp32, in the order of registers
+    p_buffer: gl.shared_memory_descriptor
+    ds_buffer: gl.shared_memory_descriptor
+    dp_full: gl.shared_memory_descriptor
+    weights_full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def init(self):
+        mbarrier.init(self.dp_full, count=CONSUMER_COUNT * WARPS)
+        mbarrier.init(self.weights_full, count=WARPS)
+
+    @gluon.jit
+    def store_dp(self, dp):
+        """Consumer 1 leaves dPᵀ - delta."""
+        self.dp_buffer.store(_in_register_order(dp))
+        order_lanes()
+        release(self.dp_full)
+
+    @gluon.jit
+    def wait_dp(self, item):
+        wait_full(self.dp_full, item & 1)
+
+    @gluon.jit
+    def load_dp(self, like):
+        """Consumer 0 takes them, in the layout of `like`, an accumulator."""
+        x = self.dp_buffer.load(_in_register_order(like).type.layout)
+        x = x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, ROWS])
+        return gl.convert_layout(x, like.type.layout)
+
+    @gluon.jit
+    def store_p(self, p):
+        """Consumer 0 leaves Pᵀ."""
+        box_of(self.p_buffer, 0, 0, 1).store(p)
+
+    @gluon.jit
+    def store_ds(self, ds):
+        """Consumer 0 leaves dSᵀ, the last that an item needs."""
+        box_of(self.ds_buffer, 0, 0, 1).store(ds)
+        fence_async_shared()
+        order_lanes()
+        release(self.weights_full)
+
+    @gluon.jit
+    def wait_weights(self, item):
+        wait_full(self.weights_full, item & 1)
+
+
+@aggregate
+class WideShared:
+    """What the partitions share: constants, memory and barriers."""
+
+    config: gl.constexpr  # `Sm90BwdConstants`
+    k_buffers: gl.shared_memory_descriptor
+    v_buffers: gl.shared_memory_descriptor
+    q_buffers: gl.shared_memory_descriptor
+    do_buffers: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    queries: QueryRing
+    exchange: Exchange
+
+
+@aggregate
+class WideConsumer:
+    """One consumer warpgroup: what it knows for all blocks."""
+
+    INDEX: gl.constexpr
+    keys: KeyBlock
+    sizes: Sizes
+    shared: WideShared
+    outputs: Outputs
+    dq_ptr: gl.tensor
+    scale: gl.tensor  # of products, in units of log2; with a softcap inside of tanh
+    cap: gl.tensor
+
+    @gluon.jit
+    def start_dq(self, zero, j: gl.constexpr):
+        """Start dS K, [64, 64], for the j-th box of this consumer's half of the columns."""
+        config: gl.constexpr = self.shared.config
+        BOX_INDEX: gl.constexpr = self.INDEX * (config.BOXES // CONSUMER_COUNT) + j
+        dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
+        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1).permute((1, 0))
+        k = box_of(self.shared.k_buffers, zero, BOX_INDEX, config.BOXES)
+        return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def add_gradients(self, dk, dv, item, block, zero):
+        """dK and dV with what Pᵀ and dSᵀ of block number `block` add to this consumer's half of the columns.
+
+        Of dQ the first box of the half comes later, behind the scores of the next block: for both there are too few
+        registers then, and here.
+        """
+        config: gl.constexpr = self.shared.config
+        stage = self.shared.queries.stage(item)
+        self.shared.exchange.wait_weights(item + 1)
+        p = box_of(self.shared.exchange.p_buffer, zero, 0, 1)
+        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
+        do = _half(self.shared.do_buffers, stage, self.INDEX, config.BOXES_V)
+        q = _half(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
+        # dO is there: consumer 1 has formed dP of it.
+        dv = warpgroup_mma(p, do, dv, is_async=True)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        if config.BOXES > CONSUMER_COUNT:
+            dq = self.start_dq(zero, 1)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        self.shared.queries.release(item)
+        if config.BOXES > CONSUMER_COUNT:
+            self.add_dq(dq, block, 1)
+        return dk, dv
+
+    @gluon.jit
+    def add_dq(self, dq, block, j: gl.constexpr):
+        """Add it to block number `block` of queries."""
+        config: gl.constexpr = self.shared.config
+        BOX_INDEX: gl.constexpr = self.INDEX * (config.BOXES // CONSUMER_COUNT) + j
+        _add_in_fours(self.dq_ptr + (block.to(gl.int64) * config.BOXES + BOX_INDEX) * HALF_DQ, _in_register_order(dq))
+
+
+@gluon.jit
+def _add_in_fours(pointer, x):
+    """Add x [16, 256], `_in_register_order`, to numbers that follow each other in global memory, four at a time."""
+    even, odd = gl.split(x.reshape([DQ_ROWS, DQ_COLUMNS // 4, 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    LAYOUT: gl.constexpr = x0.type.layout
+    rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    fours = gl.arange(0, DQ_COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    # What its lane and warp say is a thread's own; the rest are constants, which need no registers.
+    index = rows * DQ_COLUMNS + fours * 4
+    own = pointer.to(gl.int64) + optimisation_barrier((index & 511) * 4)
+    addresses = own + (index & ~511) * 4
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, 0; red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};", "=r,l,f,f,f,f",
+        [addresses, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _half(buffers, tile, c: gl.constexpr, BOXES: gl.constexpr):
+    """A consumer's half of the columns of a tile, as one matrix."""
+    HALF: gl.constexpr = BOXES // CONSUMER_COUNT
+    return run_of(buffers, tile * CONSUMER_COUNT + c, HALF, 0, HALF)
+
+
+@gluon.jit
+def _blocks_of_first(
+    consumer, first, start, end,
+    dk, dv,  # [64, half of the columns] fp32
+    item, before,  # the number of the block before
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Consumer 0: blocks `start` to `end` of queries of one head, those that need a mask or the others."""
+    config: gl.constexpr = consumer.shared.config
+    shared = consumer.shared
+    ring = shared.queries
+    exchange = shared.exchange
+    DTYPE: gl.constexpr = shared.k_buffers.dtype
+    S_LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_M)
+    for i in range(start, end):
+        if MASKED:
+            block = consumer.keys.masked_block(i)
+        else:
+            block = i
+        stage = ring.stage(item)
+        zero = optimisation_barrier(item * 0)  # as in `bwd.py`
+        ring.wait_full(item)
+        s = _start_scores(
+            shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
+        )
+        dq = consumer.start_dq(zero, 0)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        release(exchange.dp_full)
+        consumer.add_dq(dq, before, 0)
+        lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
+        p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
+        exchange.wait_dp(item)
+        exchange.store_p(p.to(DTYPE))
+        exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
+        before = first + block
+        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        item += 1
+    return dk, dv, item, before
+
+
+@gluon.jit
+def _blocks_of_second(consumer, first, dk, dv, item, before):
+    """Consumer 1: all blocks of queries of one head. It knows of no mask."""
+    config: gl.constexpr = consumer.shared.config
+    shared = consumer.shared
+    ring = shared.queries
+    exchange = shared.exchange
+    keys = consumer.keys
+    for i in range(keys.end - keys.begin):
+        stage = ring.stage(item)
+        zero = optimisation_barrier(item * 0)
+        ring.wait_do(item)
+        dp = _start_scores(
+            shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
+        )
+        dq = consumer.start_dq(zero, 0)
+        dp, dq = warpgroup_mma_wait(0, deps=[dp, dq])
+        ring.wait_full(item)  # delta is there with Q
+        delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
+        exchange.store_dp(dp - delta)
+        consumer.add_dq(dq, before, 0)
+        before = first + keys.block(i)
+        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        item += 1
+    return dk, dv, item, before
+
+
+@gluon.jit
+def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
+    """One warpgroup: half of the columns of dK and dV of 64 keys, and of what they add to dQ."""
+    config: gl.constexpr = shared.config
+    D: gl.constexpr = config.BOXES // CONSUMER_COUNT * BOX
+    DV: gl.constexpr = config.BOXES_V // CONSUMER_COUNT * BOX
+    DTYPE: gl.constexpr = shared.k_buffers.dtype
+    if config.SOFTCAP:
+        scale = outputs.scale * (2.0 * LOG2E)
+    else:
+        scale = outputs.scale * LOG2E
+    consumer = WideConsumer(INDEX, keys, sizes, shared, outputs, dq_ptr, scale, outputs.softcap * LOG2E)
+    dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+    dv = gl.zeros([ROWS, DV], gl.float32, accumulator_layout(DV))
+    item = 0
+    h = keys.hk * sizes.group_size
+    # What comes before the first block is nothing, and is added to that block.
+    before = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS) + keys.block(0)
+    if INDEX == 0:
+        nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
+        shared.exchange.store_ds(nothing)
+    shared.exchange.wait_weights(0)
+    wait_full(shared.k_full.index(0), 0)
+    wait_full(shared.v_full.index(0), 0)
+    for g in range(sizes.group_size):
+        first = _first_block(keys.b, h + g, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+        if INDEX == 0:
+            masked = keys.masked_count()
+            dk, dv, item, before = _blocks_of_first(consumer, first, 0, masked, dk, dv, item, before, True)
+            dk, dv, item, before = _blocks_of_first(
+                consumer, first, keys.full_begin, keys.full_end, dk, dv, item, before, False
+            )
+        else:
+            dk, dv, item, before = _blocks_of_second(consumer, first, dk, dv, item, before)
+    if item > 0:
+        dq = consumer.start_dq(0, 0)
+        consumer.add_dq(warpgroup_mma_wait(0, deps=[dq]), before, 0)
+
+    # dK and dV leave through the buffers of K and V: nobody but this consumer reads its half of K for dQ, and who reads
+    # all, for scores or dP, did so before the last weights.
+    OF_K: gl.constexpr = gl.SliceLayout(1, accumulator_layout(D))
+    OF_V: gl.constexpr = gl.SliceLayout(1, accumulator_layout(DV))
+    dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
+    dv = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_V) < keys.n_keys)[:, None], dv, 0.0)
+    _half(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
+    _half(shared.v_buffers, 0, INDEX, config.BOXES_V).store(dv.to(DTYPE))
+    fence_async_shared()
+    _store_half(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
+    _store_half(outputs.dv_tensor, keys, shared.v_buffers, INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_half(
+    tensor, keys, buffers, INDEX: gl.constexpr, BOXES: gl.constexpr, USED: gl.constexpr, LENGTHS: gl.constexpr
+):
+    """Start writing a consumer's half of dK or dV."""
+    HALF: gl.constexpr = BOXES // CONSUMER_COUNT
+    for j in gl.static_range(INDEX * HALF, INDEX * HALF + HALF):
+        if j < USED:
+            start_store(
+                tensor, keys.b, keys.hk, keys.col0, j * BOX, keys.first_k + keys.n_keys, keys.n_keys,
+                buffer_of(buffers, 0, j, BOXES).reshape(tensor.block_shape), LENGTHS == PACKED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
+    """Run both consumers and the producer."""
+    config: gl.constexpr = shared.config
+    R: gl.constexpr = config.CONSUMER_REGISTERS
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    gl.warp_specialize(
+        [
+            (_consumer, (0, keys, sizes, shared, outputs, dq_ptr)),
+            (_consumer, (1, keys, sizes, shared, outputs, dq_ptr)),
+            (_producer, (keys, sizes, shared, inputs)),
+            (idle_warps, ()),
+            (idle_warps, ()),
+        ],
+        [4, 1, 1, 2],
+        [R, P, P, P],
+    )
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
+def _bwd_wide_kernel(
+    q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
+    dk_tensor, dv_tensor,
+    statistics_tensor,
+    dq_ptr,  # fp32: 64 x 64 numbers for each box of each block of queries
+    lengths_q_ptr, lengths_k_ptr,
+    heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
+    sm_scale, scale, softcap,
+    config: gl.constexpr,  # `Sm90BwdConstants`
+):  # fmt: skip
+    """Set up shared memory and barriers, and run the partitions."""
+    DTYPE: gl.constexpr = q_tensor.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_buffers = gl.allocate_shared_memory(DTYPE, [config.BOXES] + k_tensor.block_shape, k_tensor.layout)
+    v_buffers = gl.allocate_shared_memory(DTYPE, [config.BOXES_V] + v_tensor.block_shape, v_tensor.layout)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * config.BOXES] + q_tensor.block_shape, q_tensor.layout)
+    do_buffers = gl.allocate_shared_memory(
+        DTYPE, [config.STAGES * config.BOXES_V] + do_tensor.block_shape, do_tensor.layout
+    )
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
+    ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
+    dp_buffer = gl.allocate_shared_memory(gl.float32, [DQ_ROWS, DQ_COLUMNS], gl.NVMMASharedLayout(0, 32, 2))
+    statistics = gl.allocate_shared_memory(
+        gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    dp_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    weights_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    queries = QueryRing(full, do_full, empty, config.STAGES)
+    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp_full, weights_full)
+    queries.init()
+    exchange.init()
+    mbarrier.init(k_full.index(0), count=1)
+    mbarrier.init(v_full.index(0), count=1)
+    fence_async_shared()
+    wait_for_previous_kernels()
+
+    sizes = Sizes(
+        heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+        lengths_q_ptr, lengths_k_ptr,
+    )  # fmt: skip
+    keys = _key_block(gl.program_id(0), sizes, config)
+    shared = WideShared(
+        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, exchange
+    )
+    inputs = Inputs(
+        q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
+        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
+    )  # fmt: skip
+    outputs = Outputs(dk_tensor, dv_tensor, sm_scale, scale, softcap)
+    if config.LENGTHS == PACKED:
+        if keys.col0 < keys.n_keys:
+            _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)
+    else:
+        _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)
