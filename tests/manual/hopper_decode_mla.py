@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base values_first …]
 
-A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all at
-once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
+A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all
+at once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
 "of the limit" is the larger of two shares: of cuBLAS's TFLOP/s in the same process and of 4445 GB/s of plain reads.
 """
 

@@ -6,9 +6,9 @@ tensor cores than for the memory: 64 queries need two warpgroups, for 64 x 512 s
 
 A tile is 64 rows, token * group + head, as in the portable kernel, whose split of the work and whose `_combine_kernel`
 serve here, too. One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the
-scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second one,
-which forms the right half. While the first is at its exponentials, both halves of the block before keep the tensor cores
-busy.
+scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second
+one, which forms the right half. While the first is at its exponentials, both halves of the block before keep the
+tensor cores busy.
 
 The queries and two blocks of keys fill the shared memory. A block is therefore handed over in three parts, each with
 barriers of its own: the features without values are free as soon as there are scores, the right half once the second
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -531,7 +530,7 @@ def _second_consumer(line, sizes, shared, outputs):
             wait_full(shared.weights_full, item & 1)
             o = rescaled(o, shared.statistics.index(0).load(BY_ROW), 1)
             l_i = shared.statistics.index(1).load(BY_ROW)
-            shared.wait_full(item, RIGHT)
+            # The keys are there, for the first consumer has waited for them.
             o = (warpgroup_mma(shared.weights, shared.keys(item, RIGHT), o[0], is_async=True),)
             o = (warpgroup_mma_wait(0, deps=[o[0]]),)
             shared.release(item, RIGHT)
