@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
@@ -23,7 +22,6 @@ from diyfa import fast_path, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.problem import KVCacheProblem  # noqa: E402
 from diyfa.testing import poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -132,4 +130,4 @@ def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.M
     kernels = load_kernel({"hopper.decode_mla": ast.unparse(tree)}, tmp_path, ("hopper.decode_mla",))
     interpret(monkeypatch, kernels=kernels)
     with pytest.raises(KernelBug):
-        check(case("small", 290, 40, seqlen_q=2))
+        check(case("two_parts", 450, 200, seqlen_q=2))

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base values_first …]
 
-A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all at
-once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
+A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all
+at once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
 "of the limit" is the larger of two shares: of cuBLAS's TFLOP/s in the same process and of 4445 GB/s of plain reads.
 """
 
@@ -37,10 +37,10 @@ SOURCE = ROOT / "backends" / "cuda" / "hopper" / "decode_mla.py"
 VALUES_FIRST = [
     (
         """        s = _start_scores(shared, item + i)
-        o = (warpgroup_mma(p, shared.keys(item + i - 1, LEFT), o[0], is_async=True),)
+        o = (_start_values(p, shared, item + i - 1, o[0]),)
         s = warpgroup_mma_wait(1, deps=[s])  # the values may still run
 """,
-        """        o = (warpgroup_mma(p, shared.keys(item + i - 1, LEFT), o[0], is_async=True),)
+        """        o = (_start_values(p, shared, item + i - 1, o[0]),)
         s = _start_scores(shared, item + i)
         s, o_done = warpgroup_mma_wait(0, deps=[s, o[0]])
         shared.release(item + i - 1, LEFT)

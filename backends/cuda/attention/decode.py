@@ -753,7 +753,7 @@ def kvcache_forward(
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
 ) -> None:
-    """Launch the kernels that fill out and lse. `config` and `launches`: of another kernel that splits the work alike."""
+    """Launch the kernels that fill out and lse. `config`, `launches`: another kernel's that splits the work alike."""
     config = config or config_of(problem)
     with on_device(tensors.q):
         memory = workspace(problem, config, tensors.q.device)

@@ -6,9 +6,9 @@ tensor cores than for the memory: 64 queries need two warpgroups, for 64 x 512 s
 
 A tile is 64 rows, token * group + head, as in the portable kernel, whose split of the work and whose `_combine_kernel`
 serve here, too. One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the
-scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second one,
-which forms the right half. While the first is at its exponentials, both halves of the block before keep the tensor cores
-busy.
+scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second
+one, which forms the right half. While the first is at its exponentials, both halves of the block before keep the
+tensor cores busy.
 
 The queries and two blocks of keys fill the shared memory. A block is therefore handed over in three parts, each with
 barriers of its own: the features without values are free as soon as there are scores, the right half once the second
@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,7 +39,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_option
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper import decode_mla_configs as configs
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, zero_output
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, mma_operand, rescaled, unpaired, zero_output
 from diyfa.backends.cuda.hopper.softmax import LAZY_RISE, LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, end_of
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -393,6 +392,13 @@ def _start_scores(shared, item):
 
 
 @gluon.jit
+def _start_values(p, shared, item, o):
+    """Start adding the left half of p v; p is a `mma_operand` of pairs."""
+    p = unpaired(p, shared.halves.dtype, gl.DotOperandLayout(0, accumulator_layout(HALF), 2))
+    return warpgroup_mma(p, shared.keys(item, LEFT), o, is_async=True)
+
+
+@gluon.jit
 def _attend_blocks(
     shared, part, rows, score, item, start, end,
     o,  # [64, HALF] fp32, one in a tuple
@@ -403,7 +409,7 @@ def _attend_blocks(
     before."""
     for i in range(start, end):
         s = _start_scores(shared, item + i)
-        o = (warpgroup_mma(p, shared.keys(item + i - 1, LEFT), o[0], is_async=True),)
+        o = (_start_values(p, shared, item + i - 1, o[0]),)
         s = warpgroup_mma_wait(1, deps=[s])  # the values may still run
         shared.release(item + i, KEYS_ONLY)
         weights, m_i, l_i, alpha = softmax_step(
@@ -413,7 +419,7 @@ def _attend_blocks(
         shared.hand_weights(weights, alpha, l_i, item + i)
         o = (warpgroup_mma_wait(0, deps=[o[0]]),)
         shared.release(item + i - 1, LEFT)
-        p = mma_operand(weights, o, shared.halves.dtype, False)
+        p = mma_operand(weights, o, shared.halves.dtype, True)
         o = rescaled(o, alpha, 1)
     return o, p, m_i, l_i
 
@@ -501,13 +507,13 @@ def _first_consumer(line, sizes, shared, outputs, score):
         )
         shared.hand_weights(weights, alpha, l_i, item)
         o = zero_output(HALF, 1)
-        p = mma_operand(weights, o, shared.halves.dtype, False)
+        p = mma_operand(weights, o, shared.halves.dtype, True)
         o, p, m_i, l_i = _attend_blocks(shared, part, rows, score, item, 1, n_masked, o, p, m_i, l_i, True)
         o, p, m_i, l_i = _attend_blocks(shared, part, rows, score, item, n_masked, n_blocks, o, p, m_i, l_i, False)
         release(shared.q_empty)
         item += n_blocks
         turn += 1
-        o = warpgroup_mma(p, shared.keys(item - 1, LEFT), o[0], is_async=True)
+        o = _start_values(p, shared, item - 1, o[0])
         _store_statistics(m_i, l_i, part, sizes, outputs)
         o = warpgroup_mma_wait(0, deps=[o])
         shared.release(item - 1, LEFT)
@@ -531,7 +537,7 @@ def _second_consumer(line, sizes, shared, outputs):
             wait_full(shared.weights_full, item & 1)
             o = rescaled(o, shared.statistics.index(0).load(BY_ROW), 1)
             l_i = shared.statistics.index(1).load(BY_ROW)
-            shared.wait_full(item, RIGHT)
+            # The keys are there, for the first consumer has waited for them.
             o = (warpgroup_mma(shared.weights, shared.keys(item, RIGHT), o[0], is_async=True),)
             o = (warpgroup_mma_wait(0, deps=[o[0]]),)
             shared.release(item, RIGHT)

@@ -225,7 +225,7 @@ def mma_operand(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def unpaired(p, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, BLOCK_N / 2] pairs -> [64, BLOCK_N]; the instructions that take them again as pairs undo it."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
@@ -239,7 +239,7 @@ def start_values(p, o, ring, item, config):
     """Start adding p v to each part of o; p is a `mma_operand`."""
     started = ()
     if config.PAIRS:
-        p = _unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
+        p = unpaired(p, ring.v_buffers.dtype, gl.DotOperandLayout(0, o[0].type.layout, 2))
     for run in gl.static_range(run_count(config.BOXES_V)):
         v = run_of(ring.v_buffers, ring.buffer_of(item), config.BOXES_V, run, config.BOXES_V)
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, o[run].type.layout, 2))  # costs nothing
