@@ -359,11 +359,12 @@ class AttentionGradients(NamedTuple):
     delta: torch.Tensor | None = None
 
 
-def example_gradients(tensors: AttentionTensors) -> AttentionGradients:
+def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
     """Buffers for all gradients of such a call."""
+    dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
     found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
     buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
-    return AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]), **buffers)
+    return AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in tensors[:3]), **buffers)
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from diyfa import ops, registry, validation
 from diyfa.attention import Result, autocast, checked_options
 from diyfa.distributed import cost, ulysses
-from diyfa.distributed.check import check_agreement
+from diyfa.distributed.check import agree
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import Ring, ring_attention
 from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
@@ -145,8 +145,6 @@ def context_parallel_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -168,28 +166,28 @@ class _OutsideGraphs:
         return self.run(*arguments)
 
 
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
-    """`context_parallel_attention` with its options by name."""
-    packed = given["cu_seqlens"] is not None
-    layout = VARLEN if packed else given["layout"]
-    if any(_is_dtensor(x) for x in (q, k, v)):
-        from diyfa.distributed.dtensor import with_local_tensors
+class _Call(NamedTuple):
+    """What a rank's arguments came to."""
 
-        return with_local_tensors(_checked, (q, k, v), group, layout, given)
-    validation.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    groups = groups_of(group)
-    tensors = {"q": q, "k": k, "v": v}
-    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
-    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
-    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
-    check_agreement(groups, {**tensors, **given, **modes})  # before anything is refused, or others would wait
+    qkv: tuple[torch.Tensor, ...]
+    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences and what of them each rank holds
+    options: AttentionOptions
+    method: str
+
+
+def _described_call(
+    qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
+) -> _Call:
+    """Check every argument; no rank waits for another here."""
     validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
     if given["dropout_p"] != 0:
         raise ValueError(
             f"dropout_p must be 0 over several devices, got {given['dropout_p']}: the kernels form the mask from "
             "positions and heads as they count them within one call, not from those in the whole sequence"
         )
+    q, k, v = qkv
+    packed = given["cu_seqlens"] is not None
+    layout = _layout_of(given)
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
@@ -203,8 +201,38 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
     )
-    method = _chosen(given["method"], groups, (q, k, v), (sequences, segments), options)
-    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options, given["return_lse"])
+    where = sequences, segments
+    return _Call(qkv, where, options, _chosen(given["method"], groups, qkv, where, options))
+
+
+def _layout_of(given: dict[str, Any]) -> str:
+    """Raises ValueError: there is no such layout."""
+    if given["layout"] not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {given['layout']!r}")
+    return VARLEN if given["cu_seqlens"] is not None else given["layout"]
+
+
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+    """`context_parallel_attention` with its options by name."""
+    if any(_is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed.dtensor import with_local_tensors
+
+        return with_local_tensors(_checked, (q, k, v), group, _layout_of(given), given)
+    groups = groups_of(group)
+    call, refusal = None, None
+    try:  # a rank that refuses tells the others, or they would wait for it
+        validation.check_tensors(q=q, k=k, v=v)
+        q, k, v = autocast(q, k, v)
+        call = _described_call((q, k, v), groups, given)
+    except Exception as error:
+        refusal = error
+    tensors = {"q": q, "k": k, "v": v}
+    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
+    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
+    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
+    choice = agree(groups, {**tensors, **given, **modes}, refusal, METHODS.index(call.method) if call else 0)
+    assert call is not None, "a refusal was raised"
+    out, lse = _attend(call._replace(method=METHODS[choice]), groups, given["return_lse"])
     return out if lse is None else (out, lse)
 
 
@@ -212,15 +240,10 @@ _outside_graphs = _OutsideGraphs(_checked)
 
 
 def _attend(
-    qkv: tuple[torch.Tensor, ...],
-    groups: tuple[dist.ProcessGroup, ...],
-    method: str,
-    where: tuple[tuple[int, ...], tuple[Segments, ...]],
-    options: AttentionOptions,
-    return_lse: bool,
+    call: _Call, groups: tuple[dist.ProcessGroup, ...], return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None); `where` are the sequences and what of them each rank holds."""
-    sequences, segments = where
+    """(out, lse or None)."""
+    qkv, (sequences, segments), options, method = call
     if method == "ring":
         out, lse = _ring(qkv, groups[0], segments, sequences, options)
         return out, lse if return_lse else None

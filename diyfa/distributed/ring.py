@@ -1,8 +1,8 @@
 """Ring attention: keys and values pass round the ranks, each of which keeps its queries (Liu et al. 2023,
 arXiv:2310.01889; the merge by log-sum-exp as in FlashAttention-2, Dao 2023, arXiv:2307.08691).
 
-Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps, in float32, are
-merged by their log-sum-exp (`merge.py`).
+Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps, in float32,
+are merged by their log-sum-exp (`merge.py`).
 
 Backward: keys and values pass round once more, followed by the float32 sums of their gradients, to which each rank adds
 its share; a last hop takes the sums home. Each step is the backend's own backward pass, given the final output and
