@@ -27,6 +27,7 @@ from context_parallel_cases import (
     run_misplaced_dtensors,
     run_sharded,
     run_twice,
+    run_under_pytorch,
     run_with_gaps,
     train_gpt,
 )
@@ -229,6 +230,14 @@ def test_outputs_are_merged_where_some_saw_no_key():
         out, found = merged.result()
         torch.testing.assert_close(out[0, 0], expected)
         torch.testing.assert_close(found[0, 0], torch.where(lse.isinf(), float("inf"), lse))
+
+
+def test_pytorchs_own_context_parallel(workers):
+    for calls, same in workers.run(run_under_pytorch):
+        assert all(same) and len(same) == 4, same
+        assert {name.split(":")[0].removeprefix("_scaled_dot_product_") for name in calls} == {
+            "flash_attention", "flash_attention_backward"
+        } and all(name.endswith(": diyfa") for name in calls), calls  # fmt: skip
 
 
 @pytest.mark.slow

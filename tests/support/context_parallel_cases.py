@@ -26,6 +26,7 @@ from diyfa.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from diyfa.integrations.pytorch import use_in_pytorch
 from diyfa.registry import batch_invariant, use_backend
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
@@ -292,6 +293,35 @@ def run_cancelling() -> list[tuple[float, float]]:
         error = (unshard_sequence(x.detach(), None, 2, **cut).double() - exact).abs().max()
         found.append((float(error), float(exact.abs().max()) * 2.0**-8))
     return found
+
+
+def run_under_pytorch() -> tuple[dict[str, int], list[bool]]:
+    """What diyfa was called for in PyTorch's own ring, and whether out and gradients are those on one device.
+
+    On a GPU `scaled_dot_product_attention` comes to this operator by itself.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    group = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [x.requires_grad_() for x in _small(7)[:3]]
+    dout = _small(7)[3].detach()
+    buffers = [x.detach().clone() for x in (*whole, dout)]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with use_backend("cpu"), context_parallel(group, buffers=buffers, buffer_seq_dims=[2] * 4):
+        handle = use_in_pytorch("cpu")
+        try:
+            own = [DTensor.from_local(x.clone().requires_grad_(), group, [Shard(2)]) for x in buffers]
+            out = flash(*own[:3], 0.0, True)[0]
+            results = [out, *torch.autograd.grad(out, own[:3], own[3].detach())]
+            calls = dict(handle.calls)
+        finally:
+            handle.remove()
+        found = context_parallel_unshard(group, [x.to_local().detach() for x in results], [2] * 4)
+    expected = flash_attention(*whole, causal=True, backend="cpu")
+    pairs = zip(found, (expected, *torch.autograd.grad(expected, whole, dout)), strict=True)
+    return calls, [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
 
 
 def run_twice(how: How) -> bool:
