@@ -72,7 +72,7 @@ def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
-def _options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
+def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
     """Those of one call, whose results are added up in float32."""
     left, right = call.window
     out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
@@ -88,7 +88,7 @@ def forward_step(
     dim = row_dim(ring.options.layout)
     for call in step.calls:
         queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
-        options = _options(ring, call, q, sinks)
+        options = options_of(ring, call, q, sinks)
         merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
 
 
@@ -151,7 +151,7 @@ def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Ten
         lse = _rows(saved.lse, call.queries, -1).contiguous()
         dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
         keys = [_rows(x, call.keys, dim) for x in held]
-        options = _options(ring, call, q, saved.sinks)
+        options = options_of(ring, call, q, saved.sinks)
         found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
         saved.dq.add(call.queries[0], found[0])
         for share, x in zip(shares, found[1:3], strict=True):
