@@ -183,6 +183,19 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
     return dk, dv
 
 
+def ring_gradients(
+    ring: Ring, saved: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv and dsinks or None; `saved` are q, k, v, sinks, out and lse."""
+    q, k, v, sinks, out, lse = saved
+    dout, dlse = gradients
+    dout = torch.zeros_like(out) if dout is None else dout
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    dq = Sum(q, row_dim(ring.options.layout))
+    dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
+    return dq.all().to(q.dtype), dk, dv, dsinks
+
+
 class _RingAttention(torch.autograd.Function):
     """`ring_forward`, with gradients of q, k, v and sinks from out and lse."""
 
@@ -197,13 +210,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        dout, dlse = gradients
-        dout = torch.zeros_like(out) if dout is None else dout
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        dq = Sum(q, row_dim(ctx.ring.options.layout))
-        dk, dv = ring_backward(ctx.ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
-        return None, dq.all().to(q.dtype), dk, dv, dsinks
+        return None, *ring_gradients(ctx.ring, ctx.saved_tensors, gradients)
 
 
 def ring_attention(ring: Ring, q: Any, k: Any, v: Any, sinks: torch.Tensor | None) -> ops.Pair:
