@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diyfa import flash_attention
+from diyfa import flash_attention, ops
 from diyfa.attention import checked_options
 from diyfa.bench.record import device_name
 from diyfa.bench.timing import synchronize, time_calls
@@ -30,7 +30,7 @@ from diyfa.device import default_backend
 from diyfa.distributed import context_parallel_attention
 from diyfa.distributed.cost import BACKWARD_WORK, BETWEEN_HOSTS, MACHINES, Work, ring_timeline
 from diyfa.distributed.merge import Merged
-from diyfa.distributed.ring import Ring, Saved, Sum, backward_step, forward_step, ring_forward
+from diyfa.distributed.ring import Ring, Saved, Sum, backward_step, forward_step, options_of, ring_forward
 from diyfa.distributed.sharding import segments_of
 from diyfa.distributed.steps import Step, steps_of
 from diyfa.options import WHOLE
@@ -99,7 +99,7 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
     ring = sizes.ring(None, every[0], [q, k, v])
     q = q.detach()
     merged = Merged(q, v.shape[-1], "bhsd")
-    for step in every[0][:2]:  # from now on merges are in float32
+    for step in every[0][:2]:  # from now on there is a sum
         forward_step(ring, step, q, [k, v], None, merged)
     out, lse = merged.result()
     saved = Saved(q, None, out, lse, torch.randn_like(out), None, Sum(q, 2), None)
@@ -111,7 +111,7 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
         for step in own:
             first = step.shift == 0
             if (first, step.calls) not in known:
-                kernel = kernel_seconds(sizes, step, (q, k, v), reps)
+                kernel = kernel_seconds(sizes, ring, step, (q, k, v), reps)
                 ahead = partial(forward_step, ring, step, q, [k, v], None, merged)
                 back = partial(backward_step, ring, step, saved, [k, v])
                 with_merge, backward = (seconds_of(run, sizes.device, reps) for run in (ahead, back))
@@ -122,14 +122,13 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
     return found
 
 
-def kernel_seconds(sizes: Sizes, step: Step, qkv: tuple[torch.Tensor, ...], reps: int) -> float:
+def kernel_seconds(sizes: Sizes, ring: Ring, step: Step, qkv: tuple[torch.Tensor, ...], reps: int) -> float:
     """Seconds of a step's calls without what joins them."""
     total = 0.0
     for call in step.calls:
         rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
-        attend = partial(flash_attention, *rows, window=call.window, backend=sizes.backend)
-        with torch.no_grad():
-            total += seconds_of(attend, sizes.device, reps)
+        attend = partial(ops.forward, *rows, WHOLE, options_of(ring, call, qkv[0], None))
+        total += seconds_of(attend, sizes.device, reps)
     return total
 
 

@@ -173,6 +173,7 @@ FEATURES = (
     Feature("backend", "str"),
     Feature("variant", "str"),
     Feature("batch_invariant", "bool", "batch_invariant", uses="batch_invariant"),
+    Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
 # What the shapes of q, k and v say.

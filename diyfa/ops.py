@@ -214,7 +214,7 @@ def _launch_forward(
     plan = _plan("attention_fwd", q, k, v, lengths, options)
     if not _computes_nothing(q, k, lengths, options):
         return _run_forward(plan, q, k, v, _given(*tensors_of(lengths, options)))
-    out, lse = empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
+    out, lse = empty_output(q, v.shape[-1], options.out_dtype), empty_lse(q, options.layout)
     fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
     return out, lse
 
@@ -238,7 +238,7 @@ def _run_forward(
             return pair
     problem, kernel = plan.problem, plan.kernel
     tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
-    out, lse = empty_output(q, problem.head_dim_v), empty_lse(q, problem.layout)
+    out, lse = empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
     if problem.varlen:  # rows that no sequence covers are written by no kernel
         out.zero_()
         lse.fill_(_INF)
@@ -288,14 +288,16 @@ def _run_backward(
 
 
 def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Buffers for dq, dk, dv -> (the tensors that own memory, the three gradients in them).
 
     Packed ones lie like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
     """
+    packing = options.packing
     if packing == "":
-        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
+        grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
         return list(grads), grads
     first = q if packing == "qkv" else k
     parts = len(packing)
@@ -356,7 +358,7 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """[what owns dq, dk, dv: three tensors, two or one and None for the rest, the gradients of optional tensors]."""
     q, k, v, _, _ = saved
-    owners, qkv = _empty_gradients(q, k, v, options.packing)
+    owners, qkv = _empty_gradients(q, k, v, options)
     of_features: dict[str, Any] = _empty_feature_gradients(options)
     _backward_into(dout, dlse, saved, AttentionGradients(*qkv, **of_features), lengths, options)
     return [*owners, *(None,) * (3 - len(owners)), *of_features.values()]
@@ -384,13 +386,13 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
 def _attention_fwd_fake(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Any:
     q, k, v = UNPACK[packing](q, k, v)
     _, options = unpack(features)
-    return empty_output(q, v.shape[-1]), empty_lse(q, options.layout)
+    return empty_output(q, v.shape[-1], options.out_dtype), empty_lse(q, options.layout)
 
 
 def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     packing, *features = rest
-    _, options = unpack(features)
-    owners, _ = _empty_gradients(q, k, v, packing)
+    _, options = unpack(features, packing)
+    owners, _ = _empty_gradients(q, k, v, options)
     found = (*owners, *(None,) * (3 - len(owners)), *_empty_feature_gradients(options).values())
     return tuple(q.new_empty(0) if x is None else x for x in found)
 

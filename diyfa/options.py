@@ -53,6 +53,7 @@ class AttentionOptions(NamedTuple):
     backend: str = ""  # "": the one made for the device
     variant: str = "auto"
     batch_invariant: bool = False
+    out_dtype: str = ""  # of out, dq, dk and dv, such as "float32"; "": the inputs'
     packing: str = ""
 
 

@@ -90,6 +90,9 @@ class AttentionProblem:
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
+    # Of out and, in the backward pass, of dq, dk and dv; "": `dtype`. Results that are still to be added up are
+    # "float32". A kernel writes its buffers in their dtype.
+    out_dtype: str = ""
 
     def replace(self, **changes: Any) -> AttentionProblem:
         """A copy with some fields changed."""
@@ -356,11 +359,12 @@ class AttentionGradients(NamedTuple):
     delta: torch.Tensor | None = None
 
 
-def example_gradients(tensors: AttentionTensors) -> AttentionGradients:
+def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
     """Buffers for all gradients of such a call."""
+    dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
     found = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
     buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in found.items()}
-    return AttentionGradients(*(torch.empty_like(x) for x in tensors[:3]), **buffers)
+    return AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in tensors[:3]), **buffers)
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
@@ -386,12 +390,14 @@ def as_bhsd(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x if layout == "bhsd" else x.permute(LAYOUTS[layout])
 
 
-def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
-    """Uninitialised attention output for `q`: its dtype, shape with `head_dim_v`, and its dimension order in memory."""
+def empty_output(q: torch.Tensor, head_dim_v: int, out_dtype: str = "") -> torch.Tensor:
+    """Uninitialised attention output for `q`: its dtype or another one, its shape with `head_dim_v`, and its dimension
+    order in memory."""
+    dtype = getattr(torch, out_dtype) if out_dtype else q.dtype
     if q.shape[-1] == head_dim_v:
-        return torch.empty_like(q)
+        return torch.empty_like(q, dtype=dtype)
     outer = sorted(range(q.dim() - 1), key=lambda i: q.stride(i), reverse=True)
-    dense = q.new_empty([q.shape[i] for i in outer] + [head_dim_v])
+    dense = q.new_empty([q.shape[i] for i in outer] + [head_dim_v], dtype=dtype)
     inverse = sorted(range(q.dim() - 1), key=lambda i: outer[i])
     return dense.permute([*inverse, q.dim() - 1])
 
@@ -424,7 +430,8 @@ class Kernel:
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none).
     `launch` has, by `op`, the signature
 
-    * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout) and lse (`problem.lse_shape`)
+    * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout, in `problem.out_dtype`) and lse
+      (`problem.lse_shape`)
     * attention_bwd: `(problem, tensors, out, lse, dout, dlse | None, gradients) -> None`, filling `AttentionGradients`
     * kvcache_fwd: `(problem, tensors, out, lse) -> None`, with `KVCacheProblem` and `KVCacheTensors`
     * kvcache_append: `(problem, tensors, new) -> None`, writing `NewKeys` to the caches, and the rotated q

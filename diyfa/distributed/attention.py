@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from diyfa import ops, registry, validation
 from diyfa.attention import Result, autocast, checked_options
 from diyfa.distributed import cost, ulysses
-from diyfa.distributed.check import check_agreement
+from diyfa.distributed.check import agree
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.ring import Ring, ring_attention
+from diyfa.distributed.ring import Ring, ring_attention, ring_forward, ring_gradients
 from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
 from diyfa.distributed.steps import normalised, steps_of
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
@@ -128,7 +128,8 @@ def context_parallel_attention(
             those in the whole sequence.
         method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
             ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" is "both" on
-            such a mesh, else what `diyfa.distributed.cost` predicts to be the faster.
+            such a mesh, else what `diyfa.distributed.cost` predicts to be the faster; in compiled graphs "ulysses"
+            where the heads can be divided, else "ring".
         load_balance: how the sequence is cut, "zigzag" or "none", as `shard_sequence` was told.
         cu_seqlens: (B + 1,) int32 offsets of packed sequences in the whole, unsharded tensor, as `shard_sequence` was
             given. The host reads them: on the CPU that waits for nothing.
@@ -145,14 +146,16 @@ def context_parallel_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or cannot run, with the reason; ranks disagree.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "deterministic": deterministic, "return_lse": return_lse, "variant": variant,
         "backend": backend,
     }  # fmt: skip
+    if torch.compiler.is_compiling() and not any(_is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed import compiled
+
+        return compiled.attend(q, k, v, group, given)
     return _outside_graphs(q, k, v, group, given)
 
 
@@ -168,28 +171,28 @@ class _OutsideGraphs:
         return self.run(*arguments)
 
 
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
-    """`context_parallel_attention` with its options by name."""
-    packed = given["cu_seqlens"] is not None
-    layout = VARLEN if packed else given["layout"]
-    if any(_is_dtensor(x) for x in (q, k, v)):
-        from diyfa.distributed.dtensor import with_local_tensors
+class _Call(NamedTuple):
+    """What a rank's arguments came to."""
 
-        return with_local_tensors(_checked, (q, k, v), group, layout, given)
-    validation.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
-    groups = groups_of(group)
-    tensors = {"q": q, "k": k, "v": v}
-    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
-    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
-    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
-    check_agreement(groups, {**tensors, **given, **modes})  # before anything is refused, or others would wait
+    qkv: tuple[torch.Tensor, ...]
+    where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences and what of them each rank holds
+    options: AttentionOptions
+    method: str
+
+
+def described_call(
+    qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
+) -> _Call:
+    """Check every argument; no rank waits for another here."""
     validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
     if given["dropout_p"] != 0:
         raise ValueError(
             f"dropout_p must be 0 over several devices, got {given['dropout_p']}: the kernels form the mask from "
             "positions and heads as they count them within one call, not from those in the whole sequence"
         )
+    q, k, v = qkv
+    packed = given["cu_seqlens"] is not None
+    layout = layout_of(given)
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim() or v.dim() != q.dim():
         raise ValueError(f"q, k and v must have {3 if packed else 4} dimensions, got {q.dim()}, {k.dim()}, {v.dim()}")
     rows = q.shape[row_dim(layout)]
@@ -203,27 +206,76 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
     )
-    method = _chosen(given["method"], groups, (q, k, v), (sequences, segments), options)
-    out, lse = _attend((q, k, v), groups, method, (sequences, segments), options, given["return_lse"])
+    where = sequences, segments
+    return _Call(qkv, where, options, _chosen(given["method"], groups, qkv, where, options))
+
+
+def layout_of(given: dict[str, Any]) -> str:
+    """Raises ValueError: there is no such layout."""
+    if given["layout"] not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {given['layout']!r}")
+    return VARLEN if given["cu_seqlens"] is not None else given["layout"]
+
+
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
+    """`context_parallel_attention` with its options by name."""
+    if any(_is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed.dtensor import with_local_tensors
+
+        return with_local_tensors(_checked, (q, k, v), group, layout_of(given), given)
+    groups = groups_of(group)
+    out, lse = _attend(agreed_call(q, k, v, groups, given), groups, given["return_lse"])
     return out if lse is None else (out, lse)
+
+
+def agreed_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]
+) -> _Call:
+    """Check every argument, and that all ranks have the same."""
+    call, refusal = None, None
+    try:  # a rank that refuses tells the others, or they would wait for it
+        validation.check_tensors(q=q, k=k, v=v)
+        q, k, v = autocast(q, k, v)
+        call = described_call((q, k, v), groups, given)
+    except Exception as error:
+        refusal = error
+    tensors = {"q": q, "k": k, "v": v}
+    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
+    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
+    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
+    choice = agree(groups, {**tensors, **given, **modes}, refusal, METHODS.index(call.method) if call else 0)
+    assert call is not None, "a refusal was raised"
+    return call._replace(method=METHODS[choice])
 
 
 _outside_graphs = _OutsideGraphs(_checked)
 
 
 def _attend(
-    qkv: tuple[torch.Tensor, ...],
-    groups: tuple[dist.ProcessGroup, ...],
-    method: str,
-    where: tuple[tuple[int, ...], tuple[Segments, ...]],
-    options: AttentionOptions,
-    return_lse: bool,
+    call: _Call, groups: tuple[dist.ProcessGroup, ...], return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None); `where` are the sequences and what of them each rank holds."""
-    sequences, segments = where
-    if method == "ring":
-        out, lse = _ring(qkv, groups[0], segments, sequences, options)
+    """(out, lse or None)."""
+    exchange, ring, lengths, options = _plan_of(call, groups)
+    q, k, v = call.qkv if exchange is None else exchange.scatter_heads(*call.qkv)
+    out, lse = ops.attend(q, k, v, lengths, options) if ring is None else ring_attention(ring, q, k, v, options.sinks)
+    if exchange is None:
         return out, lse if return_lse else None
+    return exchange.gather_heads(out, lse if return_lse else None)
+
+
+class _Plan(NamedTuple):
+    """How a call is computed: what is exchanged before and after, and a ring or one call of these lengths."""
+
+    exchange: ulysses.Ulysses | None
+    ring: Ring | None
+    lengths: Lengths
+    options: AttentionOptions  # with the optional tensors of this rank's heads
+
+
+def _plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
+    qkv, (sequences, segments), options, method = call
+    if method == "ring":
+        return _Plan(None, _ring(groups[0], segments, sequences, options), WHOLE, options)
     size = dist.get_world_size(groups[-1])
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
     own = dist.get_rank(groups[0]) if method == "both" else 0
@@ -231,29 +283,58 @@ def _attend(
     options = options._replace(
         sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
     )
-    q, k, v = exchange.scatter_heads(*qkv)
     if method == "both":
-        out, lse = _ring((q, k, v), groups[0], tuple(joined(team) for team in teams), sequences, options)
-    else:
-        lengths = WHOLE
-        if options.layout == VARLEN:
-            lengths = _own_lengths(joined(segments), len(sequences) - 2, q.device)
-        out, lse = ops.attend(q, k, v, lengths, options)
-    return exchange.gather_heads(out, lse if return_lse else None)
+        ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options)
+        return _Plan(exchange, ring, WHOLE, options)
+    lengths = WHOLE
+    if options.layout == VARLEN:
+        lengths = _own_lengths(joined(segments), len(sequences) - 2, qkv[0].device)
+    return _Plan(exchange, None, lengths, options)
 
 
 def _ring(
-    qkv: tuple[Any, ...],
-    group: dist.ProcessGroup,
-    segments: tuple[Segments, ...],
-    sequences: tuple[int, ...],
-    options: AttentionOptions,
-) -> ops.Pair:
+    group: dist.ProcessGroup, segments: tuple[Segments, ...], sequences: tuple[int, ...], options: AttentionOptions
+) -> Ring:
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")
     if options.batch_invariant:
         raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
     window = normalised((options.window_left, options.window_right), sequences[-1])
     steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)
-    q, k, v = qkv
-    return ring_attention(Ring(group, steps, options._replace(sinks=None)), q, k, v, options.sinks)
+    return Ring(group, steps, options._replace(sinks=None))
+
+
+def forward(
+    call: _Call, groups: tuple[dist.ProcessGroup, ...]
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """(out, lse, and of an exchange also its q, k, v, out and lse), without autograd."""
+    exchange, ring, lengths, options = _plan_of(call, groups)
+    q, k, v = call.qkv if exchange is None else exchange.scatter_heads(*call.qkv)
+    out, lse = ops.forward(q, k, v, lengths, options) if ring is None else ring_forward(ring, q, k, v, options.sinks)
+    if exchange is None:
+        return out, lse, ()
+    whole_out, whole_lse = exchange.gather_heads(out, lse)
+    assert whole_lse is not None, "it was given"
+    return whole_out, whole_lse, (q, k, v, out, lse)
+
+
+def backward(
+    call: _Call,
+    groups: tuple[dist.ProcessGroup, ...],
+    results: tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]],
+    gradients: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv and dsinks or None, from what `forward` returned and the gradients of out and lse."""
+    exchange, ring, lengths, options = _plan_of(call, groups)
+    (q, k, v), (out, lse, exchanged), (dout, dlse) = call.qkv, results, gradients
+    if exchange is not None:
+        q, k, v, out, lse = exchanged
+        dout, dlse = exchange.scatter_results(dout, dlse)
+    if ring is None:
+        dq, dk, dv, *_, dsinks = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
+    else:
+        dq, dk, dv, dsinks = ring_gradients(ring, (q, k, v, options.sinks, out, lse), (dout, dlse))
+    if exchange is not None:
+        dq, dk, dv = exchange.gather_gradients(dq, dk, dv, call.qkv[1])
+        dsinks = None if options.sinks is None else exchange.of_all_heads(dsinks)
+    return dq, dk, dv, dsinks

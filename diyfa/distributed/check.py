@@ -1,8 +1,10 @@
 """The ranks compare what they call with, once for each kind of call.
 
-A rank with another shape or option than the others would wait for messages that nobody sends, or take wrong ones. So
-the first call of a kind gathers one number from each rank, a hash of its arguments (all but the values of q, k, v and
-optional tensors); only where they differ are the arguments themselves gathered, and every rank raises the same error.
+A rank with another shape or option than the others would wait for messages that nobody sends, or take wrong ones, and
+so would all others where one rank refuses its arguments. So the first call of a kind gathers two numbers from each
+rank: a hash of its arguments (all but the values of q, k, v and optional tensors) and of why it refuses them, and the
+method that it would choose. Only where the hashes differ are the arguments themselves gathered, and every rank raises
+the same error. The first rank's choice is that of all.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from diyfa.distributed.sharding import gather_parts
 
 Arguments = tuple[tuple[str, Hashable], ...]
 
-# What all ranks of a group have called with, by group: each rank has the same entries, whatever other groups it is in.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[Arguments, None]]] = WeakKeyDictionary()
+# What all ranks of a group have called with, and the choice of all, by group: each rank has the same entries, whatever
+# other groups it is in.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dict[Arguments, int]]] = WeakKeyDictionary()
 _LIMIT = 256
 
 
@@ -44,25 +47,40 @@ def _texts(groups: Sequence[dist.ProcessGroup], arguments: Arguments, device: to
     return [text.split("\x1f") for text in texts]
 
 
-def check_agreement(groups: Sequence[dist.ProcessGroup], given: dict[str, Any]) -> None:
-    """All ranks call with the same arguments; nothing is sent where an equal call was checked before.
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the group can gather, the same on every rank whatever it was given; on the CPU, if it can, nothing waits
+    for a device."""
+    if "cpu:" in dist.get_backend_config(group):  # such as "cpu:gloo,cuda:nccl"
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: Exception | None, choice: int) -> int:
+    """The first rank's `choice`, where all ranks call with the same arguments and none refuses them.
+
+    Nothing is sent where an equal call was checked before.
 
     Raises:
         ValueError: on every rank, naming the ranks that differ from most others and in what.
+        Exception: `refusal`, where all ranks have the same.
     """
     q, cu_seqlens = given["q"], given["cu_seqlens"]
-    if validation.is_capturing(q):
-        return
     arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
     vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
     arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
-    device = q.device
+    arguments += (("error", None if refusal is None else f"{type(refusal).__name__}: {refusal}"),)
     agreed = _agreed.setdefault(groups[0], {}).setdefault(tuple(group.group_name for group in groups), {})
     if arguments in agreed:
-        return
+        return agreed[arguments]
+    if isinstance(q, torch.Tensor) and validation.is_capturing(q):  # nothing may be read from the device
+        if refusal is not None:
+            raise refusal
+        return choice
+    device = _device_of(groups[0])
     digest = hashlib.sha256(repr(arguments).encode()).digest()
-    hashes = gather_parts(torch.tensor([int.from_bytes(digest[:7], "big")], device=device), groups)
-    if len(set(hashes.tolist())) > 1:
+    own = torch.tensor([int.from_bytes(digest[:7], "big"), choice], device=device)
+    hashes, choices = gather_parts(own, groups).view(-1, 2).t().tolist()
+    if len(set(hashes)) > 1:
         texts = _texts(groups, arguments, device)
         names = [str(int(n)) for n in gather_parts(torch.tensor([dist.get_rank()], device=device), groups)]
         found = []
@@ -72,6 +90,9 @@ def check_agreement(groups: Sequence[dist.ProcessGroup], given: dict[str, Any]) 
             if odd:
                 found.append(f"{name}: {', '.join(odd)}, the others {usual}")
         raise ValueError(f"the ranks call context_parallel_attention with different arguments: {'; '.join(found)}")
+    if refusal is not None:
+        raise refusal
     if len(agreed) >= _LIMIT:
         agreed.clear()
-    agreed[arguments] = None
+    agreed[arguments] = choices[0]
+    return choices[0]

@@ -100,11 +100,11 @@ class Work:
 
     @property
     def merged(self) -> float:
-        """Bytes of memory traffic of one merge: the partial output widened, and both read and one written."""
+        """Bytes of memory traffic of one merge: the sum and a partial output read, the sum written, all in float32, of
+        which the kernel wrote more than of a rounded output."""
         elements = self.batch * self.heads * self.rows * self.head_dim_v
-        return (
-            elements * (self.element_size + 4 * 4) * 0.75
-        )  # half of the steps of a causal zigzag have half of the rows
+        wider = max(0, 4 - self.element_size)
+        return elements * (3 * 4 + wider) * 0.75  # half of the steps of a causal zigzag have half of the rows
 
 
 def share_of(sequences: Sequence[int], window: tuple[int, int]) -> float:

@@ -1,8 +1,9 @@
 """Attention over some keys and attention over others make attention over all of them, by their log-sum-exp.
 
 With weights w = sigmoid(lse_b - lse_a) the joint output is (1 - w) a + w b and the joint log-sum-exp logaddexp(lse_a,
-lse_b), which is how split-KV and FlashAttention's blocks are joined, too. Sums are kept in float32 (float64 of float64
-inputs). The first output that covers all rows is taken as it is, so that a call of one step merges nothing.
+lse_b), which is how split-KV and FlashAttention's blocks are joined, too. Outputs to be joined come in float32 (float64
+of float64 inputs): rounded ones would not cancel where the whole one does. The first that covers all rows becomes the
+sum, and each other one is added to it in place; nothing else is read or written, until the sum is rounded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from diyfa.ops import Pair, empty_lse
-from diyfa.problem import LAYOUTS, VARLEN, empty_output
+from diyfa.problem import LAYOUTS, VARLEN, dtype_name, empty_output
 
 INF = float("inf")
 
@@ -39,21 +40,18 @@ class Merged:
         self.lse: torch.Tensor | None = None  # -inf where no key was seen yet
 
     def add(self, first: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Rows from `first` on; a log-sum-exp of +inf says that a row saw no key."""
+        """Rows from `first` on, of tensors that nobody else has; a log-sum-exp of +inf says that a row saw no key."""
         lse = lse.masked_fill(lse == INF, -INF)
         if self.out is None and out.shape[self.dim] == self.q.shape[self.dim]:
             self.out, self.lse = out, lse
             return
-        wide = torch.promote_types(self.q.dtype, torch.float32)
         if self.out is None or self.lse is None:
-            self.out = empty_output(self.q, self.head_dim_v).to(wide).zero_()
+            self.out = empty_output(self.q, self.head_dim_v, dtype_name(out.dtype)).zero_()
             self.lse = empty_lse(self.q, self.layout).fill_(-INF)
-        elif self.out.dtype != wide:
-            self.out = self.out.to(wide)
         own_out = self.out.narrow(self.dim, first, out.shape[self.dim])
         own_lse = self.lse.narrow(-1, first, out.shape[self.dim])
         weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == -INF, 0.0)
-        own_out.lerp_(out.to(wide), _as_rows(weight, self.layout))
+        own_out.lerp_(out, _as_rows(weight, self.layout))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
 
     def result(self) -> Pair:

@@ -1,12 +1,13 @@
 """Ring attention: keys and values pass round the ranks, each of which keeps its queries (Liu et al. 2023,
 arXiv:2310.01889; the merge by log-sum-exp as in FlashAttention-2, Dao 2023, arXiv:2307.08691).
 
-Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps are merged by
-their log-sum-exp (`merge.py`).
+Forward: while a rank computes with the keys that it has, the next ones arrive. The outputs of the steps, in float32,
+are merged by their log-sum-exp (`merge.py`).
 
 Backward: keys and values pass round once more, followed by the float32 sums of their gradients, to which each rank adds
 its share; a last hop takes the sums home. Each step is the backend's own backward pass, given the final output and
-log-sum-exp: these make its weights p = exp(s - lse) those of the whole row, so that nothing has to be merged.
+log-sum-exp: these make its weights p = exp(s - lse) those of the whole row, so that shares of gradients, in float32,
+are added and nothing has to be merged.
 
 Steps without work on any rank (a window's) are skipped: keys then hop over the ranks between.
 """
@@ -71,9 +72,13 @@ def _rows(x: torch.Tensor, rows: tuple[int, int], dim: int) -> torch.Tensor:
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
-def _options(ring: Ring, call: Call, sinks: torch.Tensor | None) -> AttentionOptions:
+def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
+    """Those of one call, whose results are added up in float32."""
     left, right = call.window
-    return ring.options._replace(window_left=left, window_right=right, sinks=sinks if call.own else None)
+    out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
+    return ring.options._replace(
+        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype
+    )
 
 
 def forward_step(
@@ -83,7 +88,7 @@ def forward_step(
     dim = row_dim(ring.options.layout)
     for call in step.calls:
         queries, (keys, values) = _rows(q, call.queries, dim), (_rows(x, call.keys, dim) for x in held)
-        options = _options(ring, call, sinks)
+        options = options_of(ring, call, q, sinks)
         merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
 
 
@@ -146,7 +151,7 @@ def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Ten
         lse = _rows(saved.lse, call.queries, -1).contiguous()
         dlse = None if saved.dlse is None else _rows(saved.dlse, call.queries, -1).contiguous()
         keys = [_rows(x, call.keys, dim) for x in held]
-        options = _options(ring, call, saved.sinks)
+        options = options_of(ring, call, q, saved.sinks)
         found = ops.differentiate((dout, dlse), (q, *keys), (out, lse), _lengths(call, q.device), options)
         saved.dq.add(call.queries[0], found[0])
         for share, x in zip(shares, found[1:3], strict=True):
@@ -178,6 +183,19 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
     return dk, dv
 
 
+def ring_gradients(
+    ring: Ring, saved: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv and dsinks or None; `saved` are q, k, v, sinks, out and lse."""
+    q, k, v, sinks, out, lse = saved
+    dout, dlse = gradients
+    dout = torch.zeros_like(out) if dout is None else dout
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    dq = Sum(q, row_dim(ring.options.layout))
+    dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
+    return dq.all().to(q.dtype), dk, dv, dsinks
+
+
 class _RingAttention(torch.autograd.Function):
     """`ring_forward`, with gradients of q, k, v and sinks from out and lse."""
 
@@ -192,13 +210,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        dout, dlse = gradients
-        dout = torch.zeros_like(out) if dout is None else dout
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        dq = Sum(q, row_dim(ctx.ring.options.layout))
-        dk, dv = ring_backward(ctx.ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
-        return None, dq.all().to(q.dtype), dk, dv, dsinks
+        return None, *ring_gradients(ctx.ring, ctx.saved_tensors, gradients)
 
 
 def ring_attention(ring: Ring, q: Any, k: Any, v: Any, sinks: torch.Tensor | None) -> ops.Pair:

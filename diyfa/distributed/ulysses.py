@@ -132,6 +132,28 @@ class Ulysses(NamedTuple):
         found = _Gather.apply(_Exchange(self.group, _order_of(self.held, out.device), dims), False, *tensors)
         return found[0], found[1] if lse is not None else None
 
+    def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of what `gather_heads` returns, the opposite way; without autograd."""
+        dims = ((row_dim(self.layout), head_dim(self.layout)), (dlse.dim() - 1, dlse.dim() - 2))
+        return _Exchange(self.group, _order_of(self.held, dout.device), dims).gather_rows((dout, dlse))
+
+    def gather_gradients(
+        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of what `scatter_heads` returns, the opposite way, of keys like `k`; without autograd."""
+        rows, heads = row_dim(self.layout), head_dim(self.layout)
+        dq, dk, dv = _Exchange(self.group, _order_of(self.held, dq.device), ((rows, heads),) * 3).gather_heads(
+            (dq, dk, dv)
+        )
+        if dk.shape[heads] > k.shape[heads]:
+            dk, dv = (x.unflatten(heads, (k.shape[heads], -1)).sum(heads + 1) for x in (dk, dv))
+        return dq, dk, dv
+
+    def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """The opposite of `own_heads`, with zeros for the heads of other ranks."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)
+
     def own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of what has an entry for each query head, in its last dimension."""
         if x is None:

@@ -38,7 +38,7 @@ ARGUMENTS = {"window_left": "window", "window_right": "causal"}
 # Options that are no features: they change no result.
 WITHOUT_EFFECT = {
     "max_seqlen_q", "max_seqlen_k", "sm_scale", "layout", "deterministic", "needs_grad", "bias_grad", "backend",
-    "variant",
+    "variant", "out_dtype",
 }  # fmt: skip
 NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}

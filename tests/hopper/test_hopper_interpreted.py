@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
@@ -16,10 +17,12 @@ need_hopper_gluon()
 from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 
+from diyfa import ops  # noqa: E402
 from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
+from diyfa.options import WHOLE, AttentionOptions  # noqa: E402
+from diyfa.testing import AttentionCase, make_inputs, poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
@@ -73,6 +76,19 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             kernel = interpret(patch, config, seed)
             assert not run(case)
             assert kernel.launches == 1
+
+
+def test_results_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are to be added up: through the table's choice of how they leave."""
+    interpret(monkeypatch)
+    given = make_inputs(case("to_float32", seqlen_k=200, head_dim=128, causal=True))
+    q, k, v = (x.detach() for x in given[:3])
+    options = AttentionOptions("bhsd", 0.1, window_right=0, backend="cuda", variant="sm90", out_dtype="float32")
+    with poisoned_allocations():
+        out, lse = ops.forward(q, k, v, WHOLE, options)
+        rounded, same = ops.forward(q, k, v, WHOLE, options._replace(out_dtype=""))
+    assert out.dtype == torch.float32 and rounded.dtype == q.dtype
+    assert torch.equal(out.to(q.dtype), rounded) and torch.equal(lse, same) and not torch.equal(out, rounded.float())
 
 
 SCHEDULED = case("scheduled", heads=3, heads_kv=1, seqlen_q=300, seqlen_k=300, causal=True)

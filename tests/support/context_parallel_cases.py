@@ -11,13 +11,22 @@ from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.distributed import check, context_parallel_attention, shard_positions, shard_sequence, unshard_sequence
+from diyfa.attention import checked_options, flash_attention, flash_attention_varlen
+from diyfa.distributed import (
+    attention,
+    check,
+    context_parallel_attention,
+    shard_positions,
+    shard_sequence,
+    unshard_sequence,
+)
+from diyfa.integrations.pytorch import use_in_pytorch
 from diyfa.registry import batch_invariant, use_backend
 from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
 
@@ -168,15 +177,16 @@ def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list
 def call_with(*changes: dict[str, Any]) -> str:
     """What a call with this rank's changes raises."""
     own = {"backend": "cpu"} | changes[dist.get_rank()]
+    refused = RuntimeError("not here") if own.pop("refused", False) else None
     rows = own.pop("rows", 16)
     q = torch.randn(1, 4, rows, 8, dtype=own.pop("dtype", torch.float32), requires_grad=own.pop("grad", False))
-    k = torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype)
+    k = own.pop("k", torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype))
     cast = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
     mode = batch_invariant() if own.pop("batch_invariant", False) else nullcontext()
     try:
-        with cast, mode:
+        with cast, mode, mock.patch.object(attention, "checked_options", side_effect=refused, wraps=checked_options):
             context_parallel_attention(q, k, k, own.pop("group", None), **own)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -243,19 +253,75 @@ def run_in_modes() -> list[bool]:
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
 
 
-def run_cancelling() -> tuple[float, float]:
-    """Keys alike, values of two ranks that cancel: the largest error of the output, and half a unit of its last place.
+def run_choices() -> list[bool]:
+    """What decides whether a rank's choice is that of all: where they differ, and where a method is ruled out."""
+    q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(6)[:3])
+    common: dict[str, Any] = {"causal": True, "backend": "cpu"}
+    slopes = torch.linspace(0.1, 1, 8)
+    found = []
+    for mine, options in (("ring" if dist.get_rank() else "ulysses", {}), ("ring", {"alibi_slopes": slopes})):
+        expected = context_parallel_attention(q, k, v, method="ulysses", **common, **options)
+        with mock.patch.object(attention.cost, "cheapest", return_value=mine):
+            found += [torch.equal(context_parallel_attention(q, k, v, **common, **options), expected) for _ in "12"]
+    with batch_invariant(), mock.patch.object(attention.cost, "cheapest", return_value="ring"):
+        expected = context_parallel_attention(q, k, v, method="ulysses", **common)
+        found.append(torch.equal(context_parallel_attention(q, k, v, **common), expected))
+    with mock.patch.object(attention, "_attend", return_value=(q, None)) as attend:
+        context_parallel_attention(q, k, v, deterministic=True, window=(3, 5), softcap=2.0, backend="cpu")
+    options = attend.call_args.args[0].options
+    seen = options.deterministic, options.window_left, options.window_right, options.softcap
+    return [*found, seen == (True, 3, 5, 2.0)]
 
-    A kernel sums such values in float32, so that nothing but the result is rounded.
+
+def run_cancelling() -> list[tuple[float, float]]:
+    """Weights alike, and values and gradients of ranks that cancel: the largest errors of out and of dv, each with half
+    a unit of its last place.
+
+    A kernel sums such numbers in float32, so that nothing but the result is rounded.
     """
-    _, k, v, _ = (x.detach()[:1] for x in _small(5))
     n = dist.get_world_size()
-    v = (v + 30.0 * (1 - 2 * ((torch.arange(64) * n // 64) % 2))[:, None]).bfloat16()
+    signs = (1 - 2 * ((torch.arange(64) * n // 64) % 2))[:, None]
+    k, v, dout, _ = (x.detach()[:1] for x in _small(5))
+    v, dout = ((x + 30.0 * signs).bfloat16() for x in (v, dout))
     cut: dict[str, Any] = {"load_balance": "none"}
     own = [shard_sequence(x, None, 2, **cut) for x in (torch.zeros_like(v), k.bfloat16(), v)]
-    out = unshard_sequence(context_parallel_attention(*own, method="ring", backend="cpu", **cut), None, 2, **cut)
-    expected = v.double().mean(2, keepdim=True).expand_as(out)
-    return float((out.double() - expected).abs().max()), float(expected.abs().max()) * 2.0**-8
+    out = context_parallel_attention(*own[:2], own[2].requires_grad_(), method="ring", backend="cpu", **cut)
+    (dv,) = torch.autograd.grad(out, own[2], shard_sequence(dout, None, 2, **cut))
+    found = []
+    for x, given in ((out, v), (dv, dout)):
+        exact = given.double().mean(2, keepdim=True)
+        error = (unshard_sequence(x.detach(), None, 2, **cut).double() - exact).abs().max()
+        found.append((float(error), float(exact.abs().max()) * 2.0**-8))
+    return found
+
+
+def run_under_pytorch() -> tuple[dict[str, int], list[bool]]:
+    """What diyfa was called for in PyTorch's own ring, and whether out and gradients are those on one device.
+
+    On a GPU `scaled_dot_product_attention` comes to this operator by itself.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    group = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [x.requires_grad_() for x in _small(7)[:3]]
+    dout = _small(7)[3].detach()
+    buffers = [x.detach().clone() for x in (*whole, dout)]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with use_backend("cpu"), context_parallel(group, buffers=buffers, buffer_seq_dims=[2] * 4):
+        handle = use_in_pytorch("cpu")
+        try:
+            own = [DTensor.from_local(x.clone().requires_grad_(), group, [Shard(2)]) for x in buffers]
+            out = flash(*own[:3], 0.0, True)[0]
+            results = [out, *torch.autograd.grad(out, own[:3], own[3].detach())]
+            calls = dict(handle.calls)
+        finally:
+            handle.remove()
+        found = context_parallel_unshard(group, [x.to_local().detach() for x in results], [2] * 4)
+    expected = flash_attention(*whole, causal=True, backend="cpu")
+    pairs = zip(found, (expected, *torch.autograd.grad(expected, whole, dout)), strict=True)
+    return calls, [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
 
 
 def run_twice(how: How) -> bool:
@@ -330,20 +396,22 @@ def run_dtensors_with_heads() -> list[bool]:
 
 
 class _Block(torch.nn.Module):
-    """A projection, context parallel attention and another projection."""
+    """A projection, context parallel attention with most of its options, and another projection."""
 
     def __init__(self, method: str) -> None:
         super().__init__()
         self.method = method
-        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        self.group = {"both": mesh(), "ulysses": dist.group.WORLD}.get(method)
+        self.qkv, self.out = torch.nn.Linear(32, 64), torch.nn.Linear(32, 32)
+        self.sinks = torch.nn.Parameter(torch.linspace(-1, 1, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
-        group = mesh() if self.method == "both" else None
-        attended = context_parallel_attention(
-            q, k, v, group, causal=True, method=self.method, layout="bshd", backend="cpu"
-        )
-        return self.out(attended.flatten(2))
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split([4, 2, 2], 2)
+        attended, lse = context_parallel_attention(
+            q, k, v, self.group, causal=True, sinks=self.sinks, method=self.method, layout="bshd", return_lse=True,
+            backend="cpu",
+        )  # fmt: skip
+        return self.out(attended.flatten(2)) + lse.sum(1)[..., None]
 
 
 def run_block(method: str, how: str) -> bool:
@@ -360,7 +428,7 @@ def run_block(method: str, how: str) -> bool:
 
         found = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
     else:
-        found = gradients(torch.compile(block, backend="aot_eager"))
+        found = gradients(torch.compile(block, backend="aot_eager", fullgraph=True))
     return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(block), found, strict=True))
 
 

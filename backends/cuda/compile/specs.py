@@ -76,6 +76,8 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
     yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
+    if spec is not None and spec.has_wgmma:  # of keys that other devices have, too
+        yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
     yield _problem(arch, half, 576).replace(head_dim_v=512)
 
@@ -125,7 +127,7 @@ def tensors_of(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tenso
     v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v)
     dropout_p = 0.5 if problem.dropout else 0.0
     tensors = AttentionTensors(q, k, v, 0.125, dropout_p=dropout_p, **example_tensors(problem))
-    out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device="meta")
+    out = empty_output(q, problem.head_dim_v, problem.out_dtype).contiguous()
     return tensors, out, torch.empty(problem.lse_shape, dtype=torch.float32, device="meta")
 
 
@@ -134,6 +136,7 @@ def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launc
     if problem.bias_grad:
         features = "every feature"
     ragged = "" if problem.aligned else " unaligned"
+    ragged += f" to {problem.out_dtype}" if problem.out_dtype else ""
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
     return spec_of(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
 
@@ -145,6 +148,7 @@ def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
 def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, torch.Tensor]:
     """A backward pass without memory, and the gradient that it is of."""
     tensors, out, lse = tensors_of(problem)
+    out = out.to(tensors.q.dtype)  # the whole one, whatever parts are added up in
     dout = torch.empty_like(out)
     dlse = torch.empty_like(lse) if has_dlse else None
     return bwd.Backward(problem, tensors, out, lse, dout, dlse), dout
@@ -153,7 +157,9 @@ def _backward(problem: AttentionProblem, has_dlse: bool) -> tuple[bwd.Backward, 
 def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
     backward, _ = _backward(problem, False)
     q, k, v = backward.tensors[:3]
-    results = {"dq": torch.empty_like(q)} if kind == "dq" else {"dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    written = {"dq": q} if kind == "dq" else {"dk": k, "dv": v}
+    dtype = getattr(torch, problem.out_dtype or problem.dtype)
+    results = {name: torch.empty_like(x, dtype=dtype) for name, x in written.items()}
     return _spec(f"attention_bwd/{kind}", problem, config, backward.gradient(kind, config, **results))
 
 
@@ -217,6 +223,7 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         *((case, "bfloat16", {"alibi": True}) for case in ((192, True), (256, False), (256, True))),
         ((128, True), "float16", {"alibi": True} | packed),
         ((128, True), "bfloat16", {"alibi": True, "softcap": 30.0, "window_left": 1000}),
+        *((case, "bfloat16", {"out_dtype": "float32"}) for case in ((64, False), (128, True))),
     ]
     for (d, causal), dtype, changes in cases:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
@@ -235,6 +242,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
     case = (
         f"{problem.dtype} D={widths} {features}{mask} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
         f"{f' boxes of {config.box_columns}' if config.box_columns else ''}{' direct' if config.direct else ''}"
         f"{' pairs' if config.pairs else ''}"
         f"{f' {config.q_in_registers} of Q in registers' if config.q_in_registers else ''}"

@@ -17,16 +17,17 @@ _WRAP = 1 << 34  # elements: ROW_BOUND times this is 2^64
 
 
 @cache
-def smem_layout(rows: int, columns: int, rank: int) -> gl.NVMMASharedLayout:
-    """How a tile of fp16 or bf16 lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
-    return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], gl.float16)
+def smem_layout(rows: int, columns: int, rank: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory: in the swizzle that TMA writes and wgmma reads."""
+    words = gl.float32 if dtype == torch.float32 else gl.float16  # or bfloat16
+    return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, columns], words)
 
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> TensorDescriptor:
     """(B, H, S, D): what lies beyond the end of the tensor is read as zeros and not written."""
     shape = [x.shape[i] for i in LAYOUTS[layout]]
     return TensorDescriptor(
-        x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4)
+        x, shape, list(bhsd_strides(x, layout)), [1, 1, rows, columns], smem_layout(rows, columns, 4, x.dtype)
     )
 
 
@@ -36,7 +37,7 @@ def ragged_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> 
     heads, head_dim = x.shape[1 if layout == VARLEN else LAYOUTS[layout][1]], x.shape[-1]
     shape = [_STEPS, _STEPS, heads, ROW_BOUND, head_dim]
     strides = [_WRAP - stride_row, _step(x, layout), stride_h, stride_row, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5))
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, columns], smem_layout(rows, columns, 5, x.dtype))
 
 
 def _step(x: torch.Tensor, layout: str) -> int:

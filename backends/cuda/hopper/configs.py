@@ -151,6 +151,8 @@ def fitted(problem: AttentionProblem, config: Sm90Config) -> Sm90Config:
             config = replace(
                 config, own_o=not config.direct, block_n=min(config.block_n, 64 if config.stages < 6 else 128)
             )
+    if problem.out_dtype == "float32":  # twice as much as fits where Q was, or beside it
+        config = replace(config, own_o=False, direct=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
         config = replace(config, scheduler="dynamic")  # nobody can count lengths that only the device knows
     busy = config.consumers == 2 and problem.features & BUSY_PRODUCER and not finds_ahead(problem, config)

@@ -394,7 +394,7 @@ def _attend_tile(consumer, tile, item, used):
     ring = consumer.shared.ring
     queries = consumer.shared.queries
     CONSUMER: gl.constexpr = consumer.INDEX
-    DTYPE: gl.constexpr = outputs.o_tensor.dtype
+    DTYPE: gl.constexpr = queries.buffers.dtype
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N))
     # The end of the keys is checked wherever there is a left edge.

@@ -26,6 +26,7 @@ from diyfa.problem import (
     Launch,
     MatmulProblem,
     NewKeys,
+    empty_output,
     example_gradients,
     example_tensors,
 )
@@ -87,6 +88,7 @@ def case_of(target: str, changes: dict[str, Any]) -> tuple[AttentionProblem, str
 def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = "", always_mask: bool = False) -> str:
     features = " ".join(sorted(problem.features - {"gqa"})) or "full"
     features = features.replace("attn_bias", f"attn_bias[{bias}]") + " always_mask" * always_mask
+    features += f" to {problem.out_dtype}" if problem.out_dtype else ""
     return f"{problem.dtype} D={problem.head_dim} {features} {tile.block_m}x{tile.block_n}"
 
 
@@ -111,7 +113,7 @@ def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTe
         dropout_p=0.1 if problem.dropout else 0.0,
         **optional,
     )
-    return tensors, tensor(heads_q, seqlen_q, problem.head_dim_v), empty(problem.lse_shape)
+    return tensors, empty_output(tensors.q, problem.head_dim_v, problem.out_dtype), empty(problem.lse_shape)
 
 
 def backward_of(
@@ -124,7 +126,8 @@ def backward_of(
     from diyfa.backends.npu.attention import bwd
 
     tensors, out, lse = example_call(problem, bias)
-    gradients = example_gradients(tensors)
+    gradients = example_gradients(tensors, problem.out_dtype)
+    out = out.to(tensors.q.dtype)  # the whole one, whatever parts are added up in
     return bwd.launches_of(problem, tensors, out, lse, out, lse if has_dlse else None, gradients, tiles)
 
 
@@ -461,6 +464,7 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
         changes += [{"dtype": dtype, **case} for case in HEAD_DIM_CASES]
         widths = head_dims if full else (128,)
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in widths for case in FEATURE_CASES]
+    changes.append({"layout": VARLEN, "window_right": 0, "out_dtype": "float32"})  # of keys that others have, too
     for change in changes:
         yield from attention_jobs(target, change)
 
