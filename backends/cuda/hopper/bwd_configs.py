@@ -53,7 +53,6 @@ def refuses(problem: AttentionProblem) -> str | None:
         return f"sm90 takes {' and '.join(DTYPES)}, not {problem.dtype}"
     if reason := refuse_features(problem, FEATURES, "sm90"):
         return reason
-<<<<<<< HEAD
     dims = problem.head_dim, problem.head_dim_v
     if any(not MIN_HEAD_DIM <= d <= MAX_HEAD_DIM or d % 8 for d in dims):
         return (
@@ -63,14 +62,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return (
             f"sm90 adds up dQ in the order in which programs come to it, where head_dim is over {WIDE} or V has another"
         )
-=======
-    if problem.deterministic:
-        return "sm90 adds up dQ in the order in which programs come to it, which is another in each run"
-    if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM or problem.head_dim % 8:
-        return f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {problem.head_dim}"
     if problem.out_dtype not in ("", problem.dtype):
         return f"sm90 writes dK and dV through buffers of {problem.dtype}, not as {problem.out_dtype}"
->>>>>>> dist
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     return None
