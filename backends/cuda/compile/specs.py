@@ -257,7 +257,7 @@ HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
 
 
 def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon backward with both tiles and both masks, and with all it knows on packed sequences."""
+    """The Gluon backward with each tile, and with all it knows on packed sequences."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
@@ -266,9 +266,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
-        (128, "float16", False, {}),
-        (128, "bfloat16", True, {}),
+        (128, "float16", True, {}),
         (128, "bfloat16", True, packed),
+        (256, "bfloat16", True, {}),
+        (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)
         tensors, out, lse = tensors_of(problem)

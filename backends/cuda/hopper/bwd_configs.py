@@ -1,4 +1,4 @@
-"""Which problems the Hopper backward (`hopper/bwd.py`) runs, and with which config. Plain data."""
+"""Which problems the Hopper backward (`hopper/bwd.py`, `bwd_wide.py`) runs, and with which config. Plain data."""
 
 from __future__ import annotations
 
