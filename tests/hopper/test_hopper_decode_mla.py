@@ -22,6 +22,7 @@ from diyfa import fast_path, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import KVCacheProblem  # noqa: E402
 from diyfa.testing import poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -90,6 +91,30 @@ def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_interleaving(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, programs=3, seed=seed, interleave=True)
     check(case("small", 290, 40, seqlen_q=2, page_size=64))
+
+
+REFUSED = {
+    "a window": {"window_left": 9},
+    "softcap": {"softcap": 9.0},
+    "packed queries": {"layout": "thd"},
+    "num_splits=1": {"num_splits": 1},
+    "batch_invariant": {"batch_invariant": True},
+    "cache_leftpad with pages": {"leftpad": True},
+    "pages are multiples": {"page_size": 16},
+    "24 heads": {"heads_q": 24},
+    "latent caches": {"latent": False},
+    "float8": {"cache_dtype": "float8_e4m3fn"},
+    "16 bytes": {"aligned": False},
+    "sm_100": {"arch": "sm_100"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_refuses(words: str) -> None:
+    problem = KVCacheProblem("cuda", "sm_90", "bfloat16", "bfloat16", "bshd", 4, 128, 1, 1, 4096, 576, 512, 64)
+    problem = problem.replace(latent=True, lengths=True)
+    assert decode_mla_configs.refuses(problem) is None
+    assert words in (decode_mla_configs.refuses(problem.replace(**REFUSED[words])) or "")
 
 
 SYNCHRONISING = (

@@ -48,7 +48,7 @@ def refuses(problem: KVCacheProblem) -> str | None:
 
 def by_name_only(problem: KVCacheProblem) -> str:
     """Why the kernel is not chosen unless it is named."""
-    return 'sm90 is new: it runs where variant="sm90" asks for it'
+    return "sm90 is new: it has not been measured on a GPU"
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:
