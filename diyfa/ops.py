@@ -295,17 +295,17 @@ def _empty_gradients(
     Packed ones lie like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
     """
     packing = options.packing
+    dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
     if packing == "":
-        dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
         grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
         return list(grads), grads
     first = q if packing == "qkv" else k
     parts = len(packing)
-    packed = first.new_empty((*first.shape[:-2], parts, *first.shape[-2:]))
+    packed = first.new_empty((*first.shape[:-2], parts, *first.shape[-2:]), dtype=dtype)
     slices = packed.unbind(-3)
     if packing == "qkv":
         return [packed], (slices[0], slices[1], slices[2])
-    dq = torch.empty_like(q)
+    dq = torch.empty_like(q, dtype=dtype)
     return [dq, packed], (dq, slices[0], slices[1])
 
 

@@ -29,7 +29,7 @@ def a_call() -> tuple[Lengths, AttentionOptions]:
     checked = AttentionOptions(
         layout="bshd", sm_scale=0.25, window_left=3, window_right=1, softcap=2.0, dropout_p=0.5, **strided,
         deterministic=True, needs_grad=True, bias_grad=True, backend="cpu", variant="v1", packing="kv",
-        batch_invariant=True,
+        batch_invariant=True, out_dtype="float32",
     )  # fmt: skip
     defaults = AttentionOptions._field_defaults.items()
     for name, default in defaults:
