@@ -47,7 +47,10 @@ def compile_toys(cache, arch, source="compile_specs", only=""):
     return {f"{r['kernel']} {r['case']}": r for r in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+# The gate compiles for all of them but sm_86.
+@pytest.mark.parametrize(
+    "arch", [x if x in ("sm_75", "sm_86", "sm_90") else pytest.param(x, marks=pytest.mark.slow) for x in ARCHS]
+)
 def test_every_architecture_compiles(tmp_path, arch):
     (report,) = compile_toys(tmp_path, arch, only="plain").values()
     assert report["ok"], report["notes"]
