@@ -7,7 +7,7 @@ of a case compile, then they are measured in turns, several rounds: the first to
 bf16, 16384 tokens, heads * head_dim = 2048, TFLOP/s of 2·B·H·S²·(D + Dv), half with a causal mask, medians over the
 rounds of medians of `triton.testing.do_bench`; `error` is that of the norm of out against float64, `spread` the range
 of the rounds over their median. Prints rows, then a table for each case, then for each length the best config with its
-share of the best peer, and the rows that `backends/cuda/hopper/configs.py` would have; writes JSON lines to --output.
+share of the best peer; writes JSON lines to --output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -308,7 +308,7 @@ def measure_case(
     head_dim, causal = case
     served: list[Served] = []
     try:
-        waiting = [name for name in names for _ in range(options.copies)]
+        waiting = list(names)
         alive: list[Served] = []
         while waiting and time.monotonic() < deadline:  # all compile before anyone is measured
             some = [Served(name, case, options) for name in waiting[: options.jobs]]
@@ -334,7 +334,7 @@ def measure_case(
             row = {"implementation": name, "D": head_dim, "Dv": dv, "causal": causal, "S": s, "B": b, "H": h}
             row |= {"ms": round(ms, 4), "tflops": round(work / ms, 1), "error": errors[name, seqlen]}
             row |= {"spread": round((max(times) - min(times)) / ms, 3), "rounds": len(times)}
-            yield row | ({"copies": options.copies} if options.copies > 1 else {})
+            yield row
         for each in served:
             if each.reason:
                 yield {"implementation": each.name, "D": head_dim, "causal": causal, "unavailable": each.reason}
@@ -366,7 +366,6 @@ def print_table(rows: list[dict], case: tuple[int, bool], seqlens: list[int]) ->
 
 # ---- what the figures say
 
-CLOSE = 0.98  # of the best: not told apart from it
 NOISE = 2.0  # times the peers' error against float64, beyond which a config is wrong
 
 
@@ -377,54 +376,17 @@ def _right(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["implementation"] not in PEERS and row["error"] <= allowed]
 
 
-def _table_rows(figures: dict[int, dict[str, float]]) -> list[tuple[list[int], str]]:
-    """Length -> config -> TFLOP/s: (lengths, config), in as few rows as leave every length within CLOSE of its best."""
-    lengths = sorted(figures)
-    for cuts in sorted(range(1 << (len(lengths) - 1)), key=lambda bits: bits.bit_count()):
-        parts: list[list[int]] = [[lengths[0]]]
-        for i, length in enumerate(lengths[1:]):
-            if cuts >> i & 1:
-                parts.append([length])
-            else:
-                parts[-1].append(length)
-        rows = []
-        for part in parts:
-            worst = {
-                name: min(figures[s].get(name, 0.0) / max(figures[s].values()) for s in part)
-                for name in figures[part[0]]
-            }
-            name = max(worst, key=lambda config: worst[config])
-            if worst[name] < CLOSE and len(part) > 1:
-                break
-            rows.append((part, name))
-        else:
-            return rows
-    raise AssertionError("one row for each length always does")
-
-
-def _as_source(config: Sm90Config, measured: str) -> str:
-    """The config as a row of `hopper/configs.py` has it."""
-    always = fields(config)[:6]
-    changed = [f for f in fields(config)[6:] if f.name != "measured" and getattr(config, f.name) != f.default]
-    arguments = [repr(getattr(config, f.name)) for f in always]
-    arguments += [f"{f.name}={getattr(config, f.name)!r}".replace("'", '"') for f in changed]
-    return f"C({', '.join(arguments)}, measured={measured})"
-
-
 def print_summary(rows: list[dict]) -> None:
-    """For each point of the grid the best config and its share of the best peer, then the rows of the table."""
+    """For each point of the grid the best config and its share of the best peer."""
     measured = [row for row in rows if "tflops" in row]
-    source = []
     print("\nbest config at each point: TFLOP/s, share of the best peer")
     shares = []
     for head_dim, causal in CONFIG_NAMES:
-        figures: dict[int, dict[str, float]] = {}
         for seqlen in sorted({row["S"] for row in measured}):
             here = [r for r in measured if (r["D"], r["causal"], r["S"]) == (head_dim, causal, seqlen)]
             mine = {row["implementation"]: row["tflops"] for row in _right(here)}
             if not mine:
                 continue
-            figures[seqlen] = mine
             name = max(mine, key=lambda config: mine[config])
             peers = {r["implementation"]: r["tflops"] for r in here if r["implementation"] in PEERS}
             line = f"  D={head_dim:3} {'causal' if causal else 'full  '} S={seqlen:5}  {mine[name]:6.1f}  {name:38}"
@@ -433,22 +395,9 @@ def print_summary(rows: list[dict]) -> None:
                 line += f" {mine[name] / peers[best]:.3f} of {best} {peers[best]:.1f}"
                 shares += [mine[name] / peers[best]] if (head_dim, causal) in GRID else []
             print(line)
-        if not figures:
-            continue
-        parts = _table_rows(figures)
-        source.append(f"    ({head_dim}, {causal}): (")
-        for part, name in parts:
-            most = "_ANY" if part is parts[-1][0] else 2 * part[-1]
-            figure = "/".join(f"{figures[s][name]:.0f}" for s in part)
-            source.append(
-                f"        ({most}, {_as_source(config_named(head_dim, name), f'_H200 + {json.dumps(figure)}')}),"
-            )
-        source.append("    ),")
     if shares:
         ahead = sum(share >= 1 for share in shares)
         print(f"  {ahead} of {len(shares)} points at or ahead of the best peer, the worst at {min(shares):.3f}")
-    if source:
-        print("\nrows for backends/cuda/hopper/configs.py:", *source, sep="\n")
 
 
 def names_of(case: tuple[int, bool], peers: list[str], only: list[str]) -> list[str]:
@@ -469,28 +418,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each point, whose median counts")
-    parser.add_argument(
-        "--copies", type=int, default=1, help="processes of each implementation: equal ones differ by 2 to 5 %%"
-    )
-    parser.add_argument("--most", type=int, default=99, help="implementations of each case")
     parser.add_argument("--jobs", type=int, default=14, help="processes that import and compile at once")
     parser.add_argument("--output", type=Path, default=None, help="JSON lines")
-    parser.add_argument("--summary", type=Path, default=None, help="JSON lines of an earlier run: only sum them up")
-    parser.add_argument("--list", action="store_true", help="print the configs and stop")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [(int(case.split("-")[0]), case.endswith("causal")) for case in options.cases]
     if options.serve is not None:
         serve(options.serve, cases[0], options)
         return
-    if options.summary is not None:
-        print_summary([json.loads(line) for line in options.summary.read_text().splitlines()])
-        return
-    work = {case: names_of(case, options.peers, options.only)[: options.most] for case in cases}
-    if options.list:
-        for (d, causal), names in work.items():
-            print("\n".join(f"{d}-{'causal' if causal else 'full':7} {name}" for name in names))
-        return
+    work = {case: names_of(case, options.peers, options.only) for case in cases}
     deadline = time.monotonic() + options.budget
     rows: list[dict] = []
     for case, names in work.items():

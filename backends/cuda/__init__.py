@@ -225,7 +225,7 @@ class CudaBackend:
         """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
         from diyfa.backends.cuda.compile import aot
 
-        return aot.compile_all(target, aot.kernel_sources(), only)
+        return aot.compile_all(target, only=only)
 
 
 backend = CudaBackend()

@@ -1,22 +1,19 @@
 """Benchmark files, read: what `diyfa bench`, the scripts in benchmarks/ and the first run on Ascend write.
 
-A file is one object with `device`, `date`, `versions` and `rows`, or, as the oldest are, a list of rows that carry
-those themselves. Rows are brought to one set of names here: `implementation`, `ms`, and the sizes `B, H, S, D` or
-`M, N, K`.
+A file is one object with `device`, `date`, `versions` and `rows`. Rows are brought to one set of names here:
+`implementation`, `ms`, and the sizes `B, H, S, D` or `M, N, K`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-LIBRARIES = ("cuBLAS",)
 _OF_THE_FILE = ("device", "device_type", "date", "versions", "benchmark")
-_RENAMED = {"name": "implementation", "time_ms": "ms", "memory_mb": "peak_mib", "m": "M", "n": "N", "k": "K"}
+_RENAMED = {"name": "implementation", "time_ms": "ms", "memory_mb": "peak_mib"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,6 @@ def read_document(path: Path) -> Document:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
-    if isinstance(content, list):
-        content = _from_rows(path, content)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or "device" not in content:
         raise ValueError(f"{path} is no benchmark file: it needs an object with device and rows")
     rows = content["rows"]
@@ -60,35 +55,12 @@ def read_document(path: Path) -> Document:
     )
 
 
-def _from_rows(path: Path, rows: Sequence[Any]) -> Row:
-    """A list of rows that say themselves where they were measured, as one object."""
-    first = rows[0] if rows else None
-    if not isinstance(first, dict) or "device" not in first:
-        raise ValueError(f"{path} is no benchmark file: a list of rows must name the device in each")
-    devices = {row.get("device") for row in rows}
-    if len(devices) > 1:
-        raise ValueError(f"{path} mixes devices, {', '.join(sorted(map(str, devices)))}: one file for each is needed")
-    versions = {name: str(first[name]) for name in ("torch", "triton", "cuda", "torch_npu") if name in first}
-    own = [{k: x for k, x in row.items() if k not in (*_OF_THE_FILE, *versions)} for row in rows]
-    return {
-        "benchmark": first.get("op", path.stem), "device": first["device"], "date": first.get("date", ""),
-        "versions": versions, "rows": own,
-    }  # fmt: skip
-
-
 def _normalised(row: Row) -> Row:
     row = {_RENAMED.get(name, name): x for name, x in row.items()}
     size = row.pop("size", None)
     if isinstance(size, (list, tuple)):
         names = {3: "MNK", 4: "BHSD"}.get(len(size))
         row |= dict(zip(names, size, strict=True)) if names else {"size": "×".join(map(str, size))}
-    if "M" in row and "implementation" not in row and "kernel" in row:  # matmul rows name the library or the tile
-        kernel = row.pop("kernel")
-        row |= (
-            {"implementation": kernel}
-            if kernel in LIBRARIES
-            else {"implementation": "diyfa, best tile", "tile": kernel}
-        )
     if "pass" not in row and "tflops" in row and "S" in row:
         row["pass"] = "forward"
     return row

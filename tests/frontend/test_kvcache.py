@@ -264,9 +264,11 @@ COMPILED: dict[str, tuple[Callable[..., Any], Callable[[int], dict[str, Any]]]] 
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dynamic"), [*((name, None) for name in COMPILED), ("append", True), ("packed", True)]
-)
+# The second number of rows is compiled for any number anyway.
+FROM_THE_FIRST = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("append", "packed")]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [*((name, None) for name in COMPILED), *FROM_THE_FIRST])
 def test_compile(name: str, dynamic: bool | None) -> None:
     torch.compiler.reset()
     function, make = COMPILED[name]

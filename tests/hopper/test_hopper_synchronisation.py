@@ -49,8 +49,8 @@ HARMLESS = (
     "_inline_ptx(_ARRIVE_PER_LANE)",
     "_inline_ptx(_ORDER_LANES)",
 )
-# Two tiles for each program and three blocks of keys: long enough for every buffer to be used again.
-SMALL = AttentionCase("small", 2, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
+# Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
+SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(2, 128, 4, own_o=True, consumer_registers=240, producer_registers=24, persistent=True)
 DYNAMIC = replace(PLAIN, scheduler="dynamic", stages=8)
 OVERFLOWN = replace(SMALL, sm_scale=30.0)  # tiles that the fallback computes again
@@ -94,7 +94,7 @@ def test_with_all_of_them_nothing_is_reported(tmp_path: Path, monkeypatch: pytes
     kernels = load_kernel({name: ast.unparse(tree) for name, tree in TREES.items()}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
-            interpret(patch, config, seed=3, kernels=kernels)
+            interpret(patch, config, seed=3, kernels=kernels, multiprocessors=1)
             assert not run(case)
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.M
     kernels = load_kernel({name: ast.unparse(tree)}, tmp_path)
     for config, case in CONFIGS:
         with monkeypatch.context() as patch:
-            interpret(patch, config, seed=3, kernels=kernels)
+            interpret(patch, config, seed=3, kernels=kernels, multiprocessors=1)
             try:
                 run(case)
             except KernelBug:

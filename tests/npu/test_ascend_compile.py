@@ -2,7 +2,8 @@
 
 Each chip is compiled once, in a process of its own without the interpreter. A3 and 950 get every kernel and tile
 once, the 910B every feature too. With DIYFA_FULL_GATE=1 all get every feature in every dtype and head-dim class.
-DIYFA_ASCENDNPU_IR names older releases of the compiler, with which everything must pass as well (`make` sets it).
+DIYFA_ASCENDNPU_IR names older releases of the compiler, with which every kernel and tile must pass as well (`make`
+sets it).
 """
 
 from __future__ import annotations
@@ -112,27 +113,30 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
         version: [(r["kernel"], r["case"]) for r in found if r["compiler"] == f"ascendnpu-ir {version}"]
         for version in releases(target)
     }
-    assert all(each == compiled[releases(target)[0]] for each in compiled.values())
+    newest, *older = compiled.values()
+    assert all(set(each) <= set(newest) for each in older)
     failed = [_describe(r) for r in found if not r["ok"]]
     assert not failed, "\n".join(failed)
-    kernels = {r["kernel"] for r in found}
-    assert kernels == {
-        "attention_fwd/v2",
-        "attention_fwd/v1",
-        "attention_fwd/v1/finish",
-        "attention_fwd/tutorial",
-        "attention_bwd/v2/dkdv",
-        "attention_bwd/v2/dq",
-        "attention_bwd/v2/preprocess",
-        "attention_bwd/v2/dbias",
-        "attention_bwd/v2/dbias_rows",
-        "attention_bwd/v2/dsinks",
-        "kvcache_fwd/split_kv",
-        "kvcache_fwd/split_kv/pack",
-        "kvcache_fwd/split_kv/combine",
-        "kvcache_append/append",
-        "matmul/persistent",
-    }
+    kernels = [{kernel for kernel, _ in each} for each in compiled.values()]
+    assert kernels == len(compiled) * [
+        {
+            "attention_fwd/v2",
+            "attention_fwd/v1",
+            "attention_fwd/v1/finish",
+            "attention_fwd/tutorial",
+            "attention_bwd/v2/dkdv",
+            "attention_bwd/v2/dq",
+            "attention_bwd/v2/preprocess",
+            "attention_bwd/v2/dbias",
+            "attention_bwd/v2/dbias_rows",
+            "attention_bwd/v2/dsinks",
+            "kvcache_fwd/split_kv",
+            "kvcache_fwd/split_kv/pack",
+            "kvcache_fwd/split_kv/combine",
+            "kvcache_append/append",
+            "matmul/persistent",
+        }
+    ]
 
 
 @needs_compilers
@@ -161,7 +165,9 @@ def test_every_conservative_tile_compiles_with_the_oldest_compiler() -> None:
 def test_decoding_is_bound_and_pipelined(target: str) -> None:
     """With keys in one piece and in pages of each size, without the table of exceptions."""
     found = [r for r in reports(target) if r["kernel"] == "kvcache_fwd/split_kv"]
-    for version, head_dim in itertools.product(releases(target), (64, 128) if target == A2 else (128,)):
+    newest, *older = releases(target)
+    asked = [(newest, 128), *((newest, 64),) * (target == A2), *((version, 128) for version in older)]
+    for version, head_dim in asked:
         for keys in ("contiguous", *(f"page={size}" for size in (16, 32, 64, 128, 256))):
             case = f"float16 D={head_dim} {keys} Sq=1 "
             (one,) = [
@@ -197,9 +203,9 @@ def test_every_tile_of_the_table_is_compiled(target: str) -> None:
     for key in configs.ATTENTION_TILES:
         if key.cores:  # a row for chips with so many cores: one of them has to be compiled for
             assert any(spec and (spec.arch, spec.cube_cores) == (key.family, key.cores) for spec in specs.values()), key
-        elif (key.family is NPUArch.A5) == (target == A5) and not (key.kernel == "dkdv" and key.mode == "tail"):
+        elif (key.family is NPUArch.A5) == (target == A5):
             tile = configs.ATTENTION_TILES[configs._own(key, specs[target])]
-            kernel = "v2" if key.kernel == "fwd" else key.kernel  # and "tail" of dkdv runs as "even"
+            kernel = "v2" if key.kernel == "fwd" else key.kernel
             head_dim = configs.widest_head_dim(key)
             assert (kernel, key.width, head_dim, f"{tile.block_m}x{tile.block_n}") in compiled, key
 
@@ -340,7 +346,8 @@ def test_every_row_of_the_table_is_whole() -> None:
     """Each family, kernel, width and head-dim class has a tile for each mode, of sizes the cube unit takes."""
     keys = set(configs.ATTENTION_TILES)
     classes = 2 * 2 * len(configs.HEAD_DIM_CLASSES)
-    assert len(keys) == classes * sum(len(configs.modes(kernel)) for kernel in ("fwd", "dq", "dkdv", "dbias"))
+    modes = sum(len(configs.modes(kernel)) for kernel in ("fwd", "dq", "dkdv", "dbias"))
+    assert len(keys) == classes * (modes - 1)  # a "tail" of dkdv runs as "even"
     for key, tile in configs.ATTENTION_TILES.items():
         assert tile.block_m % 16 == 0 and tile.block_n % 16 == 0, key
         assert tile.measured, key

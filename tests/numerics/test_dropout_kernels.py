@@ -83,7 +83,7 @@ print(json.dumps([asdict(r) for r in aot.compile_all("{arch}", [dropout_kernels.
 """
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_cuda_helpers_compile(arch, tmp_path) -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
     out = run_python(COMPILE_CUDA.format(arch=arch), SUPPORT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

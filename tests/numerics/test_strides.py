@@ -45,7 +45,7 @@ def test_each_tensor_may_lie_otherwise_in_a_repeated_call(backend: str, features
         return results + list(torch.autograd.grad(out, leaves, given["dout"]))
 
     want = [call() for _ in range(3)][-1]  # settled, by now
-    for name in SIZES if features else ("q", "k", "v", "dout", "dlse"):
+    for name in ("q", "attn_bias", "alibi_slopes") if features else ("q", "k", "v", "dout", "dlse"):
         ways = ["swapped", "padded", *(["inner"] if tensors[name].dim() > 2 else [])]
         for how in [*ways, *(["last"] if name in ("dout", "dlse") else [])]:
             changed = laid(tensors[name], how)

@@ -173,8 +173,8 @@ VARLEN = [
         head_dim=64, causal=True, slack=70, large=True, all_variants=True,
     ),
     Case(
-        "varlen_large_everything", layout="thd", heads=6, heads_kv=2, lens_q=(700, 0, 33, 1, 511),
-        lens_k=(300, 9, 1000, 1, 511), head_dim=128, window=(200, 0), softcap=20.0, alibi="h", sinks=True,
+        "varlen_large_everything", layout="thd", heads=6, heads_kv=2, lens_q=(400, 0, 33, 1, 211),
+        lens_k=(300, 9, 600, 1, 211), head_dim=128, window=(200, 0), softcap=20.0, alibi="h", sinks=True,
         dropout_p=0.1, slack=70, dtype="bfloat16", large=True,
     ),
 ]  # fmt: skip

@@ -38,7 +38,6 @@ CACHES = {
 }
 # Not of calls: what stays true as long as the process lives, one small entry for each device or tile at most.
 FACTS = {
-    "backends/cuda/compile/aot.py:_specs": "what a worker of the ahead-of-time compiler takes kernels from",
     "backends/cuda/gluon/tma.py:smem_layout": "of each shape of a tile: four of them were half of a launch's cost",
     "backends/cuda/runtime/launch.py:multiprocessors": "of a device; asked in each launch",
     "backends/npu/__init__.py:device_name": "of a device; asked in each call",

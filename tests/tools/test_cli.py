@@ -154,7 +154,7 @@ def test_a_broken_plug_in_breaks_nothing_else(monkeypatch):
 # --- terminals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp437"])
+@pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp1252", "cp437"))])
 def test_no_command_needs_more_than_the_terminal_has(encoding, tmp_path):
     """All commands in one process, as the installed script runs them."""
     bench = "bench --backend cpu --batch 1 --heads 1 --seq-len 16 --head-dim 16 --size 16 --rep 1 --warmup 0 --output"

@@ -4,26 +4,18 @@ Each kernel file lists what it wants compiled as `compile_specs(arch) -> Iterato
 the lists into reports with registers, spills and shared memory, taken from the log of the very ptxas run that made the
 binary. A kernel passes the gate (`ok`) when it compiles, spills no more than its spec's budget (0 unless the spec says
 why) and, where the spec asks for clean loops, nothing in those with products, fits the architecture's shared memory,
-and, where the architecture has wgmma, ptxas did not serialise it.
-
-    python -m diyfa.backends.cuda.compile.aot sm_90 [--only matmul] [--jobs 2]
+and, where the architecture has wgmma, ptxas did not serialise it. `diyfa compile sm_90` prints them.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
-import multiprocessing
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -216,77 +208,23 @@ def matches(spec: CompileSpec, only: str | None) -> bool:
     return only is None or only in f"{spec.kernel} {spec.case}"
 
 
-@lru_cache(maxsize=1)
-def _specs(arch: str, sources: tuple[SpecSource, ...]) -> list[CompileSpec]:
-    return list(chain.from_iterable(source(arch) for source in sources))
-
-
-def _compile_nth(arch: str, sources: tuple[SpecSource, ...], index: int) -> CompileReport:
-    """In a worker: specs hold kernels and do not travel between processes, so the worker lists them itself."""
-    return compile_spec(arch, _specs(arch, sources)[index])
-
-
 def compile_all(
-    arch: str, spec_sources: Sequence[SpecSource], only: str | None = None, jobs: int = 1
+    arch: str, spec_sources: Sequence[SpecSource] | None = None, only: str | None = None
 ) -> Iterator[CompileReport]:
-    """Compile what `spec_sources` list for `arch`, in their order.
+    """Compile for `arch` what `spec_sources` list, by default every kernel file of this package, in their order.
 
     Args:
         arch: such as "sm_90".
-        spec_sources: functions `compile_specs(arch)`, defined at the top of a module when `jobs` > 1.
+        spec_sources: functions `compile_specs(arch)`.
         only: compile the specs whose "kernel case" contains this.
-        jobs: processes.
 
     Raises:
         ValueError: unknown architecture, or a spec that does not fit its kernel.
         RuntimeError: the kernels are not compilable because Triton's interpreter is on.
     """
     target(arch)
-    sources = tuple(spec_sources)
-    chosen = [i for i, spec in enumerate(_specs(arch, sources)) if matches(spec, only)]
-    if jobs <= 1:
-        for i in chosen:
-            yield _compile_nth(arch, sources, i)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        n = len(chosen)
-        yield from pool.map(_compile_nth, [arch] * n, [sources] * n, chosen)
-
-
-def kernel_sources(modules: Sequence[str] = KERNEL_MODULES) -> list[SpecSource]:
-    """`compile_specs` of every kernel file of this package."""
-    return [importlib.import_module(f"diyfa.backends.cuda.{name}").compile_specs for name in modules]
-
-
-def format_report(report: CompileReport) -> str:
-    """One line, and one more for each note."""
-    shared = report.memory.get("shared", 0)
-    verdict = "ok  " if report.ok else "FAIL"
-    line = (
-        f"{verdict} {report.target:<7} {report.kernel:<22} {report.case:<44} regs {report.registers or '-':>3} "
-        f"spills {report.spill_bytes or 0:>4} shared {shared:>6} {report.seconds:5.1f}s"
-    )
-    return "\n".join([line, *(f"     {note}" for note in report.notes)])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0 when every kernel passes the gate, 1 otherwise."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diyfa.backends.cuda.compile.aot", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("arch", nargs="+", help=f"architectures, or 'all': {', '.join(ARCHS)}")
-    parser.add_argument("--only", help='compile only what has this in its "kernel case"')
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    options = parser.parse_args(arguments)
-    archs = ARCHS if options.arch == ["all"] else options.arch
-    count = failed = 0
-    for arch in archs:
-        for report in compile_all(arch, kernel_sources(), options.only, options.jobs):
-            count, failed = count + 1, failed + (not report.ok)
-            print(format_report(report), flush=True)
-    print(f"{count} kernels compiled, {failed} failed the gate")
-    return 1 if failed or not count else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if spec_sources is None:
+        modules = [importlib.import_module(f"diyfa.backends.cuda.{name}") for name in KERNEL_MODULES]
+        spec_sources = [module.compile_specs for module in modules]
+    specs = [spec for source in spec_sources for spec in source(arch)]
+    yield from (compile_spec(arch, spec) for spec in specs if matches(spec, only))

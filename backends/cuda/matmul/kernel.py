@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -342,27 +343,12 @@ def unsupported_tma(problem: MatmulProblem) -> str | None:
     return _unsupported(problem, "tma")
 
 
-def unsupported_pointers(problem: MatmulProblem) -> str | None:
-    """Reason why the pointer form cannot run `problem`, or None."""
-    return _unsupported(problem, "pointers")
-
-
-def launch_tma(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(M, K), (K, N) -> (M, N); see `unsupported_tma`."""
-    return _launch(problem, a, b, "tma")
-
-
-def launch_pointers(problem: MatmulProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(M, K), (K, N) -> (M, N), any strides."""
-    return _launch(problem, a, b, "pointers")
-
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="tma",
         op="matmul",
         summary="Triton, tiles read through host-side tensor descriptors (TMA)",
-        launch=launch_tma,
+        launch=partial(_launch, form="tma"),
         unsupported=unsupported_tma,
         config=lambda problem: default_config(problem, "tma"),
     ),
@@ -370,8 +356,8 @@ KERNELS: tuple[Kernel, ...] = (
         name="pointers",
         op="matmul",
         summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
-        launch=launch_pointers,
-        unsupported=unsupported_pointers,
+        launch=partial(_launch, form="pointers"),
+        unsupported=partial(_unsupported, form="pointers"),
         config=lambda problem: default_config(problem, "pointers"),
     ),
 )
@@ -387,13 +373,17 @@ _CASES = (
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
-    """Every default and candidate tile of both forms, for few rows and many, both layouts of b."""
+    """Every default and candidate tile of both forms, for few rows and many, both layouts of b.
+
+    bfloat16 has float16's tiles: the default ones do for it.
+    """
     for (dtype, compute, out, precision), kernel, aligned in product(_CASES, KERNELS, (True, False)):
         configs: dict[MatmulConfig, None] = {}
         for m in (16, 64, 4096):
             problem = MatmulProblem("cuda", arch, dtype, compute, out, m, 4096, 4096, precision, None, True, aligned)
             if kernel.unsupported(problem) is None:
-                configs.update(dict.fromkeys((kernel.config(problem), *candidates(problem, kernel.name))))
+                measured = () if dtype == "bfloat16" else candidates(problem, kernel.name)
+                configs.update(dict.fromkeys((kernel.config(problem), *measured)))
         for config in configs:
             yield from _specs_of(problem, config)
 

@@ -7,9 +7,9 @@ intermediate form exists shows that the kernel is legal and its tiles fit; hivm.
 metrics.py makes the numbers of a report. What is compiled is listed in specs.py.
 
 On a device it is CANN's own `bishengir-compile` that compiles, mostly an older one. DIYFA_ASCENDNPU_IR names folders
-with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel must pass
-the gate with each of them too. Not with 1.0.0, which refuses most tiles of the table: the conservative ones, which then
-take their place, must compile with the oldest release there is.
+with other releases, as `pip install --no-deps --target FOLDER ascendnpu-ir==1.1.0` makes them; every kernel and tile
+must pass the gate with each of them too. Not with 1.0.0, which refuses most tiles of the table: the conservative ones,
+which then take their place, must compile with the oldest release there is.
 """
 
 from __future__ import annotations
@@ -301,8 +301,8 @@ def _report(job: Job, target: str, compiler: BackHalf, compiled: Compiled, secon
 def compile_jobs(
     jobs: Iterable[Job], target: str, compilers: Sequence[BackHalf] | None = None
 ) -> Iterator[CompileReport]:
-    """Reports in the order of `jobs`, of each one for every release of `compilers`: by default of `back_halves`, the
-    installed one first.
+    """Reports in the order of `jobs`, of each one for every release of `compilers` that it is for: by default of
+    `back_halves`, the installed one first.
 
     The front half, the same for all, runs here, up to JOBS back halves beside it; each compiles a module once,
     however many jobs share it.
@@ -327,6 +327,7 @@ def compile_jobs(
         pending: list[tuple[Job, BackHalf, float, Compiled | str]] = []
         for job in jobs:
             started = time.perf_counter()
+            chosen = compilers[:1] if job.newest_only else compilers
             compiled: Compiled | str  # a failure, or the key of what is being compiled
             try:
                 linalg, mixed = to_linalg(job, target)
@@ -338,10 +339,10 @@ def compile_jobs(
             else:
                 module = f"{linalg}{sorted(job.options.items())}"
                 compiled = hashlib.sha256(module.encode()).hexdigest()
-                for compiler in compilers:
+                for compiler in chosen:
                     if (compiled, compiler) not in begun:
                         begun[compiled, compiler] = pool.submit(timed, linalg, mixed, job.options, compiler)
-            pending += [(job, compiler, time.perf_counter() - started, compiled) for compiler in compilers]
+            pending += [(job, compiler, time.perf_counter() - started, compiled) for compiler in chosen]
             while len(pending) > 2 * JOBS:
                 yield report(*pending.pop(0))
         for waiting in pending:

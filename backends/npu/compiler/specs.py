@@ -50,6 +50,7 @@ class Job:
     step: str = ""  # "fwd", "dq", "dkdv", "dbias": the kernel by its name in the tile table
     tile: configs.AttentionTile | None = None
     gated: bool = True  # shipped: must be bound and pipelined, or among the gate's exceptions
+    newest_only: bool = False  # not for the older releases of the compiler
 
 
 def type_of(argument: Any) -> str:
@@ -368,19 +369,25 @@ _LEAN_HEAD_DIMS = (40, 80, 192)
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """What is compiled for `target`.
 
-    910B: every row of the tile tables, every feature (float16, D = 128) and every kind of head dim. A3, which has the
-    same memories and gets the same kernels from the front half, and 950, whose compiler takes four times as long: every
-    kernel and tile once, with most of what runs in it. `full`: every feature in every dtype with every head-dim class.
+    Every kernel and tile once, with most of what runs in it. 910B, with the newest compiler: also every row of the tile
+    tables, every feature (float16, D = 128) and every kind of head dim; A3 has the same memories and gets the same
+    kernels from the front half, and the 950's compiler takes four times as long. `full`: every feature in every dtype
+    with every head-dim class, for each chip and compiler.
     """
-    lean = configs.family(target) is not NPUArch.A2 and not full
-    yield from tile_jobs(target) if lean else every_job(target, full)
-    yield from narrower_jobs(target)
-    yield from always_masked_jobs(target)
-    yield from v1_jobs(target, [dtype for dtype in ELEMENT_BYTES if not (lean and dtype == "bfloat16")])
-    yield tutorial_job(target)
-    yield from kvcache_jobs(target, lean)
-    yield from helper_jobs(target)
-    yield from matmul_jobs(target)
+    jobs: Iterator[Job] = itertools.chain(
+        tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
+        [tutorial_job(target)], kvcache_jobs(target, lean=True), helper_jobs(target), matmul_jobs(target),
+    )  # fmt: skip
+    if full or configs.family(target) is NPUArch.A2:
+        more = (every_job(target, full), v1_jobs(target, ("bfloat16",)), kvcache_jobs(target, lean=False))
+        newest_only = (replace(job, newest_only=not full) for job in itertools.chain(*more))
+        jobs = itertools.chain(jobs, newest_only)
+    seen: set[str] = set()
+    for job in jobs:
+        compiled = f"{job.kernel} {job.case} {job.signature} {job.constants}"
+        if compiled not in seen:
+            seen.add(compiled)
+            yield job
 
 
 def tile_jobs(target: str) -> Iterator[Job]:
@@ -454,7 +461,7 @@ def every_job(target: str, full: bool) -> Iterator[Job]:
     for dtype in ELEMENT_BYTES:
         cases = dict(MODE_CASES)
         if dtype == "bfloat16" and not full:  # the rows are float16's
-            cases = {mode: cases[mode] for mode in ("even", "causal", "crowded")}
+            cases = {"crowded": cases["crowded"]}
         changes += [{"dtype": dtype, "head_dim": d, **case} for d in head_dims for case in cases.values()]
         if dtype != "bfloat16" or full:
             own = mode_case("dbias", "featured")

@@ -1,10 +1,9 @@
 """Tiles and compile options of the NPU kernels, as a table; no Triton, no device.
 
-A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows below were chosen by a rule;
-rows of `tiles.json`, which search.py wrote, take their places. Every row was accepted by the real Ascend compiler;
-`measured` says which one and when. `bound` means that both vector cores of an AI core
-share the work, `pipelined` the depth of the cube-to-vector pipeline; both are read from the compiler's output by
-`diyfa.backends.npu.compiler.aot`, whose gate fails when a row stops being true.
+A tile is looked up by (chip family, kernel, operand width, head-dim class, mode). The rows are those of `tiles.json`,
+which search.py wrote. Every row was accepted by the real Ascend compiler; `measured` says which one and when. `bound`
+means that both vector cores of an AI core share the work, `pipelined` the depth of the cube-to-vector pipeline; both
+are read from the compiler's output by `diyfa.backends.npu.compiler.aot`, whose gate fails when a row stops being true.
 """
 
 from __future__ import annotations
@@ -111,99 +110,13 @@ DBIAS_MODES = MODES[3:]  # there is no gradient of a bias without one
 _CROWDING = frozenset({"attn_bias", "dropout"})
 _FEATURED = frozenset({"window", "softcap", "alibi"})
 
-# (query rows, keys[, workspace buffers]) for each mode. Chosen by one rule, for want of a device to time them on: of
-# the tiles that compile bound, the deepest pipeline, then the largest tile, then the squarest.
-_Shapes = dict[tuple[str, int, int], tuple[tuple[int, ...], ...]]
-_A2_SHAPES: _Shapes = {
-    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
-    ("fwd", 2, 64): ((128, 512), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
-    ("fwd", 2, 128): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
-    ("fwd", 2, 256): ((64, 256), (64, 256), (64, 256), (64, 128), (64, 128), (64, 128)),
-    ("fwd", 2, 576): ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (32, 128)),
-    ("fwd", 4, 64): ((128, 256), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
-    ("fwd", 4, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (128, 64), (128, 64)),
-    ("fwd", 4, 256): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 128), (64, 128)),
-    ("fwd", 4, 576): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
-    ("dq", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
-    ("dq", 2, 128): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
-    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 128), (64, 128)),
-    ("dq", 4, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dq", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
-    ("dkdv", 2, 64): ((128, 128), (128, 128), (128, 128), (128, 128), (64, 64), (64, 64)),
-    ("dkdv", 2, 128): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 2, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
-    ("dkdv", 4, 64): ((64, 128), (64, 128), (64, 128), (64, 128), (64, 64), (64, 64)),
-    ("dkdv", 4, 128): ((32, 64), (32, 64), (32, 64), (32, 64), (32, 64), (32, 64)),
-    ("dkdv", 4, 256): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
-    ("dkdv", 4, 576): ((16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2), (16, 16, 2)),
-    # kernel, bytes, head_dim     biased     featured   crowded; never square: the split over cores would get lost
-    ("dbias", 2, 64): ((64, 128), (32, 128), (32, 128)),
-    ("dbias", 2, 128): ((64, 128), (32, 128), (32, 128)),
-    ("dbias", 2, 256): ((64, 128), (32, 128), (32, 128)),
-    ("dbias", 2, 576): ((32, 128), (32, 128), (32, 128)),
-    ("dbias", 4, 64): ((64, 128), (32, 128), (32, 128)),
-    ("dbias", 4, 128): ((64, 128), (32, 128), (32, 128)),
-    ("dbias", 4, 256): ((32, 128), (32, 128), (32, 128)),
-    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
-}
-
-# On the 950 this compiler binds and pipelines no kernel with matrix products, so the rule reduces to the largest tile.
-_A5_SHAPES: _Shapes = {
-    # kernel, bytes, head_dim   even        tail        causal      biased      featured    crowded
-    ("fwd", 2, 64): ((128, 64), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("fwd", 2, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
-    ("fwd", 2, 256): ((64, 128), (64, 128), (64, 128), (32, 128), (32, 128), (32, 128)),
-    ("fwd", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 64), (32, 32), (32, 32)),
-    ("fwd", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("fwd", 4, 128): ((128, 64), (128, 64), (128, 64), (64, 128), (64, 128), (64, 128)),
-    ("fwd", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("fwd", 4, 576): ((32, 16), (32, 16), (32, 16), (32, 32), (16, 64), (32, 32)),
-    ("dq", 2, 64): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dq", 2, 128): ((128, 128), (128, 64), (128, 64), (128, 64), (128, 64), (64, 64)),
-    ("dq", 2, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 2, 576): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dq", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("dq", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dq", 4, 256): ((64, 64), (64, 64), (64, 64), (64, 64), (64, 64), (64, 64)),
-    ("dq", 4, 576): ((16, 32), (16, 32), (16, 32), (16, 32), (16, 32), (16, 32)),
-    ("dkdv", 2, 64): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 2, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 2, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 2, 576): ((64, 16), (64, 16), (64, 16), (64, 16), (64, 16), (64, 16)),
-    ("dkdv", 4, 64): ((128, 128), (128, 128), (128, 128), (128, 64), (128, 64), (128, 64)),
-    ("dkdv", 4, 128): ((128, 64), (128, 64), (128, 64), (128, 64), (128, 64), (128, 32)),
-    ("dkdv", 4, 256): ((32, 32), (32, 32), (32, 32), (32, 32), (32, 32), (32, 32)),
-    ("dkdv", 4, 576): ((16, 16), (16, 16), (16, 16), (16, 16), (16, 16), (16, 16)),
-    # kernel, bytes, head_dim     biased     featured  crowded
-    ("dbias", 2, 64): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 2, 128): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 2, 256): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 2, 576): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 4, 64): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 4, 128): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 4, 256): ((64, 64), (64, 64), (64, 64)),
-    ("dbias", 4, 576): ((32, 64), (32, 64), (32, 64)),
-}
-
 
 def modes(kernel: str) -> tuple[str, ...]:
     """Modes of the table in which `kernel` can be asked for."""
     return DBIAS_MODES if kernel == "dbias" else MODES
 
 
-def _rows() -> Iterator[tuple[TileKey, AttentionTile]]:
-    """Rows by the rule, then those that were searched for, which replace them."""
-    yield from _RULED.items()
-    yield from searched_rows(tiles.load(), _RULED)
-
-
-def searched_rows(
-    rows: list[tiles.Row], ruled: dict[TileKey, AttentionTile]
-) -> Iterator[tuple[TileKey, AttentionTile]]:
+def searched_rows(rows: list[tiles.Row]) -> Iterator[tuple[TileKey, AttentionTile]]:
     """The rows of the file. Those of a family's first chip are for all of it, others where they differ from that."""
     general: dict[TileKey, AttentionTile] = {}
     special: dict[TileKey, AttentionTile] = {}
@@ -222,24 +135,11 @@ def searched_rows(
     yield from general.items()
     for key, tile in special.items():
         shared = key._replace(family=NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2, cores=0)
-        if tile != general.get(shared, ruled[shared]):
+        if tile != general.get(shared):
             yield key, tile
 
 
-def _ruled_rows() -> Iterator[tuple[TileKey, AttentionTile]]:
-    for chip, shapes, bound in ((NPUArch.A2, _A2_SHAPES, True), (NPUArch.A5, _A5_SHAPES, False)):
-        for (kernel, width, head_dim), row in shapes.items():
-            for mode, (block_m, block_n, *rest) in zip(modes(kernel), row, strict=True):
-                buffers = rest[0] if rest else 4
-                # Without tile_mix_vector_loop the unmasked dq kernel stays on one vector core; the others do not mind.
-                vector_loop = 1 if kernel in ("dq", "dbias") else None
-                pipelined = buffers if bound else 0
-                tile = AttentionTile(block_m, block_n, bound, pipelined, buffers, vector_loop)
-                yield TileKey(chip, kernel, width, head_dim, mode), tile
-
-
-_RULED: dict[TileKey, AttentionTile] = dict(_ruled_rows())
-ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(_rows())
+ATTENTION_TILES: dict[TileKey, AttentionTile] = dict(searched_rows(tiles.load()))
 
 
 def attention_mode(problem: AttentionProblem, block_n: int) -> str:
@@ -256,13 +156,13 @@ def attention_mode(problem: AttentionProblem, block_n: int) -> str:
     return "tail" if problem.seq_lens or problem.varlen or problem.seqlen_k % block_n else "even"
 
 
-# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond.
-_UP_TO_512 = {(NPUArch.A5, "dq", 4), (NPUArch.A5, "dbias", 4)}
+# Where the search tried the widest class with heads of 512, and what it found overflows L1 beyond: rows, keys there.
+_BEYOND_512 = {(NPUArch.A5, "dq", 4): (16, 32), (NPUArch.A5, "dbias", 4): (32, 64)}
 
 
 def widest_head_dim(key: TileKey) -> int:
-    """The widest head that the table's row of `key` is for; wider ones of its class have the rule's."""
-    return 512 if key[:3] in _UP_TO_512 and key.head_dim > 512 else key.head_dim
+    """The widest head that the table's row of `key` is for; wider ones of its class have a tile of `_BEYOND_512`."""
+    return 512 if key[:3] in _BEYOND_512 and key.head_dim > 512 else key.head_dim
 
 
 # With a mask in every tile the rows of these overflow the unified buffer, so there they are smaller: (rows, keys).
@@ -278,7 +178,9 @@ def attention_tile(problem: AttentionProblem, kernel: str, always_mask: bool | N
     tile, by default as ALWAYS_MASK says.
     """
     key = attention_key(problem, kernel)
-    tile = _RULED[key._replace(cores=0)] if problem.head_dim > widest_head_dim(key) else ATTENTION_TILES[key]
+    tile = ATTENTION_TILES[key]
+    if problem.head_dim > widest_head_dim(key):
+        tile = AttentionTile(*_BEYOND_512[key[:3]], bound=False, pipelined=0, vector_loop=1)
     if not (ALWAYS_MASK if always_mask is None else always_mask):
         return tile
     chip = NPUArch.A5 if key.family is NPUArch.A5 else NPUArch.A2
