@@ -176,8 +176,8 @@ def gathered_rows(table_ptr, key0, count, own_page, own_row, page_size, pages, c
 @triton.jit
 def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
     """Which of the `there` keys from `key0` on lie in pages that there are, [BLOCK_N]. The table is read once more:
-    AscendNPU IR 1.1.0 makes no mask from what addresses are made of. Nor is there a mask: 1.2.0 loads without it, beyond
-    the table, and then selects."""
+    AscendNPU IR 1.1.0 makes no mask from what addresses are made of. It has no mask itself: 1.2.0 loads first, beyond
+    the table, and selects then."""
     cols = tl.minimum(tl.arange(0, c.BLOCK_N), there - 1)
     entries = tl.load(table_ptr + (key0 + cols) // page_size)
     return (entries - nearest_page(entries, pages)).to(tl.float32) == 0.0  # the vector core compares no integers
