@@ -101,6 +101,8 @@ def _check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """What the result is written to."""
     _check("out", out, q, (*q.shape[:-1], head_dim_v), q.dtype)
     _check_stride(out=out)
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out must not be expanded: each element is written, got strides {out.stride()}")
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:

@@ -75,8 +75,8 @@ _lib = torch.library.Library("diyfa", "FRAGMENT")
 _lib.define(f"kvcache_fwd({_schema(_CALL)}) -> (Tensor out, Tensor lse)")
 _lib.define(f"kvcache_fwd_out(Tensor(a!) out, {_schema(_CALL)}) -> Tensor lse")
 _lib.define(
-    f"kvcache_append({_schema(_APPEND, k_cache='Tensor(a!)', v_cache='Tensor(b!)')}) -> Tensor"
-)  # the rotated queries, without elements where nothing is rotated
+    f"kvcache_append(Tensor? out, {_schema(_APPEND, k_cache='Tensor(a!)', v_cache='Tensor(b!)')}) -> Tensor"
+)  # the rotated queries, without elements where nothing is rotated; out is looked at before anything is written
 
 
 def _pack(*parts: Any) -> list[Any]:
@@ -339,7 +339,7 @@ def run(
     """
     if not unseen or tensors.q.is_meta:
         if new is not None:
-            rotated = torch.ops.diyfa.kvcache_append(*_pack(tensors, options, new))
+            rotated = torch.ops.diyfa.kvcache_append(out, *_pack(tensors, options, new))
             if new.cos is not None:
                 tensors = tensors._replace(q=rotated)
         if out is not None:
@@ -384,9 +384,10 @@ def _kvcache_fwd_out(out: torch.Tensor, *flat: Any) -> torch.Tensor:
     return _forward(tensors, options, out)[1]
 
 
-def _kvcache_append(*flat: Any) -> torch.Tensor:
+def _kvcache_append(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     """An operator returns a tensor: without rotary embedding one without elements."""
     tensors, options, new = _unpack(_APPEND, flat)
+    check_out(out, tensors, options.layout)
     kernel_of("kvcache_fwd", tensors, options)
     rotated = _append(tensors, options, new)
     return tensors.q.new_empty(0) if rotated is None else rotated
@@ -402,7 +403,7 @@ def _kvcache_fwd_out_fake(out: torch.Tensor, *flat: Any) -> torch.Tensor:
     return empty_lse(tensors.q, options.layout)
 
 
-def _kvcache_append_fake(*flat: Any) -> torch.Tensor:
+def _kvcache_append_fake(out: torch.Tensor | None, *flat: Any) -> torch.Tensor:
     tensors, _, new = _unpack(_APPEND, flat)
     return tensors.q.new_empty(0) if new.cos is None else torch.empty_like(tensors.q)
 

@@ -149,8 +149,7 @@ class Run:
             return worker, worker.answer(START_LIMIT_S)["ready"]
         except (TimeoutError, EOFError) as error:
             worker.end()
-            text = "\n".join(worker.printed)
-            raise ValueError(f"the NPU cannot be used: {error}\n{text}\n`diyfa info` says what is missing") from error
+            raise ValueError(f"the NPU cannot be used: {error}. `diyfa info` says what is missing") from error
 
     def left(self) -> list[Step]:
         """Steps that are not done."""

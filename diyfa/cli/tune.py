@@ -89,7 +89,8 @@ def _tuning(request: Request) -> tuple[torch.device, str, Tuning]:
     device, name = device_for(request.backend)
     tuning = getattr(load_backend(name), "tuning", None)
     if tuning is None:
-        raise ValueError(f"the {name} backend has no autotuner: its tiles come from its table")
+        missing = "" if request.backend else "no GPU or NPU is usable here (`diyfa info` says why), and "
+        raise ValueError(f"{missing}the {name} backend has no autotuner: its tiles come from its table")
     return device, name, tuning
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
 from diyfa import fast_path, kvcache_ops, registry
@@ -130,6 +131,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out_shape": ({"out": torch.ones(B, SQ, H, 8)}, ValueError, "out must have shape"),
     "out_dtype": ({"out": torch.ones(B, SQ, H, D).half()}, TypeError, "out must be float32"),
     "out_stride": ({"out": torch.ones(B, SQ, D, H).mT}, ValueError, "last dimension of out must have stride 1"),
+    "out_expanded": ({"out": torch.ones(B, SQ, 1, D).expand(-1, -1, H, -1)}, ValueError, "out must not be expanded"),
     "gradient": ({"sinks": torch.ones(H, requires_grad=True)}, ValueError, "no backward pass, but sinks requires"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
@@ -220,7 +222,7 @@ def test_the_schema_has_every_field_once() -> None:
     forward = torch.ops.diyfa.kvcache_fwd.default._schema
     append = torch.ops.diyfa.kvcache_append.default._schema
     assert [a.name for a in forward.arguments] == [*KVCacheTensors._fields, *kvcache_ops.KVCacheOptions._fields]
-    assert {a.name for a in append.arguments} == fields | set(NewKeys._fields) - {"rotated_q"}
+    assert {a.name for a in append.arguments} == {"out"} | fields | set(NewKeys._fields) - {"rotated_q"}
     assert [a.name for a in append.arguments if a.alias_info is not None] == ["k_cache", "v_cache"]
 
 
@@ -232,7 +234,8 @@ def test_operators() -> None:
     torch.library.opcheck(torch.ops.diyfa.kvcache_fwd.default, flat)
     torch.library.opcheck(torch.ops.diyfa.kvcache_fwd_out.default, (torch.empty_like(given["q"]), *flat))
     flat = kvcache_ops._pack(tensors, options, NewKeys(given["k"], given["v"], COS, COS))
-    torch.library.opcheck(torch.ops.diyfa.kvcache_append.default, flat)
+    for out in (None, torch.empty_like(given["q"])):
+        torch.library.opcheck(torch.ops.diyfa.kvcache_append.default, (out, *flat))
 
 
 def _step(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -537,6 +540,28 @@ def test_an_out_in_memory_that_is_read_is_refused() -> None:
     for name in ("k_cache", "v_cache"):
         given = {**free, name: cache, "out": inside}
         _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
+
+
+class _Watching(TorchDispatchMode):
+    """Sees every operator, and changes nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+def test_a_call_that_is_seen_is_refused_before_it_appends() -> None:
+    """As under torch.compile, appending is an operator of its own then, and comes first."""
+
+    def attend(**given: Any) -> Any:
+        with _Watching():
+            return diyfa.flash_attn_with_kvcache(**given)
+
+    given = call(rotary_cos=torch.ones(40, 4), rotary_sin=torch.ones(40, 4))
+    inside = given["v_cache"].flatten()[: B * SQ * H * D].view(B, SQ, H, D)
+    _refused(attend, {**given, "out": inside}, ValueError, "out must not share memory with v_cache")
+    shifted = torch.randn(B, SQ + 1, H, D)
+    given |= {"q": shifted[:, 1:], "out": shifted[:, :-1]}
+    _refused(attend, given, ValueError, "out must not share memory with q")
 
 
 def test_out_beside_wider_queries_in_one_buffer() -> None:

@@ -104,7 +104,7 @@ CACHE_CASES = [
     CacheCase("page-16", (300, 17), page_size=16, leftpad=(100, 5)),
     CacheCase("page-128-d64", (500, 0), page_size=128, heads=4, head_dim=64, seqlen_q=4, dtype="bfloat16",
               num_splits=3),
-    CacheCase("page-3", (70, 5), page_size=3, seqlen_q=2),
+    CacheCase("page-3", (5, 70), page_size=3, seqlen_q=2),  # the last keys end with the table
     CacheCase("chunk", (150,), seqlen_q=70, page_size=32, num_splits=1),
     CacheCase("features", (200, 40), seqlen_q=5, alibi="bh", sinks=True, page_size=64, causal=False, window=(90, 2),
               softcap=4.0, num_splits=2),

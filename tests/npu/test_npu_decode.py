@@ -46,23 +46,35 @@ def test_against_float64(npu: torch.device, case: CacheCase) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 4])
 def test_a_page_that_there_is_not_is_absent(npu: torch.device, page_size: int) -> None:
-    """As on CUDA: no key lies behind an entry outside the cache, in pages that are loaded whole or gathered."""
-    pages, table = 5, torch.tensor([[2, -1, 4, 2**30], [-(2**31), 5, 1, 0]], dtype=torch.int32)
+    """As on CUDA: no key lies behind an entry outside the cache, in pages that are loaded whole or gathered. What
+    belongs to no sequence is NaN: the nearest pages, and rows beyond the keys and before them."""
+    pages, absent = 7, 2**31 - 1
+    table = torch.tensor([[2, -1, 4, 2**30], [-(2**31), absent, 1, 5], [-1, 7, 3, absent], [-1, 7, -9, 8]]).int()
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
-    q, capacity = torch.randn(2, 1, 2, 32, generator=generator).half(), 4 * page_size
+    q, capacity = torch.randn(4, 1, 2, 32, generator=generator).half(), 4 * page_size
+    counts, pads = [capacity - 1, capacity - 2, 3 * page_size - 1, capacity], [1, 0, 2 * page_size + 1, 0]
+    seen = [[page * page_size + row for page, rows in own for row in rows] for own in (
+        [(2, range(1, page_size)), (4, range(page_size))],
+        [(1, range(page_size)), (5, range(page_size - 2))],
+        [(3, range(1, page_size - 1))],
+        [],
+    )]  # fmt: skip
+    unseen = sorted(set(range(pages * page_size)) - {row for rows in seen for row in rows})
+    for x in (k, v):
+        x.view(-1, 32)[unseen] = NAN
     tensors = KVCacheTensors(
-        q.to(npu), k.to(npu), v.to(npu), 0.2, seqlens=torch.tensor([capacity - 1, capacity - 2]).int().to(npu),
-        block_table=table.to(npu),
+        q.to(npu), k.to(npu), v.to(npu), 0.2, seqlens=torch.tensor(counts).int().to(npu),
+        block_table=table.to(npu), leftpad=torch.tensor(pads).int().to(npu),
     )  # fmt: skip
     arch = diyfa.registry.load_backend("npu").arch(npu)
     problem = KVCacheProblem(
-        "npu", arch, "float16", "float16", "bshd", 2, 2, 1, 1, capacity, 32, 32, page_size, lengths=True
+        "npu", arch, "float16", "float16", "bshd", 4, 2, 1, 1, capacity, 32, 32, page_size, lengths=True, leftpad=True
     )
     out, lse = torch.empty_like(tensors.q), torch.empty(problem.lse_shape, device=npu)
     kvcache_fwd(problem, tensors, out, lse)
-    for b, rows in enumerate(([2, 4], [1, 0])):
-        there = [x[rows].flatten(0, 1)[None, : 2 * page_size - 2 * b].float() for x in (k, v)]
+    for b, rows in enumerate(seen):
+        there = [x.flatten(0, 1)[None, rows].float() for x in (k, v)]
         want, want_lse = diyfa.reference_attention(
             q[b : b + 1].float(), *there, sm_scale=0.2, layout="bshd", return_lse=True
         )
@@ -132,6 +144,24 @@ def test_what_lands_nowhere_is_dropped(npu: torch.device) -> None:
         assert got is not None
         assert torch.equal(got.cpu().view(torch.int16), expected.contiguous().view(torch.int16))
     assert all((x.cpu()[pages] == 0).all() for x in larger.values())
+
+
+def test_a_length_that_overflows_with_what_is_added(npu: torch.device) -> None:
+    """The host does not see lengths on the device: the whole cache counts, and nothing is appended or rotated."""
+    case = Case("most", (44, 44), seqlen_q=3, heads=4, heads_kv=2, page_size=16, added=4, rotary=16)
+    call = make_call(case)
+    full = {name: x for name, x in call.items() if name not in ("k", "v", "rotary_cos", "rotary_sin")}
+    full["cache_seqlens"] = torch.full((2,), case.capacity, dtype=torch.int32)
+    for name in ("k_cache", "v_cache"):
+        full[name] = call[name] = torch.where(call[name].isnan(), 1.0, call[name])
+    call["cache_seqlens"] = torch.tensor([2**31 - 1, 2**31 - 3], dtype=torch.int32)
+    call, full = (
+        {name: x.to(npu) if isinstance(x, torch.Tensor) else x for name, x in each.items()} for each in (call, full)
+    )
+    before = [call[name].cpu() for name in ("k_cache", "v_cache")]
+    got, want = (diyfa.flash_attn_with_kvcache(**each, return_softmax_lse=True) for each in (call, full))
+    assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, want, strict=True))
+    assert all(torch.equal(call[name].cpu(), x) for name, x in zip(("k_cache", "v_cache"), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

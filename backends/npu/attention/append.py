@@ -110,7 +110,7 @@ def _append_kernel(
         i = task % (seqlen_new + seqlen_q)
         start = length
         if c.SEQLENS:
-            start = tl.load(seqlens_ptr + b)
+            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # the sums do not overflow
         if i < seqlen_new:
             key = start + i
             fits = (key >= 0) & (key < capacity)

@@ -89,7 +89,7 @@ class DecodeConstants(Constants):
     seqlens: bool
     cu_seqlens_k: bool
     packed_keys: bool
-    pages: str  # see `load_keys`
+    pages: str  # "" for keys in one piece, "whole" where a block lies in one page, "gathered" where it may not
     batch_idx: bool
     leftpad: bool
     interpret: bool
@@ -114,19 +114,20 @@ class RowConstants(Constants):
 def keys_of(
     seqlens_ptr, cu_seqlens_k_ptr, batch_idx_ptr, leftpad_ptr, b, length, added, capacity, entries, c: tl.constexpr
 ):  # fmt: skip
-    """Keys of sequence `b` -> (row of packed keys that they begin at, how many are skipped, how many there are)."""
+    """Keys of sequence `b` -> (row of packed keys that they begin at, how many are skipped, how many there are), never
+    outside the memory, whatever the device's lengths say."""
     start = 0
     count = length + added
     if c.CU_SEQLENS_K:
         start = tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0)
-        count = tl.load(cu_seqlens_k_ptr + b + 1) - start
+        count = tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1), start) - start
     if c.PACKED_KEYS:  # they begin at their offset, also where fewer are used than lie there
         start = tl.minimum(start, entries)
         count = tl.minimum(count, entries - start)
         if c.SEQLENS:
             count = tl.minimum(count, tl.load(seqlens_ptr + b))
     elif c.SEQLENS:
-        count = tl.load(seqlens_ptr + b) + added
+        count = tl.minimum(tl.load(seqlens_ptr + b), capacity) + added
     count = tl.minimum(tl.maximum(count, 0), capacity)
     if c.BATCH_IDX:
         entry = tl.load(batch_idx_ptr + b)
@@ -138,54 +139,66 @@ def keys_of(
 
 
 @triton.jit
-def entries_of(table_ptr, key0, first, count, page_size, c: tl.constexpr):
-    """What the table says of a block of keys from `key0` on: a page, or with PAGES "gathered" one for each key."""
-    if c.PAGES == "gathered":
-        keys = tl.minimum(tl.maximum(tl.arange(0, c.BLOCK_N) + key0, first), count - 1)
-        entries = tl.load(table_ptr + keys // page_size)
-    else:
-        entries = tl.load(table_ptr + key0 // page_size)
-    return entries
-
-
-@triton.jit
 def nearest_page(entries, pages):
     """A page that there is: another one for an entry that names none."""
     return tl.minimum(tl.maximum(entries, 0), pages - 1)
 
 
 @triton.jit
+def first_key(table_ptr, first, count, page_size, pages):
+    """The first of the keys `first` to `count` that lies in a page -> (that page, the row, whether there is one)."""
+    column = first // page_size
+    page = -1
+    while (column * page_size < count) & ((page < 0) | (page >= pages)):
+        page = tl.load(table_ptr + column)
+        column += 1
+    key = tl.maximum((column - 1) * page_size, first)
+    return nearest_page(page, pages), key % page_size, (page >= 0) & (page < pages)
+
+
+@triton.jit
+def gathered_rows(table_ptr, key0, count, own_page, own_row, page_size, pages, c: tl.constexpr):
+    """Where each key from `key0` on lies -> (page, row in it), [BLOCK_N] each: beyond the keys of the sequence where
+    the last one lies, and for an entry that names no page at `own_row` of `own_page`, a key of the sequence, too.
+
+    Nothing else may be read: a weight of 0 times a NaN is NaN. A select, by whatever mask, on the loaded values or on
+    addresses costs the split over the vector cores or the pipeline with AscendNPU IR 1.1.0; this arithmetic does not.
+    """
+    keys = tl.minimum(tl.arange(0, c.BLOCK_N) + key0, count - 1)
+    entries = tl.load(table_ptr + keys // page_size)
+    page = nearest_page(entries, pages)
+    row = keys % page_size
+    absent = tl.minimum(tl.maximum(entries - page, -1), 1)
+    absent = absent * absent  # 0 or 1
+    return page + absent * (own_page - page), row + absent * (own_row - row)
+
+
+@triton.jit
 def have_pages(table_ptr, key0, there, page_size, pages, c: tl.constexpr):
     """Which of the `there` keys from `key0` on lie in pages that there are, [BLOCK_N]. The table is read once more:
-    AscendNPU IR 1.1.0 makes no mask from what addresses are made of."""
-    cols = tl.arange(0, c.BLOCK_N)
-    entries = tl.load(table_ptr + (key0 + cols) // page_size, mask=cols < there, other=-1)
+    AscendNPU IR 1.1.0 makes no mask from what addresses are made of. It has no mask itself: 1.2.0 loads first, beyond
+    the table, and selects then."""
+    cols = tl.minimum(tl.arange(0, c.BLOCK_N), there - 1)
+    entries = tl.load(table_ptr + (key0 + cols) // page_size)
     return (entries - nearest_page(entries, pages)).to(tl.float32) == 0.0  # the vector core compares no integers
 
 
 @triton.jit
 def load_keys(
-    base, page, key0, rows, first, count, page_size, stride_page, stride_n,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, c: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_N, BLOCK_D]: `rows` keys (or values) from `key0` on, zero beyond them, or any other row of the sequence.
-
-    PAGES: "" for keys in one piece, "whole" where they lie in one page, "gathered" where each may lie in another;
-    `page` is it, or one for each key.
-    """
+    base, page, row, rows, stride_page, stride_n, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, c: tl.constexpr
+):
+    """[BLOCK_N, BLOCK_D]: `rows` keys (or values) from `row` of `page` on, zero beyond them. With PAGES "gathered" each
+    has a page and a row of its own, and beyond `rows` come others of the sequence."""
     if c.PAGES == "gathered":
-        keys = tl.minimum(tl.maximum(tl.arange(0, c.BLOCK_N) + key0, first), count - 1)
-        offs = page.to(tl.int64) * stride_page + (keys % page_size).to(tl.int64) * stride_n
+        offs = page.to(tl.int64) * stride_page + row.to(tl.int64) * stride_n
         offs_d = tl.arange(0, BLOCK_D)
         if HEAD_DIM == BLOCK_D:
             x = tl.load(base + offs[:, None] + offs_d[None, :])
         else:
             x = tl.load(base + offs[:, None] + offs_d[None, :], mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
     else:
-        row = key0
         if c.PAGES == "whole":
             base += page.to(tl.int64) * stride_page
-            row = key0 % page_size
         base += row.to(tl.int64) * stride_n
         x = load_tile(block_at(base, rows, stride_n, 0, 0, HEAD_DIM, c.BLOCK_N, BLOCK_D), HEAD_DIM != BLOCK_D)
     return x
@@ -307,6 +320,9 @@ def _decode_kernel(
         table = block_table_ptr
         if c.PAGES != "":
             table = block_table_ptr + b.to(tl.int64) * stride_table
+            if c.PAGES == "gathered":
+                own_page, own_row, has_page = first_key(table, first, count, page_size, entries)
+                block1 = tl.where(has_page, block1, block0)
         elif c.PACKED_KEYS:
             k_base += start_k.to(tl.int64) * stride_kn
             v_base += start_k.to(tl.int64) * stride_vn
@@ -331,14 +347,15 @@ def _decode_kernel(
             there = tl.minimum((block + 1) * c.BLOCK_N, count) - key0
             distance = key0 - row0 - offset  # of the first key from the first query
             page = 0
-            if c.PAGES != "":
-                entry = entries_of(table, key0, first, count, page_size, c)
+            row = key0
+            if c.PAGES == "whole":
+                entry = tl.load(table + key0 // page_size)
                 page = nearest_page(entry, entries)
-                if c.PAGES == "whole":
-                    there = tl.where(page == entry, there, 0)
-            k = load_keys(
-                k_base, page, key0, there, first, count, page_size, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c
-            )
+                row = key0 % page_size
+                there = tl.where(page == entry, there, 0)
+            elif c.PAGES == "gathered":
+                page, row = gathered_rows(table, key0, count, own_page, own_row, page_size, entries, c)
+            k = load_keys(k_base, page, row, there, stride_kb, stride_kn, c.HEAD_DIM, c.BLOCK_D, c)
             s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.SOFTCAP != "":
                 s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
@@ -359,9 +376,7 @@ def _decode_kernel(
             if c.PAGES == "gathered":
                 s = tl.where(have_pages(table, key0, there, page_size, entries, c)[None, :], s, float("-inf"))
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)
-            v = load_keys(
-                v_base, page, key0, there, first, count, page_size, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c
-            )
+            v = load_keys(v_base, page, row, there, stride_vb, stride_vn, c.HEAD_DIM_V, c.BLOCK_DV, c)
             acc = acc * alpha[:, None]
             acc = dot_add(narrow(p, v.dtype, c.INTERPRET), v, acc, c.INTERPRET)
         if c.SINKS:  # in the first split; a key without a value, as in the forward kernel

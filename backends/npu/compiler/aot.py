@@ -364,9 +364,10 @@ def compile_all(
     yield from compile_jobs(jobs, target)
 
 
-def compile_conservative(target: str) -> Iterator[CompileReport]:
-    """Reports of every conservative tile of `target`, with the oldest release."""
-    yield from compile_jobs(conservative_jobs(target), target, [oldest_back_half(target)])
+def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:
+    """Reports of every conservative tile of `target`, with the oldest release; `only` as for `compile_all`."""
+    jobs = (job for job in conservative_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
+    yield from compile_jobs(jobs, target, [oldest_back_half(target)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -379,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     failed = False
     reports = compile_all(asked.target, asked.only, asked.full)
-    for report in compile_conservative(asked.target) if asked.conservative else reports:
+    for report in compile_conservative(asked.target, asked.only) if asked.conservative else reports:
         failed |= not report.ok
         print(json.dumps(asdict(report)), flush=True)
     return int(failed)

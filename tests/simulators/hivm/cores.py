@@ -136,10 +136,12 @@ class Core:
         values = self.values
         for operation in block.operations:
             name = operation.name
-            if name in ("scf.yield", "func.return"):
+            if name in ("scf.yield", "scf.condition", "func.return"):
                 return [values[x] for x in operation.operands]
             if name == "scf.for":
                 results = yield from self._for(operation)
+            elif name == "scf.while":
+                results = yield from self._while(operation)
             elif name == "scf.if":
                 results = yield from self._if(operation)
             elif name == "hivm.hir.sync_block_wait":
@@ -159,6 +161,17 @@ class Core:
             self.values.update(zip(body.arguments, [i, *carried], strict=True))
             carried = yield from self._block(body)
         return carried
+
+    def _while(self, operation: Operation) -> Generator[None, None, list[Any]]:
+        carried = [self.values[x] for x in operation.operands]
+        before, after = operation.regions
+        while True:
+            self.values.update(zip(before.arguments, carried, strict=True))
+            goes_on, *carried = yield from self._block(before)
+            if not goes_on:
+                return carried
+            self.values.update(zip(after.arguments, carried, strict=True))
+            carried = yield from self._block(after)
 
     def _if(self, operation: Operation) -> Generator[None, None, list[Any]]:
         chosen = operation.regions[0 if self.values[operation.operands[0]] else 1]
