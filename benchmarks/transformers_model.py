@@ -96,11 +96,11 @@ def main() -> None:
         with diyfa.use_backend("cpu") if device.type == "cpu" else nullcontext():
             for name, work in works_of(model, device, arguments.shrink).items():
                 median, low, high = quantiles_of(time_calls(work, device, 3, arguments.rep))
-                rows.append({"work": name, "attention": attention, "ms": median, "p20": low, "p80": high})
+                rows.append({"work": name, "implementation": attention, "ms": median, "p20": low, "p80": high})
             token = milliseconds_of_a_token(model, device, arguments.shrink, 64 // arguments.shrink)
-            rows.append({"work": "a generated token", "attention": attention, "ms": token})
+            rows.append({"work": "a generated token", "implementation": attention, "ms": token})
         for row in rows[-3:]:
-            print(f"{row['work']:20}{row['attention']:20}{row['ms']:10.2f} ms", flush=True)
+            print(f"{row['work']:20}{row['implementation']:20}{row['ms']:10.2f} ms", flush=True)
         del model
     print(next(row.calls for row in status() if row.client == "transformers"))
     path = arguments.output or default_path("transformers", device, RESULTS)

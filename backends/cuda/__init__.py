@@ -149,7 +149,6 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
             repeat=_sm90_decode_repeat if known else None,
-            by_name_only=decode_mla_configs.by_name_only,
         ),
         Kernel(
             name="split_kv",

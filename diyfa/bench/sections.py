@@ -52,6 +52,7 @@ _PIVOTS = (
     _Pivot("Host time of a call", "host_us", "µs", ("pass",), _has("host_us"), False),
     _Pivot("Attention over a KV cache", "ms", "ms", ("table", "case"), _has("ms", "GB/s"), False),
     _Pivot("Tiles over a KV cache", "ms", "ms", ("case", "tile"), _has("ms", "tile"), False),
+    _Pivot("Whole models", "ms", "ms", ("work",), _has("work", "ms"), False),
     _Pivot("Features", "ratio", "times the plain call", ("case", "D", "pass"), _has("ratio"), False),
     _Pivot("Packed sequences and windows", "tflops", "TFLOP/s", ("table", "case", "D", "pass"), _has("tflops", "case")),
 )  # fmt: skip

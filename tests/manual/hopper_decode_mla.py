@@ -1,6 +1,6 @@
 """The Hopper kernel over a latent cache on an H100 or H200: right, repeatable, and how fast beside the portable one.
 
-    PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base values_first …]
+    PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base tile_cost_4 …]
 
 A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all
 at once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
@@ -34,29 +34,8 @@ from diyfa.bench.timing import quantiles_of, time_calls  # noqa: E402
 READS = 4445.0  # GB/s
 NAME = "diyfa.backends.cuda.hopper.decode_mla"
 SOURCE = ROOT / "backends" / "cuda" / "hopper" / "decode_mla.py"
-VALUES_FIRST = [
-    (
-        """        s = _start_scores(shared, item + i)
-        o = (_start_values(p, shared, item + i - 1, o[0]),)
-        s = warpgroup_mma_wait(1, deps=[s])  # the values may still run
-""",
-        """        o = (_start_values(p, shared, item + i - 1, o[0]),)
-        s = _start_scores(shared, item + i)
-        s, o_done = warpgroup_mma_wait(0, deps=[s, o[0]])
-        shared.release(item + i - 1, LEFT)
-""",
-    ),
-    (
-        """        o = (warpgroup_mma_wait(0, deps=[o[0]]),)
-        shared.release(item + i - 1, LEFT)
-        p = mma""",
-        """        o = (o_done,)
-        p = mma""",
-    ),
-]
 CANDIDATES: dict[str, list[tuple[str, str]]] = {
     "base": [],
-    "values_first": VALUES_FIRST,
     "tile_cost_4": [("TILE_COST = gl.constexpr(2)", "TILE_COST = gl.constexpr(4)")],
     "tile_cost_1": [("TILE_COST = gl.constexpr(2)", "TILE_COST = gl.constexpr(1)")],
 }

@@ -165,7 +165,7 @@ def recorded(file, names, direction):
 @pytest.mark.parametrize("readme", READMES)
 def test_speeds_are_those_of_the_files_the_readme_names(readme):
     text = (ROOT / readme).read_text(encoding="utf-8")
-    hopper, attention = re.findall(r"benchmarks/results/[\w.-]+\.json", text)
+    hopper, hopper_bwd = re.findall(r"benchmarks/results/[\w.-]+\.json", text)
     forward, backward = speed_tables(readme)
     assert len(forward) == len(backward) == 6
     measured = recorded(hopper, ("cudnn", "fa3", "fa4", "diyfa"), "forward")
@@ -175,14 +175,16 @@ def test_speeds_are_those_of_the_files_the_readme_names(readme):
             figures = measured(dim, causal, length)
             assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
             shares.append(figures[-1] / max(figures[:-1]))
-    low, high, mean = re.search(r"(\d\.\d\d) (?:to|到) (\d\.\d\d)[^0-9]+(\d\.\d\d)", text).groups()
-    assert (f"{min(shares):.2f}", f"{max(shares):.2f}", f"{sum(shares) / 18:.2f}") == (low, high, mean)
-    measured = recorded(attention, ("SDPA flash", "SDPA cuDNN", "diyfa"), "backward")
+    measured = recorded(hopper_bwd, ("cuDNN", "diyfa"), "backward")
+    of_cudnn = []
     for dim, causal, columns in backward:
         for n, length in enumerate((1024, 4096, 16384)):
             figures = measured(dim, causal, length)
             assert [column[n] for column in columns] == [f"{x:.0f}" for x in figures]
-            assert figures[-1] > figures[0], "the text below the table says so"
+            of_cudnn.append(figures[1] / figures[0])
+    ranges = re.findall(r"(\d\.\d\d) (?:to|到) (\d\.\d\d)[^0-9]+(\d\.\d\d)", text)
+    for found in (shares, of_cudnn):
+        assert (f"{min(found):.2f}", f"{max(found):.2f}", f"{sum(found) / 18:.2f}") in ranges
 
 
 @pytest.mark.parametrize("readme", READMES)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal
+from diyfa.backends.cuda.hopper.configs import ARCH, DTYPES, MIN_HEAD_DIM, environment_refusal, keys_seen, widest
 from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
 MAX_HEAD_DIM = 256
 WIDE = 128  # beyond, the accumulators of 64 keys do not fit the registers of a warpgroup: `bwd_wide.py`
 CONSUMERS = 2  # warpgroups
-MIN_KEYS, MIN_SCORES = 512, 1 << 24
+# From how many elements of K for a query, and scores in all, the kernel is chosen by itself. With less, both it and the
+# portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
+MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 
 
@@ -29,9 +31,9 @@ class Sm90BwdConfig:
 
 # By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
 CONFIGS: dict[int, Sm90BwdConfig] = {
-    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-24: 374/494/513, 510"),
-    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-24: 446/567/559, 578"),
-    256: Sm90BwdConfig(64, 64, 2),
+    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-24: 389/507/519, 516"),
+    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-24: 429/544/562, 564"),
+    256: Sm90BwdConfig(64, 64, 2, measured="H200, 2026-11-24: 341/417/416, 419"),
 }
 
 
@@ -69,15 +71,14 @@ def refuses(problem: AttentionProblem) -> str | None:
     return None
 
 
-def pays(problem: AttentionProblem) -> bool:
-    """Whether the kernel is faster than the portable ones."""
-    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    return problem.seqlen_k >= MIN_KEYS and scores >= MIN_SCORES
-
-
 def by_name_only(problem: AttentionProblem) -> str | None:
-    """Why the kernel is not chosen unless it is named, or None."""
-    return None if pays(problem) else f"sm90 pays from {MIN_KEYS} keys and {MIN_SCORES} scores on"
+    """Why the kernel is not chosen unless it is named, or None where it is faster than the portable ones."""
+    rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
+    keys = keys_seen(problem)
+    elements = MIN_KV_LOOP << problem.deterministic  # programs then wait for each other
+    if keys * widest(problem) >= elements and rows * problem.heads_q * keys >= MIN_SCORES:
+        return None
+    return f"sm90 pays from {elements} elements of K for a query, and {MIN_SCORES} scores, on"
 
 
 def unsupported(problem: AttentionProblem) -> str | None:

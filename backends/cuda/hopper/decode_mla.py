@@ -7,8 +7,8 @@ tensor cores than for the memory: 64 queries need two warpgroups, for 64 x 512 s
 A tile is 64 rows, token * group + head, as in the portable kernel, whose split of the work and whose `_combine_kernel`
 serve here, too. One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the
 scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second
-one, which forms the right half. While the first is at its exponentials, both halves of the block before keep the
-tensor cores busy.
+one, which forms the right half while the first is at its exponentials. The first waits for its scores and its half of
+the block before at once: to let that half run on under the exponentials was up to 5 % slower (docs/log/decode.md).
 
 The queries and two blocks of keys fill the shared memory. A block is therefore handed over in three parts, each with
 barriers of its own: the features without values are free as soon as there are scores, the right half once the second
@@ -408,17 +408,17 @@ def _attend_blocks(
     """Blocks `start` to `end` of a part, from its last one on: scores of each together with the values of the one
     before."""
     for i in range(start, end):
+        sums = _start_values(p, shared, item + i - 1, o[0])
         s = _start_scores(shared, item + i)
-        o = (_start_values(p, shared, item + i - 1, o[0]),)
-        s = warpgroup_mma_wait(1, deps=[s])  # the values may still run
+        s, sums = warpgroup_mma_wait(0, deps=[s, sums])
+        o = (sums,)
+        shared.release(item + i - 1, LEFT)
         shared.release(item + i, KEYS_ONLY)
         weights, m_i, l_i, alpha = softmax_step(
             s, m_i, l_i, part.pad + (part.end - 1 - i) * BLOCK_N, rows, score, Mask(True, False, True), MASKED,
             LAZY_RISE,
         )  # fmt: skip
         shared.hand_weights(weights, alpha, l_i, item + i)
-        o = (warpgroup_mma_wait(0, deps=[o[0]]),)
-        shared.release(item + i - 1, LEFT)
         p = mma_operand(weights, o, shared.halves.dtype, True)
         o = rescaled(o, alpha, 1)
     return o, p, m_i, l_i

@@ -46,11 +46,6 @@ def refuses(problem: KVCacheProblem) -> str | None:
     return None
 
 
-def by_name_only(problem: KVCacheProblem) -> str:
-    """Why the kernel is not chosen unless it is named."""
-    return "sm90 is new: it has not been measured on a GPU"
-
-
 def unsupported(problem: KVCacheProblem) -> str | None:
     """Why the portable kernel has to run `problem`, or None."""
     return refuses(problem) or environment_refusal()
