@@ -32,7 +32,7 @@ _ABSENT = {
     "seqused_q": "cut the queries with cu_seqlens_q",
     "cu_seqlens_k_new": "pad what is appended, or append it before the call",
     "rotary_seqlens": "positions begin at cache_seqlens",
-    "scheduler_metadata": "it is made for FlashAttention-3's kernels",
+    "scheduler_metadata": "it is made for FlashAttention-3's kernels; leave it out, the work is divided on the device",
 }
 
 

@@ -82,7 +82,8 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
             "cpu": as "npu", for CPU tensors inside `diyfa.use_backend("cpu")`, to try it.
 
     Returns:
-        A handle whose `remove()` gives the operators back. A second call returns the same handle.
+        A handle whose `remove()` gives the operators back: PyTorch's own, also where another implementation of its
+        registry was active before. A second call returns the same handle.
 
     Raises:
         ValueError: another device type.
