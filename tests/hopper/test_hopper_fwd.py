@@ -254,7 +254,7 @@ MASKS = {
     "window_both": {"window": (150, 100), "seqlen_k": 900},
     "window_left": {"window": (300, -1)},
     "window_right": {"window": (-1, 30)},
-    "seq_lens": {"causal": True, "seq_lens": (690, 333)},
+    "seq_lens": {"causal": True, "seq_lens": (690, 400)},
     "softcap": {"causal": True, "softcap": 20.0, "sm_scale": -0.2},
     "packed": {"causal": True, "batch": 1, "layout": "thd", "lens_q": (500, 0, 300, 77), "lens_k": (450, 9, 300, 200)},
     "long": {"causal": True, "seqlen_q": 2500, "heads": 2, "heads_kv": 2},

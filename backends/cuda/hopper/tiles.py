@@ -131,6 +131,8 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
+    if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
+        n_keys = gl.where(row0 < n_queries, n_keys, 0)
     key0 = row0 + n_keys - n_queries  # the key that query row0 is aligned with
     end = n_keys
     if problem.HAS_RIGHT:
@@ -138,8 +140,6 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
         if not problem.CAUSAL:
             end += problem.window_right
         end = gl.minimum(n_keys, end)
-    if problem.LENGTHS == SEQ_LENS:  # a tile beyond the sample's end has rows to fill with zeros, but sees nothing
-        end = gl.where(row0 < n_queries, end, 0)
     first_block = 0
     end_block = gl.maximum(gl.cdiv(end, BLOCK_N), 1)
     if problem.HAS_LEFT:
