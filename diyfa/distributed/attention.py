@@ -279,10 +279,11 @@ def _plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     size = dist.get_world_size(groups[-1])
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
     own = dist.get_rank(groups[0]) if method == "both" else 0
-    exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout)
-    options = options._replace(
-        sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
-    )
+    exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout) if size > 1 else None
+    if exchange is not None:
+        options = options._replace(
+            sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
+        )
     if method == "both":
         ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options)
         return _Plan(exchange, ring, WHOLE, options)

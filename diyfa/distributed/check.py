@@ -68,10 +68,13 @@ def agree(groups: Sequence[dist.ProcessGroup], given: dict[str, Any], refusal: E
     arguments: Arguments = tuple((name, _described(x)) for name, x in given.items() if name != "cu_seqlens")
     vector = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dim() == 1
     arguments += (("cu_seqlens", tuple(cu_seqlens.tolist()) if vector else _described(cu_seqlens)),)
+    accepted = (*arguments, ("error", None))
     arguments += (("error", None if refusal is None else f"{type(refusal).__name__}: {refusal}"),)
     agreed = _agreed.setdefault(groups[0], {}).setdefault(tuple(group.group_name for group in groups), {})
     if arguments in agreed:
         return agreed[arguments]
+    if refusal is not None and accepted in agreed:  # of something that is not compared: the others do not listen
+        raise refusal
     if isinstance(q, torch.Tensor) and validation.is_capturing(q):  # nothing may be read from the device
         if refusal is not None:
             raise refusal

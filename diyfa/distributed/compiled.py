@@ -1,58 +1,76 @@
 """The call in a compiled graph: two operators, forward and backward, of which nothing is traced.
 
-What a graph cannot hold, the group and the options, has a number. The forward operator returns what Ulysses exchanged
-besides its results, because the backward one reads it; with a ring that is nothing.
+What a graph cannot hold, the group and the options that are no numbers, has a number. The forward operator returns what
+Ulysses exchanged besides its results, because the backward one reads it; with a ring, or one rank, that is nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from diyfa import ops
+from diyfa import ops, registry, validation
 from diyfa.distributed import attention, ulysses
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.sharding import Group, groups_of
 from diyfa.problem import empty_output
 
 TENSORS = ("cu_seqlens", "alibi_slopes", "sinks")
-_calls: list[tuple[Group, dict[str, Any]]] = []  # as many as there are kinds of calls in a program
+SCALARS = ("window_left", "window_right", "sm_scale", "softcap")  # which a graph may have as symbols
+_calls: dict[int, tuple[Group, dict[str, Any]]] = {}  # as many as there are kinds of calls in a program
 
 _lib = torch.library.Library("diyfa_distributed", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sinks"
-_lib.define(f"attention_fwd({_INPUTS}, int number) -> (Tensor out, Tensor lse, Tensor[] exchanged)")
+_OPTIONS = "SymInt window_left, SymInt window_right, float? sm_scale, float softcap, int number"
+_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor[] exchanged)")
 _lib.define(
-    f"attention_bwd(Tensor dout, Tensor dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] exchanged, int number) "
+    f"attention_bwd(Tensor dout, Tensor dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] exchanged, {_OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 
 
 @torch.compiler.assume_constant_result
 def number_of(group: Group, *options: Any) -> int:
-    """The number of a call: of its group and of what else is no tensor, as (name, value, name, value …)."""
+    """The number of a call: of its group and of what else is no tensor, as (name, value, name, value …).
+
+    It is a hash of them and of the groups' sizes, because compiled graphs are kept on disk, and found there by this
+    number among other things: in another run it must not stand for another method or for more ranks.
+    """
     group = getattr(group, "real_obj", group)  # torch.compile shows an object that stands for a process group
-    call = group, dict(zip(options[::2], options[1::2], strict=True))
-    if call not in _calls:
-        _calls.append(call)
-    return _calls.index(call)
+    sizes = [(x.group_name, dist.get_world_size(x)) for x in groups_of(group)]
+    number = int.from_bytes(hashlib.sha256(repr((sizes, options)).encode()).digest()[:7], "big")
+    _calls[number] = group, dict(zip(options[::2], options[1::2], strict=True))
+    return number
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, given: dict[str, Any]) -> Any:
     """`context_parallel_attention` with its options by name, as a graph sees it."""
+    validation.check_tensors(q=q, k=k, v=v)
     q, k, v = attention.autocast(q, k, v)
-    options = [x for name, value in given.items() if name not in TENSORS for x in (name, value)]
-    number = number_of(group, *options)
+    left, right = (validation.as_integer(x) for x in given["window"])  # values are checked by all ranks together
+    scale = None if given["sm_scale"] is None else float(given["sm_scale"])
+    others = {name: x for name, x in given.items() if name not in (*TENSORS, "window", "sm_scale", "softcap")}
+    others["backend"] = given["backend"] or registry.forced_backend() or None  # the backward pass runs elsewhere
+    number = number_of(group, *[x for pair in others.items() for x in pair])
     tensors = [given[name] for name in TENSORS]
-    out, lse, _ = torch.ops.diyfa_distributed.attention_fwd(q, k, v, *tensors, number)
+    out, lse, _ = torch.ops.diyfa_distributed.attention_fwd(
+        q, k, v, *tensors, left, right, scale, float(given["softcap"]), number
+    )
     return (out, lse) if given["return_lse"] else out
 
 
-def _given(tensors: Any, number: int) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
-    """(groups, options by name); "auto" is what the sizes decide, because a graph has the shapes of one method."""
-    group, options = _calls[number]
-    return groups_of(group), options | dict(zip(TENSORS, tensors, strict=True))
+def _given(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]:
+    """(groups, options by name) of what follows q, k and v; "auto" is what the sizes decide, because a graph has the
+    shapes of one method."""
+    *flat, number = flat
+    group, others = _calls[number]
+    named = dict(zip((*TENSORS, *SCALARS), flat, strict=True))
+    window = named.pop("window_left"), named.pop("window_right")
+    return groups_of(group), {**others, **named, "window": window}
 
 
 def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> str:
@@ -65,8 +83,7 @@ def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[
 
 
 def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    *tensors, number = rest
-    groups, given = _given(tensors, number)
+    groups, given = _given(rest)
     call = attention.agreed_call(q, k, v, groups, given | {"method": _method(q, groups, given)})
     out, lse, exchanged = attention.forward(call, groups)
     if exchanged:  # in whatever order they came
@@ -75,14 +92,13 @@ def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    *tensors, number = rest
-    groups, given = _given(tensors, number)
+    groups, given = _given(rest)
     layout = attention.layout_of(given)
     out, lse = empty_output(q, v.shape[-1]), ops.empty_lse(q, layout)
-    if _method(q, groups, given) == "ring":
+    size, rows, heads = dist.get_world_size(groups[-1]), row_dim(layout), head_dim(layout)
+    if _method(q, groups, given) == "ring" or size == 1:
         return out, lse, []
     out = q.new_empty(out.shape)
-    size, rows, heads = dist.get_world_size(groups[-1]), row_dim(layout), head_dim(layout)
 
     def exchanged(x: torch.Tensor, rows: int, heads: int, repeats: int = 1) -> torch.Tensor:
         shape = list(x.shape)
@@ -95,9 +111,10 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    *tensors, out, lse, exchanged, number = rest
-    groups, given = _given(tensors, number)
+    (*tensors, out, lse, exchanged), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
+    groups, given = _given((*tensors, *options))
     call = attention.described_call((q, k, v), groups, given | {"method": _method(q, groups, given)})
+    call = call._replace(options=call.options._replace(batch_invariant=False))  # gradients are computed as ever
     dq, dk, dv, dsinks = attention.backward(call, groups, (out, lse, exchanged), (dout, dlse))
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
@@ -109,17 +126,18 @@ def _bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.number = inputs
+    tensors, ctx.options = inputs[: 3 + len(TENSORS)], inputs[3 + len(TENSORS) :]
     out, lse, exchanged = output
     ctx.save_for_backward(*tensors, out, lse, *exchanged)
 
 
+@once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
     q, k, v, cu_seqlens, slopes, sinks, out, lse, *exchanged = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, out, lse, exchanged, ctx.number
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, out, lse, exchanged, *ctx.options
     )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, None
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None for _ in ctx.options)
 
 
 for _name, _implementation, _fake in (("attention_fwd", _fwd, _fwd_fake), ("attention_bwd", _bwd, _bwd_fake)):

@@ -14,10 +14,13 @@ from context_parallel_cases import (
     call_with,
     drawn,
     lose_rank,
+    numbers,
+    refuse_after_agreement,
     run_after_refusal,
     run_block,
     run_cancelling,
     run_choices,
+    run_compiled,
     run_dtensors,
     run_dtensors_with_heads,
     run_guide,
@@ -129,6 +132,16 @@ def test_blocks_of_a_model(workers, how):
         assert all(workers.run(run_block, method, how)), method
 
 
+def test_compiled_calls(workers):
+    workers.run(run_compiled)
+
+
+def test_numbers_of_compiled_calls(workers):
+    """Compiled graphs are found on disk by them: the same in every process, and of no other graph."""
+    first, *others = workers.run(numbers)
+    assert others == [first] * (RANKS - 1) and len(set(first)) == len(first)
+
+
 def test_ranks_that_disagree_are_named(workers):
     for odd, told in (
         ({"rows": 24}, "q: rank 2 has (1, 4, 24, 8) float32 on cpu, the others (1, 4, 16, 8) float32 on cpu"),
@@ -184,6 +197,11 @@ def test_the_method_is_the_same_on_all_ranks_and_one_that_can_run(workers):
 
 def test_a_refused_call_leaves_nothing_under_way(workers):
     assert all(workers.run(run_after_refusal))
+
+
+def test_a_rank_that_refuses_what_was_agreed_on_waits_for_nobody(workers):
+    message, waited = workers.run(refuse_after_agreement)[0]
+    assert "stride 1" in message and not waited
 
 
 def test_what_ranks_agreed_on_is_kept_by_group(workers):

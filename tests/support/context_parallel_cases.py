@@ -21,6 +21,7 @@ from diyfa.attention import checked_options, flash_attention, flash_attention_va
 from diyfa.distributed import (
     attention,
     check,
+    compiled,
     context_parallel_attention,
     shard_positions,
     shard_sequence,
@@ -202,6 +203,21 @@ def run_after_refusal() -> bool:
             continue
         return False
     return torch.equal(context_parallel_attention(q, k, v, method="ring", backend="cpu"), alone)
+
+
+def refuse_after_agreement() -> tuple[str, bool]:
+    """What one rank raises that refuses a call which all made before, and whether it waited for others."""
+    q = torch.randn(1, 4, 8, 16)
+    context_parallel_attention(q, q, q, backend="cpu", method="ring")
+    if dist.get_rank() == 0:
+        with mock.patch.object(check, "gather_parts") as gather:
+            try:
+                context_parallel_attention(
+                    q.expand(2, 4, 8, 16)[:1].mT.contiguous().mT, q, q, backend="cpu", method="ring"
+                )
+            except ValueError as error:
+                return str(error), gather.called
+    return "", False
 
 
 def run_in_groups_of_different_use(limit: int) -> None:
@@ -430,6 +446,42 @@ def run_block(method: str, how: str) -> bool:
     else:
         found = gradients(torch.compile(block, backend="aot_eager", fullgraph=True))
     return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients(block), found, strict=True))
+
+
+def run_compiled() -> None:
+    """One rank by itself: a compiled function with other numbers in each call, where nothing says in the backward pass
+    what a block told the forward pass; and that no result of the operator lies in the memory of another."""
+    alone = dist.new_group([0])
+    if dist.get_rank():
+        return
+    qkv = [x.detach()[:1, :2, :8].requires_grad_() for x in _small(9)[:3]]
+
+    def attend(method: str, left: int, scale: float) -> torch.Tensor:
+        options: dict[str, Any] = {"window": (left, 0), "sm_scale": scale, "softcap": 9 * scale}
+        return context_parallel_attention(*qkv, alone, method=method, **options)
+
+    of_graph = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for method, left, scale in (("ring", 3, 0.1), ("ring", 5, 0.3), ("ring", 4, 0.2), ("ulysses", 4, 0.2)):
+        with use_backend("cpu"):
+            outs = attend(method, left, scale), of_graph(method, left, scale)
+        with batch_invariant():  # which a ring refuses
+            found, expected = (torch.autograd.grad(out.square().sum(), qkv) for out in outs)
+        pairs = zip((outs[0], *found), (outs[1], *expected), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
+    number = compiled.number_of(alone, *(x for pair in (
+        ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"), ("dropout_p", 0.0),
+        ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu")
+    ) for x in pair))  # fmt: skip
+    arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), -1, -1, None, 0.0, number)
+    operator = torch.ops.diyfa_distributed.attention_fwd.default
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def numbers() -> list[int]:
+    """Those of calls that differ in little; of the last one in the number of ranks alone."""
+    found = [compiled.number_of(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)]
+    with mock.patch.object(dist, "get_world_size", return_value=2):
+        return [*found, compiled.number_of(None, "method", "ulysses", "causal", True)]
 
 
 def run_helpers() -> None:
