@@ -19,10 +19,11 @@ from hopper_interpreted import (  # noqa: E402
     source_of,
 )
 
+from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
+from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -170,6 +171,24 @@ def test_what_it_refuses(words: str) -> None:
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 2, 512, 512, 64, 64)
     assert bwd_configs.refuses(problem) is None
     assert words in (bwd_configs.refuses(problem.replace(**REFUSED[words])) or "")
+
+
+PACKED = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "batch": 2}
+CHOSEN = {  # name of the kernel for changes of 32 heads, 4096 queries and keys, 128 columns
+    "sm90": ({}, {"seqlen_k": 512}, {"deterministic": True}, {"window_left": 1023, "window_right": 0}, PACKED),
+    "split": (
+        {"seqlen_k": 511}, {"seqlen_k": 512, "deterministic": True}, {"window_left": 127, "window_right": 0},
+        {"seqlen_q": 64, "seqlen_k": 1024}, {"alibi": True}, {"out_dtype": "float32"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes", [(name, c) for name, some in CHOSEN.items() for c in some])
+def test_where_it_is_chosen(name: str, changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bwd_configs, "environment_refusal", lambda: None)
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 32, 32, 4096, 4096, 128, 128)
+    kernel = registry.choose("attention_bwd", problem.replace(**changes), registry.load_backend("cuda"))
+    assert kernel.name == name
 
 
 def test_a_gradient_that_tma_cannot_read_goes_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
