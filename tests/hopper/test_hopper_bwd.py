@@ -43,7 +43,7 @@ CASES = [
     case("softcap_128", softcap=5.0, causal=True, head_dim=128),
     case("sinks", sinks=True, causal=True),
     case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128),
-    case("sequences", layout="thd", lens_q=(70, 1, 0, 130), lens_k=(130, 5, 3, 64), causal=True, sinks=True),
+    case("sequences", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), causal=True, sinks=True),
     case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
     case("columns_40", head_dim=40),
     case("large_scores", sm_scale=4.0, causal=True),
@@ -75,8 +75,8 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
 
 WIDE = [
     case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
-    case(
-        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1, 0, 66), lens_k=(65, 5, 3, 64), sinks=True
+    case(  # the last sequences are shorter than the longest
+        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
     ),
 ]
 MORE_WIDE = [
