@@ -115,16 +115,19 @@ MORE_DETERMINISTIC = {
 }
 
 
-def sums(sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd) -> list[torch.Tensor]:
-    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`."""
+def sums(
+    sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd, n_keys: int | None = None
+) -> list[torch.Tensor]:
+    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`. `n_keys`: where the sample ends."""
     h, hk, sq, sk, d, left, right = sizes
     torch.manual_seed(0)
     q, out, dout = (torch.randn(1, h, sq, d).bfloat16() for _ in range(3))
     k, v = (torch.randn(1, hk, sk, d).bfloat16() for _ in range(2))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, h, hk, sq, sk, d, d, left, right)
-    problem = problem.replace(deterministic=True)
+    problem = problem.replace(deterministic=True, seq_lens=n_keys is not None)
     assert bwd_configs.refuses(problem) is None
-    tensors, lse = AttentionTensors(q, k, v, 0.1), torch.zeros(1, h, sq)
+    lengths = None if n_keys is None else torch.tensor([n_keys], dtype=torch.int32)
+    tensors, lse = AttentionTensors(q, k, v, 0.1, seq_lens=lengths), torch.zeros(1, h, sq)
     backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -142,6 +145,11 @@ def test_deterministic(sizes: tuple[int, ...]) -> None:
     first, other = (sums(sizes, seed) for seed in (0, 5))
     assert first[0].count_nonzero()
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_turns_where_queries_and_keys_end_with_blocks() -> None:
+    """A program that counted one too many before it, or programs without keys, would wait for ever."""
+    assert sums((1, 1, 256, 512, 64, -1, 0), 0, n_keys=384)[0].count_nonzero()
 
 
 def test_without_turns_sums_depend_on_who_comes_first(tmp_path: Path) -> None:
