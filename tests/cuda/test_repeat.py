@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
+from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
@@ -597,3 +598,49 @@ def test_a_repeated_call_with_a_cache_launches_what_the_ordinary_one_does(record
     assert [len(calls) for calls in passes] == [3, 3, 3, 3]
     assert len(launched) == 6  # of two calls
     assert are_same(*passes)
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
+    """Both descriptors of a tensor are made of what the call gives, and a call whose v is no part of k is another."""
+    described = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
+    monkeypatch.setattr(decode_mla, "_decode_mla_kernel", fake_kernel(decode_mla._decode_mla_kernel, recorder))
+    monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
+    backend = diyfa.registry.load_backend("cuda")
+    chosen = [
+        dataclasses.replace(kernel, by_name_only=lambda problem: None)
+        if (kernel.op, kernel.name) == ("kvcache_fwd", "sm90")
+        else kernel
+        for kernel in backend.kernels
+    ]
+    monkeypatch.setattr(backend, "kernels", chosen)
+    passes, kept = [], []
+    for length in (100, 100, 101, 102):
+        q, cache = torch.zeros(2, 1, 16, 576).bfloat16(), torch.zeros(9, 64, 1, 576).bfloat16()
+        table = torch.zeros(2, 4, dtype=torch.int32) if by == "tensor" else None
+        cache = cache if by == "tensor" else cache.flatten(0, 1)[None].expand(2, -1, -1, -1)
+        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+        out = q.new_zeros(2, 1, 16, 512) if gives_out else None
+        options = {"block_table": table, "out": out, "softmax_scale": 0.1, "causal": True}
+        with diyfa.use_backend("cuda"):
+            result, lse = diyfa.flash_attn_with_kvcache(
+                q, cache, cache[..., :512], cache_seqlens=lengths, return_softmax_lse=True, **options
+            )
+        own = {"q": q, "cache": cache, "out": result, "lse": lse}
+        own |= {"lengths": lengths, "table": table} if by == "tensor" else {}
+        calls = [named(call, **own) for call in recorder.calls]
+        assert [call[1] for call in calls] == ["_decode_mla_kernel", "_combine_kernel"]
+        assert sum(y in ("q", "cache") for x in calls[0] if isinstance(x, tuple) for y in x) == 4  # descriptors
+        assert by == "int" or {"lengths", "table"} <= {x for x in calls[0] if isinstance(x, str)}
+        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
+        kept.append(own)  # memory that is not given out again
+        recorder.calls.clear()
+    assert len(described) == 4  # of two calls
+    assert are_same(*passes)
+    with diyfa.use_backend("cuda"):
+        v = torch.zeros(cache.shape).bfloat16()[..., :512]
+        diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
+    assert recorder.calls[0][4] == "_decode_kernel"

@@ -44,7 +44,7 @@ CASES = [
     case("softcap_128", softcap=5.0, causal=True, head_dim=128),
     case("sinks", sinks=True, causal=True),
     case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128),
-    case("sequences", layout="thd", lens_q=(70, 1, 0, 130), lens_k=(130, 5, 3, 64), causal=True, sinks=True),
+    case("sequences", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), causal=True, sinks=True),
     case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
     case("columns_40", head_dim=40),
     case("large_scores", sm_scale=4.0, causal=True),
@@ -76,8 +76,8 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
 
 WIDE = [
     case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
-    case(
-        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1, 0, 66), lens_k=(65, 5, 3, 64), sinks=True
+    case(  # the last sequences are shorter than the longest
+        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
     ),
 ]
 MORE_WIDE = [
@@ -116,16 +116,19 @@ MORE_DETERMINISTIC = {
 }
 
 
-def sums(sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd) -> list[torch.Tensor]:
-    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`."""
+def sums(
+    sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd, n_keys: int | None = None
+) -> list[torch.Tensor]:
+    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`. `n_keys`: where the sample ends."""
     h, hk, sq, sk, d, left, right = sizes
     torch.manual_seed(0)
     q, out, dout = (torch.randn(1, h, sq, d).bfloat16() for _ in range(3))
     k, v = (torch.randn(1, hk, sk, d).bfloat16() for _ in range(2))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, h, hk, sq, sk, d, d, left, right)
-    problem = problem.replace(deterministic=True)
+    problem = problem.replace(deterministic=True, seq_lens=n_keys is not None)
     assert bwd_configs.refuses(problem) is None
-    tensors, lse = AttentionTensors(q, k, v, 0.1), torch.zeros(1, h, sq)
+    lengths = None if n_keys is None else torch.tensor([n_keys], dtype=torch.int32)
+    tensors, lse = AttentionTensors(q, k, v, 0.1, seq_lens=lengths), torch.zeros(1, h, sq)
     backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -143,6 +146,11 @@ def test_deterministic(sizes: tuple[int, ...]) -> None:
     first, other = (sums(sizes, seed) for seed in (0, 5))
     assert first[0].count_nonzero()
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_turns_where_queries_and_keys_end_with_blocks() -> None:
+    """A program that counted one too many before it, or programs without keys, would wait for ever."""
+    assert sums((1, 1, 256, 512, 64, -1, 0), 0, n_keys=384)[0].count_nonzero()
 
 
 def test_without_turns_sums_depend_on_who_comes_first(tmp_path: Path) -> None:

@@ -9,20 +9,22 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
 from hopper_interpreted import load_kernel, source_of  # noqa: E402
-from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
+from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
 from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa import fast_path, registry  # noqa: E402
-from diyfa.backends.cuda.attention import decode_configs  # noqa: E402
+from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.problem import KVCacheProblem  # noqa: E402
+from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
+from diyfa.reference import reference_kvcache  # noqa: E402
 from diyfa.testing import poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
@@ -62,6 +64,9 @@ def check(case: CacheCase) -> None:
 CASES = [
     case("ragged", 0, 1, 64, 150, spare=7),
     case("pages", 200, 33, page_size=64, seqlen_q=3, heads=64),
+    case("tokens_end_in_two_blocks", 130, 65, page_size=128, seqlen_q=3, heads=32, heads_kv=2),
+    case("leftpad", 70, 135, leftpad=(7, 66), batch_idx=True, causal=False, heads=8),
+    case("append", 60, added=4, seqlen_q=4, heads=8),
 ]
 MORE = [
     case("one_key", 1, causal=False),
@@ -69,8 +74,6 @@ MORE = [
     case("several_tokens", 70, 3, 0, seqlen_q=7, spare=3),
     case("heads_128", 130, 64, heads=128, seqlen_q=2),
     case("two_heads_of_keys", 70, 200, heads=32, heads_kv=2, causal=False),
-    case("leftpad", 70, 200, leftpad=(7, 66), batch_idx=True, causal=False),
-    case("append", 60, 100, added=4, seqlen_q=4),
     case("int_length", 90, 90, by="int"),
     case("whole_cache", 128, 128, by="none", causal=False),
     case("more_sequences_than_lanes", *(range(5, 400, 10)), heads=8),
@@ -85,6 +88,62 @@ def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, programs=3)
     check(case)
     assert kernel.launches == 1
+
+
+def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than are added up at once; shares so long that to begin a tile counts as work."""
+    source = source_of("hopper.decode_mla")
+    for name, value in (("SCAN = gl.constexpr(128)", "SCAN = gl.constexpr(2)"), ("LONG_SHARE * gl", "gl")):
+        assert name in source
+        source = source.replace(name, value)
+    kernels = load_kernel({"hopper.decode_mla": source}, tmp_path, ("hopper.decode_mla",))
+    for programs in (2, 3):
+        with monkeypatch.context() as patch:
+            interpret(patch, programs=programs, kernels=kernels)
+            check(case("long_shares", 129, 1, 40, heads=8))
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-46])  # the last is 0 in float32
+def test_scales(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(case("scale", 70, heads=8)) | {"softmax_scale": scale, "return_softmax_lse": True}
+    want, want_lse = reference_kvcache(**call, dtype=torch.float64)
+    assert interpret(monkeypatch).launches == 0
+    with diyfa.use_backend("cuda"):
+        out, lse = diyfa.flash_attn_with_kvcache(**call | {"v_cache": call["k_cache"][..., :512]})
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), want.double(), rtol=1e-2, atol=1e-2)
+
+
+def unchecked(problem: KVCacheProblem, k: torch.Tensor, **given: torch.Tensor) -> list[torch.Tensor]:
+    """Out and lse of both kernels, for values on a device, where nobody checks them."""
+    q = torch.randn(problem.batch, 1, 8, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tensors = KVCacheTensors(q, k, k[..., :512], 0.04, **given)
+    results = []
+    for kernel in (decode_mla, decode):
+        out, lse = q.new_full((problem.batch, 1, 8, 512), float("nan")), torch.full(problem.lse_shape, float("nan"))
+        kernel.kvcache_forward(problem, tensors, out, lse)
+        results += [out, lse]
+    return results
+
+
+def test_values_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and padding end with the cache, and rows and pages that it does not have are not looked at."""
+    interpret(monkeypatch)
+    k = torch.randn(3, 70, 1, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lengths, rows, pads = ([99, 9, 9, -5, 65], [1, -1, 3, 0, 2], [-3, 0, 0, 0, 2**30])
+    problem = KVCacheProblem("cuda", "sm_90", "bfloat16", "bfloat16", "bshd", 5, 8, 1, 1, 70, 576, 512)
+    problem = problem.replace(latent=True, lengths=True, cache_batch_idx=True, leftpad=True)
+    names = ("seqlens", "cache_batch_idx", "leftpad")
+    given = {x: torch.tensor(y).int() for x, y in zip(names, (lengths, rows, pads), strict=True)}
+    out, lse, want, want_lse = unchecked(problem, k, **given)
+    assert lse.isfinite().any((1, 2)).tolist() == [True, False, False, False, False]
+    torch.testing.assert_close(out.float(), want.float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    pages = torch.full((3, 64, 1, 576), float("nan")).bfloat16()
+    pages[1] = k[0, :64]
+    problem = problem.replace(batch=1, capacity=192, page_size=64, cache_batch_idx=False, leftpad=False)
+    table = torch.tensor([[-1, 1, 3]], dtype=torch.int32)
+    assert unchecked(problem, pages, seqlens=torch.tensor([192]).int(), block_table=table)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 4, 5, 6, 7))])

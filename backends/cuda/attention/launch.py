@@ -56,11 +56,16 @@ def softmax_scale(problem: AttentionProblem, sm_scale: float) -> tuple[float, bo
     """(scale, negate products first) of the forward kernel.
 
     Plain scores are scaled inside the exponential, after the running maximum was taken: that needs a positive scale.
-    A scale of 0 becomes the smallest that keeps -inf a mask and every exponential at 1.
     """
     if has_adjusted_scores(problem):
         return sm_scale / (problem.softcap or 1.0), False
-    return abs(sm_scale) or 1e-30, sm_scale < 0
+    return positive_scale(sm_scale), sm_scale < 0
+
+
+def positive_scale(sm_scale: float) -> float:
+    """The scale without its sign; for what float32 has as 0 one that keeps -inf a mask and every exponential at 1."""
+    scale = abs(sm_scale)
+    return scale if scale > torch.finfo(torch.float32).tiny else 1e-30
 
 
 def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -840,7 +840,8 @@ def _convert_kernel(
         row0 += half * ROWS
     end = n_queries if config.LENGTHS == PACKED else seqlen_q
     number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
-    # In bounds also for rows that nothing has been added up for, where nothing is written.
+    # Behind the end of a sequence there may be no block: what is read instead is not written.
+    number = gl.where(row0 < n_queries, number, 0)
     at = dq_ptr + (number.to(gl.int64) * HALVES + half) * HALF_DQ
     x = gl.load(at + gl.arange(0, HALF_DQ, layout=FLAT))
     x = x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])

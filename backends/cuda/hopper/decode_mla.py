@@ -33,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE
 from diyfa.backends.cuda.attention.fwd import LOWEST
+from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
@@ -641,7 +642,7 @@ def launches_of(
         "k_rest_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, REST.value),
         "steps_kb": steps_kb,
         "steps_kn": steps_kn,
-        "scale": abs(tensors.sm_scale) or 1e-30,  # as `softmax_scale`
+        "scale": positive_scale(tensors.sm_scale),
     }
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
     constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0)
