@@ -25,6 +25,7 @@ from context_parallel_cases import (
     run_dtensors_with_heads,
     run_guide,
     run_helpers,
+    run_in_float64,
     run_in_groups_of_different_use,
     run_in_modes,
     run_misplaced_dtensors,
@@ -222,6 +223,10 @@ def test_gradients_are_summed_in_float32():
     for share in (256.0, 1.0, 1.0, 1.0, 1.0):
         total.add(0, torch.full((2,), share, dtype=torch.bfloat16))
     assert total.all().tolist() == [260.0, 260.0]
+
+
+def test_float64_stays_float64(workers):
+    assert max(workers.run(run_in_float64)) < 1e-12
 
 
 def test_values_that_cancel_between_ranks(workers):

@@ -168,6 +168,18 @@ def _refused(function: Callable[..., Any], given: dict[str, Any], error: type[Ex
         assert torch.equal(x.detach().float(), before[name]), f"{name} was written"
 
 
+class _Watching(TorchDispatchMode):
+    """Sees every operator, and changes nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+def attend_seen(**given: Any) -> Any:
+    with _Watching():
+        return diyfa.flash_attn_with_kvcache(**given)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_write_nothing(name: str) -> None:
     changes, error, pattern = REFUSALS[name]
@@ -205,6 +217,7 @@ def test_a_kernel_that_refuses_leaves_the_cache_alone(monkeypatch: pytest.Monkey
     monkeypatch.setitem(registry._loaded, "cpu", stub)
     monkeypatch.setattr(fast_path, "plans", {})
     _refused(diyfa.flash_attn_with_kvcache, call(), ValueError, "not today")
+    _refused(attend_seen, call(), ValueError, "not today")
 
 
 def test_values_in_a_latent_cache_come_with_the_keys() -> None:
@@ -236,6 +249,17 @@ def test_operators() -> None:
     flat = kvcache_ops._pack(tensors, options, NewKeys(given["k"], given["v"], COS, COS))
     for out in (None, torch.empty_like(given["q"])):
         torch.library.opcheck(torch.ops.diyfa.kvcache_append.default, (out, *flat))
+
+
+def test_the_operator_refuses_keys_without_values() -> None:
+    """A traced call cannot see whether the values lie in the keys."""
+
+    def append(**given: Any) -> None:
+        options = kvcache_ops.KVCacheOptions("bshd", window_right=0)
+        tensors = KVCacheTensors(given["q"], given["k_cache"], given["v_cache"], 0.25, seqlens=given["cache_seqlens"])
+        torch.ops.diyfa.kvcache_append(None, *kvcache_ops._pack(tensors, options, NewKeys(given["k"], None)))
+
+    _refused(append, call(), ValueError, "k comes without v")
 
 
 def _step(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -542,26 +566,16 @@ def test_an_out_in_memory_that_is_read_is_refused() -> None:
         _refused(diyfa.flash_attn_with_kvcache, given, ValueError, f"out must not share memory with {name}")
 
 
-class _Watching(TorchDispatchMode):
-    """Sees every operator, and changes nothing."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **kwargs or {})
-
-
 def test_a_call_that_is_seen_is_refused_before_it_appends() -> None:
     """As under torch.compile, appending is an operator of its own then, and comes first."""
-
-    def attend(**given: Any) -> Any:
-        with _Watching():
-            return diyfa.flash_attn_with_kvcache(**given)
-
     given = call(rotary_cos=torch.ones(40, 4), rotary_sin=torch.ones(40, 4))
     inside = given["v_cache"].flatten()[: B * SQ * H * D].view(B, SQ, H, D)
-    _refused(attend, {**given, "out": inside}, ValueError, "out must not share memory with v_cache")
+    _refused(attend_seen, {**given, "out": inside}, ValueError, "out must not share memory with v_cache")
+    without = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
+    _refused(attend_seen, {**given, **without, "out": inside}, ValueError, "out must not share memory with v_cache")
     shifted = torch.randn(B, SQ + 1, H, D)
     given |= {"q": shifted[:, 1:], "out": shifted[:, :-1]}
-    _refused(attend, given, ValueError, "out must not share memory with q")
+    _refused(attend_seen, given, ValueError, "out must not share memory with q")
 
 
 def test_out_beside_wider_queries_in_one_buffer() -> None:

@@ -269,6 +269,17 @@ def run_in_modes() -> list[bool]:
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
 
 
+def run_in_float64() -> float:
+    """The largest difference, of out and the gradients, from one device."""
+    *whole, dout = (x.detach().double().requires_grad_() for x in _small(10))
+    own = [shard_sequence(x.detach(), None, 2).requires_grad_() for x in whole]
+    expected = flash_attention(*whole, causal=True, backend="cpu")
+    out = context_parallel_attention(*own, method="ring", causal=True, backend="cpu")
+    found = out, *torch.autograd.grad(out, own, shard_sequence(dout.detach(), None, 2))
+    pairs = zip(found, (expected, *torch.autograd.grad(expected, whole, dout.detach())), strict=True)
+    return max(float((unshard_sequence(a.detach(), None, 2) - b).abs().max()) for a, b in pairs)
+
+
 def run_choices() -> list[bool]:
     """What decides whether a rank's choice is that of all: where they differ, and where a method is ruled out."""
     q, k, v = (shard_sequence(x.detach(), None, 2) for x in _small(6)[:3])
