@@ -49,34 +49,51 @@ def test_a_page_that_there_is_not_is_absent(npu: torch.device, page_size: int) -
     """As on CUDA: no key lies behind an entry outside the cache, in pages that are loaded whole or gathered. What
     belongs to no sequence is NaN: the nearest pages, and rows beyond the keys and before them."""
     pages, absent = 7, 2**31 - 1
-    table = torch.tensor([[2, -1, 4, 2**30], [-(2**31), absent, 1, 5], [-1, 7, 3, absent], [-1, 7, -9, 8]]).int()
+    table = torch.tensor([[2, -1, 4, 2**30], [-(2**31), absent, 1, 5], [6, 7, 3, absent], [-1, 7, -9, 8]]).int()
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
     q, capacity = torch.randn(4, 1, 2, 32, generator=generator).half(), 4 * page_size
-    counts, pads = [capacity - 1, capacity - 2, 3 * page_size - 1, capacity], [1, 0, 2 * page_size + 1, 0]
+    counts, pads = [capacity - 1, capacity - 2, capacity - 1, capacity], [1, 0, 2 * page_size + 1, 0]
     seen = [[page * page_size + row for page, rows in own for row in rows] for own in (
         [(2, range(1, page_size)), (4, range(page_size))],
         [(1, range(page_size)), (5, range(page_size - 2))],
-        [(3, range(1, page_size - 1))],
+        [(3, range(1, page_size))],
         [],
     )]  # fmt: skip
     unseen = sorted(set(range(pages * page_size)) - {row for rows in seen for row in rows})
     for x in (k, v):
         x.view(-1, 32)[unseen] = NAN
+    sinks = torch.tensor([0.5, -1.0])
     tensors = KVCacheTensors(
         q.to(npu), k.to(npu), v.to(npu), 0.2, seqlens=torch.tensor(counts).int().to(npu),
         block_table=table.to(npu), leftpad=torch.tensor(pads).int().to(npu),
+        sinks=sinks.to(npu),
     )  # fmt: skip
     arch = diyfa.registry.load_backend("npu").arch(npu)
     problem = KVCacheProblem(
-        "npu", arch, "float16", "float16", "bshd", 4, 2, 1, 1, capacity, 32, 32, page_size, lengths=True, leftpad=True
+        "npu",
+        arch,
+        "float16",
+        "float16",
+        "bshd",
+        4,
+        2,
+        1,
+        1,
+        capacity,
+        32,
+        32,
+        page_size,
+        lengths=True,
+        leftpad=True,
+        sinks=True,
     )
     out, lse = torch.empty_like(tensors.q), torch.empty(problem.lse_shape, device=npu)
     kvcache_fwd(problem, tensors, out, lse)
     for b, rows in enumerate(seen):
         there = [x.flatten(0, 1)[None, rows].float() for x in (k, v)]
         want, want_lse = diyfa.reference_attention(
-            q[b : b + 1].float(), *there, sm_scale=0.2, layout="bshd", return_lse=True
+            q[b : b + 1].float(), *there, sm_scale=0.2, layout="bshd", sinks=sinks, return_lse=True
         )
         torch.testing.assert_close(out[b : b + 1].cpu().float(), want, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(lse[b : b + 1].cpu(), want_lse, rtol=1e-5, atol=1e-5)

@@ -48,6 +48,7 @@ FACTS = {
     "diyfa/device.py:npu_status": "tries to import torch_npu, which may take long to fail",
     "diyfa/registry.py:_plugins": "reads the metadata of all installed packages",
     "diyfa/registry.py:_loaded": "the backends",
+    "diyfa/distributed/compiled.py:_calls": "what a compiled graph names by number: one for each kind of call",
 }
 OTHERS = {
     "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
