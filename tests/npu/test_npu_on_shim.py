@@ -13,6 +13,7 @@ from npu_dense import Call
 
 import diyfa
 from diyfa import registry
+from diyfa.options import WHOLE, AttentionOptions, pack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -213,9 +214,8 @@ def test_output_alone_can_be_differentiated(npu: torch.device) -> None:
 def test_dispatch_of_the_operator(npu: torch.device) -> None:
     """The registered operator itself runs on npu tensors."""
     q, k, v = (torch.randn(2, 30, 2, 32, dtype=F16).to(npu) for _ in range(3))
-    tensors = (None,) * 7
-    arguments = (*tensors, 0, 0, 32**-0.5, -1, 0, 0.0, 0.0, "bshd", False, False, False, "", "auto", False)
-    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *arguments)
+    options = AttentionOptions("bshd", 32**-0.5, window_right=0)
+    out, lse = torch.ops.diyfa.attention_fwd(q, k, v, "", *pack(WHOLE, options))
     assert out.device == q.device and lse.device == q.device
     assert out.shape == q.shape and out.stride() == q.stride() and lse.shape == (2, 2, 30)
 
