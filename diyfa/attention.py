@@ -54,6 +54,7 @@ def checked_options(
     options["sm_scale"] = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     options["window_left"], options["window_right"] = left, 0 if options.pop("causal", False) else right
     options["softcap"], options["dropout_p"] = float(softcap), float(dropout_p)
+    options["deterministic"] = options.get("deterministic", False) or torch.are_deterministic_algorithms_enabled()
     if not dropout_p:
         options["rng_state"] = None
     elif options.get("rng_state") is None:
@@ -164,7 +165,7 @@ def flash_attention(
         dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
             default: drawn from the device's default generator.
-        deterministic: gradients are bitwise equal from run to run.
+        deterministic: gradients are bitwise equal from run to run, as with `torch.use_deterministic_algorithms(True)`.
         return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
         backend: name of a backend that must run the call; default: the one made for the tensors' device.
 

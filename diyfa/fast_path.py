@@ -132,6 +132,7 @@ def key_of(
             and torch.is_autocast_enabled(device.type)
             and torch.get_autocast_dtype(device.type),
             wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch.are_deterministic_algorithms_enabled(),
             scalars,
             of_optional,
         )

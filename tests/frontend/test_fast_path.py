@@ -79,6 +79,20 @@ def test_another_option_is_another_call(launches, change):
         assert torch.equal(got, attend(q, k, v, **{"causal": True, **change}))
 
 
+def test_a_deterministic_pytorch_asks_for_deterministic_gradients(launches):
+    q, k, v = qkv()
+    attend(q, k, v)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(q, k, v)
+        assert not launches
+        attend(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    attend(q, k, v)
+    assert [plan.options.deterministic for plan in launches] == [True, False]
+
+
 def test_other_tensors_are_another_call(launches):
     q, k, v = qkv()
     attend(q, k, v)

@@ -20,6 +20,7 @@ from hopper_interpreted import (  # noqa: E402
 )
 
 from diyfa import registry  # noqa: E402
+from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
@@ -199,13 +200,17 @@ def test_where_it_is_chosen(name: str, changes: dict, monkeypatch: pytest.Monkey
     assert kernel.name == name
 
 
-def test_a_gradient_that_tma_cannot_read_goes_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["address", "steps"])
+def test_what_tma_cannot_reach_goes_to_the_portable_kernels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_backward(monkeypatch)
     calls = []
     monkeypatch.setattr(bwd_launch.portable, "attention_backward", lambda *arguments: calls.append(arguments))
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64)
     q, k, v, out = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(4))
     dout = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 1, 64, 64)
+    if what == "steps":
+        problem, dout = problem.replace(seq_lens=True), torch.zeros_like(q)
+        monkeypatch.setattr(tma, "_STEPS", 64)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
     arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
     bwd_launch.attention_backward(*arguments)

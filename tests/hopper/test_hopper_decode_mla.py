@@ -21,6 +21,7 @@ from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
 import diyfa  # noqa: E402
 from diyfa import fast_path, registry  # noqa: E402
 from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
+from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
@@ -88,6 +89,13 @@ def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, programs=3)
     check(case)
     assert kernel.launches == 1
+
+
+def test_a_cache_that_tma_cannot_reach_goes_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret(monkeypatch, programs=3)
+    monkeypatch.setattr(tma, "_STEPS", 64)
+    check(case("far", 20, 90, heads=4))
+    assert kernel.launches == 0
 
 
 def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (128, "float16", True, {}),
         (128, "bfloat16", True, packed),
         (256, "bfloat16", True, {}),
+        (256, "bfloat16", True, packed),
         (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)

@@ -48,21 +48,31 @@ def _step(x: torch.Tensor, layout: str) -> int:
     return gcd(stride_b, stride_row)
 
 
+def _counted_steps(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """`steps_of`, and how many steps away the end of the last row lies."""
+    if layout == VARLEN:
+        return 0, 1, 0
+    stride_b, _, stride_row, _ = bhsd_strides(x, layout)
+    step, batch, rows = _step(x, layout), x.shape[0], x.shape[LAYOUTS[layout][2]]
+    per_sample, per_row = (0 if batch == 1 else stride_b // step), stride_row // step
+    return per_sample, per_row, (batch - 1) * per_sample + rows * per_row
+
+
+def has_few_steps(layout: str, *tensors: torch.Tensor) -> bool:
+    """Whether ragged descriptors reach all rows: where not, `steps_of` raises."""
+    return all(_counted_steps(x, layout)[2] < _STEPS for x in tensors)
+
+
 def steps_of(x: torch.Tensor, layout: str) -> tuple[int, int]:
     """(steps from one sample to the next, steps from one row to the next) in a ragged descriptor.
 
     Raises:
         ValueError: the last row lies more steps away than 32 bits count.
     """
-    stride_b, _, stride_row, _ = bhsd_strides(x, layout)
-    step = _step(x, layout)
-    if layout == VARLEN:
-        return 0, 1
-    batch, rows = x.shape[0], x.shape[LAYOUTS[layout][2]]
-    per_sample, per_row = (0 if batch == 1 else stride_b // step), stride_row // step
-    if (batch - 1) * per_sample + rows * per_row >= _STEPS:
+    per_sample, per_row, count = _counted_steps(x, layout)
+    if count >= _STEPS:
         raise ValueError(
             f"sm90 counts {_STEPS} steps through a tensor with seq_lens; shape {tuple(x.shape)} with strides "
-            f'{x.stride()} takes {(batch - 1) * per_sample + rows * per_row}. Pass variant="v2"'
+            f'{x.stride()} takes {count}. Pass variant="v2"'
         )
     return per_sample, per_row

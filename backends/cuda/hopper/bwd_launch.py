@@ -13,7 +13,7 @@ from diyfa.backends.cuda.attention.launch import forced_config, own_objects, str
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
-from diyfa.backends.cuda.gluon.tma import dense_descriptor, ragged_descriptor, steps_of
+from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -205,6 +205,15 @@ def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | N
     return torch.zeros_like(lse) if problem.varlen else torch.empty_like(lse)
 
 
+def _can_describe(
+    problem: AttentionProblem, tensors: AttentionTensors, dout: torch.Tensor, gradients: AttentionGradients
+) -> bool:
+    """Whether TMA can reach all that is read and written, which nobody knew when the kernel was chosen."""
+    if not is_aligned(dout, gradients.dk, gradients.dv):
+        return False
+    return not problem.seq_lens or has_few_steps(problem.layout, *tensors[:3], dout)
+
+
 def attention_backward(
     problem: AttentionProblem,
     tensors: AttentionTensors,
@@ -215,7 +224,7 @@ def attention_backward(
     gradients: AttentionGradients,
 ) -> None:
     """Launch the kernels, which fill the gradients."""
-    if not is_aligned(dout, gradients.dk, gradients.dv):  # nobody knew it when the kernel was chosen
+    if not _can_describe(problem, tensors, dout, gradients):
         portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
         return
     lse = lse.contiguous()
@@ -240,7 +249,7 @@ def repeat(
     owners: Sequence[torch.Tensor],
 ) -> Callable[..., list[torch.Tensor | None] | None] | None:
     """`Kernel.repeat`."""
-    if not lse.is_contiguous() or not is_aligned(dout, gradients.dk, gradients.dv):
+    if not lse.is_contiguous() or not _can_describe(problem, tensors, dout, gradients):
         return None
     tensors = own_objects(tensors)
     backward = Sm90Backward(problem, tensors, _config(problem), lse)
