@@ -1,11 +1,13 @@
-"""Configs of the Hopper backward beside each other and cuDNN, on an H100 or H200.
+"""Configs of the Hopper backward beside each other, cuDNN and FlashAttention-4, on an H100 or H200.
 
     PYTHONPATH=. python benchmarks/hopper_bwd.py [--only 128] [--budget 145] [--rounds 1]
 
-First each config is checked, in a process of its own with a time-out, against float64 at odd, ragged, causal and
-grouped shapes; then those that passed are timed in turns. A config that hangs or fails costs one line. bf16, 16384
-tokens, 2048 columns in all heads; TFLOP/s of 2·B·H·S²·(3·D + 2·Dv), half with a causal mask; medians over the rounds of
-medians of `triton.testing.do_bench`. Prints one table last, and writes JSON to $OUT/hopper_bwd.json where OUT is set.
+diyfa, cuDNN and, where `flash_attn.cute` can be imported, FlashAttention-4 are timed as their users call them, forward
+and backward each; the configs by their kernels alone. First each config is checked, in a process of its own with a
+time-out, against float64 at odd, ragged, causal and grouped shapes; then those that passed are timed in turns. A config
+that hangs or fails costs one line. bf16, 16384 tokens, 2048 columns in all heads; TFLOP/s of 2·B·H·S²·(3·D + 2·Dv)
+backward and 2·B·H·S²·(D + Dv) forward, half with a causal mask; medians over the rounds of medians of
+`triton.testing.do_bench`. Prints one table last, and writes JSON to $OUT/hopper_bwd.json where OUT is set.
 """
 
 from __future__ import annotations
@@ -148,10 +150,53 @@ def check(name: str) -> str:
     return ""
 
 
+def of_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def of_flash_attention_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+    return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+
+def of_diyfa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    from diyfa import flash_attention
+
+    return flash_attention(q, k, v, causal=causal)
+
+
+ATTENTION = {"cudnn": of_cudnn, "fa4": of_flash_attention_4, "diyfa": of_diyfa}
+
+
+def add_attention(
+    functions: dict[str, Any], name: str, inputs: tuple[torch.Tensor, ...], do: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """Add the forward and the backward of an implementation, run once each; returns out, (B, H, S, D)."""
+    attention = ATTENTION[name]
+    if name == "fa4":  # which reads (B, S, H, D): made so that nothing is copied
+        inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
+        do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    backward = partial(torch.autograd.grad, attention(*inputs, causal), inputs, do, retain_graph=True)
+    backward()
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return attention(*inputs, causal)
+
+    functions[f"{name} forward"], functions[name] = forward, backward
+    return forward()
+
+
 def measure(names: list[str], rounds: int, until: float, to: str) -> None:
     """Time the configs and cuDNN in turns; rows are written to `to` as they come."""
     import triton
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from diyfa.backends.cuda.attention.bwd import attention_backward
     from diyfa.backends.cuda.runtime import tune
@@ -167,16 +212,11 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
             q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
             functions: dict[str, Any] = {}
             out = torch.randn_like(do)
-            if group == 1:
+            for name in ATTENTION:
                 try:
-                    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                        of_cudnn = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-                    functions["cudnn"] = partial(torch.autograd.grad, of_cudnn, (q, k, v), do, retain_graph=True)
-                    functions["cudnn"]()
-                    out = of_cudnn.detach()
-                except RuntimeError as error:
-                    functions.pop("cudnn", None)
-                    print(f"no cuDNN at {d}: {error}"[:200])
+                    out = add_attention(functions, name, (q, k, v), do, causal)
+                except (ImportError, RuntimeError, AssertionError) as error:
+                    print(f"no {name} at {d}, group {group}: {error}"[:200])
             # About what it is for such tensors; a forward pass of ours would have to be compiled.
             keys = torch.arange(1, s + 1, device="cuda") if causal else torch.full((s,), s, device="cuda")
             lse = (keys.float().log() + 0.5).expand(b, h, s).contiguous()
@@ -196,7 +236,8 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
             for name, found in times.items():
                 if found:
                     row = {"d": d, "causal": causal, "s": s, "group": group, "name": name, "ms": median(found)}
-                    row["tflops"] = 2 * TOKENS * s * h * (3 * d + 2 * dv) / (2 if causal else 1) / row["ms"] / 1e9
+                    widths = d + dv if name.endswith(" forward") else 3 * d + 2 * dv
+                    row["tflops"] = 2 * TOKENS * s * h * widths / (2 if causal else 1) / row["ms"] / 1e9
                     file.write(json.dumps(row) + "\n")
             file.flush()
             del functions

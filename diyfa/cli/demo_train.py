@@ -70,7 +70,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _learning_rate(step: int, preset: Preset, steps: int) -> float:
+def learning_rate(step: int, preset: Preset, steps: int) -> float:
     """Linear warm-up over a tenth of the steps, then a half cosine down to a tenth of the rate."""
     warmup = max(1, steps // 10)
     if step < warmup:
@@ -125,7 +125,7 @@ def compare(
     result = Comparison(model=mine)
     for step in range(steps):
         tokens, targets = batches.next()
-        rate = _learning_rate(step, preset, steps)
+        rate = learning_rate(step, preset, steps)
         result.diyfa.append(trainers["diyfa"].step(tokens, targets, rate))
         result.sdpa.append(trainers["sdpa"].step(tokens, targets, rate))
         if step == steps - 1:

@@ -1,0 +1,97 @@
+"""A GPT trained with diyfa, cuDNN and FlashAttention-2 under it: the same weights, batches and steps for each.
+
+    PYTHONPATH=. python benchmarks/training.py [--head-dim 64] [--steps 300] [--layers 12] [--context 4096]
+
+The model and the data are those of `diyfa demo`, in bfloat16 autocast. Implementations take turns, a block of steps
+each, so that none has a cooler GPU to itself. Prints tokens/s, losses and the largest relative difference of two loss
+curves; writes JSON with the curves to $OUT/training-D.json where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from diyfa.attention import flash_attention
+from diyfa.cli.demo_data import Batches, standard_library_text
+from diyfa.cli.demo_model import GPT, GPTConfig
+from diyfa.cli.demo_train import ACCELERATOR, Preset, Trainer, learning_rate
+
+BLOCK = 25  # steps of one implementation before the next has its turn
+
+
+def of_pytorch(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(which):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+ATTENTION: dict[str, Callable[..., torch.Tensor]] = {
+    "diyfa": partial(flash_attention, causal=True),
+    "cuDNN": partial(of_pytorch, SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": partial(of_pytorch, SDPBackend.FLASH_ATTENTION),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=120, help="no block of steps is begun after that")
+    options = parser.parse_args()
+    begin = time.time()
+    model = GPTConfig(options.layers, options.width // options.head_dim, options.head_dim, options.context)
+    preset = Preset(model, options.batch, options.steps, 6e-4, 0, 0, ACCELERATOR.autocast)
+    device = torch.device("cuda")
+    batches = Batches(standard_library_text(), model.context, preset.batch, 0, device)
+    drawn = [batches.next() for _ in range(preset.steps)]
+
+    trainers = {}
+    for name, attention in ATTENTION.items():
+        torch.manual_seed(0)
+        trainers[name] = Trainer(GPT(model, attention).to(device), preset, device)
+    losses: dict[str, list[float]] = {name: [] for name in trainers}
+    speeds: dict[str, list[float]] = {name: [] for name in trainers}
+    for first in range(0, preset.steps, BLOCK):
+        if time.time() - begin > options.seconds:
+            print(f"out of time after {first} steps")
+            break
+        for name, trainer in trainers.items():
+            start = time.perf_counter()
+            for step in range(first, min(first + BLOCK, preset.steps)):
+                losses[name].append(trainer.step(*drawn[step], learning_rate(step, preset, preset.steps)))
+            if first:  # the first block compiles
+                speeds[name].append(BLOCK * preset.batch * model.context / (time.perf_counter() - start))
+
+    curve = losses["diyfa"]
+    summary = {}
+    for name in trainers:
+        apart = max(abs(a - b) / b for a, b in zip(curve, losses[name], strict=True))
+        summary[name] = {"tokens_per_second": round(median(speeds[name])), "difference_from_diyfa": apart}
+        print(
+            f"{name:18} {median(speeds[name]) / 1e3:8.1f} thousand tokens/s, loss {curve[0]:.3f} -> "
+            f"{losses[name][-1]:.4f}, largest difference from diyfa {apart:.1e}"
+        )
+    if "OUT" in os.environ:
+        document = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "options": vars(options),
+            "summary": summary, "losses": losses,
+        }  # fmt: skip
+        Path(os.environ["OUT"], f"training-{options.head_dim}.json").write_text(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
