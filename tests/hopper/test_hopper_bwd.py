@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,8 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
+import hopper_key_block_kernel  # noqa: E402
+from block_ranges import configurations, sees  # noqa: E402
 from hopper_interpreted import (  # noqa: E402
     BACKWARD_MODULES,
     interpret_backward,
@@ -18,6 +21,7 @@ from hopper_interpreted import (  # noqa: E402
     run_backward,
     source_of,
 )
+from simulators.gluon import KernelBug  # noqa: E402
 
 from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda.gluon import tma  # noqa: E402
@@ -44,7 +48,7 @@ CASES = [
     case("window_both", seqlen_q=330, seqlen_k=300, window=(60, 30), head_dim=128),
     case("softcap_128", softcap=5.0, causal=True, head_dim=128),
     case("sinks", sinks=True, causal=True),
-    case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128),
+    case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128, sinks=True),
     case("sequences", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), causal=True, sinks=True),
     case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
     case("columns_40", head_dim=40),
@@ -80,6 +84,8 @@ WIDE = [
     case(  # the last sequences are shorter than the longest
         "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
     ),
+    # Blocks that need a mask stand behind those that need none.
+    case("left", head_dim=64, head_dim_v=128, heads=1, seqlen_q=200, seqlen_k=131, window=(130, -1)),
 ]
 MORE_WIDE = [
     case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
@@ -133,7 +139,7 @@ def sums(
     backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels)
+        interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels, fixed_order=True)
         launch_kernel(backward.prepare(out, dout, None, None))
         launch_kernel(backward.gradient(dout, dk, dv))
     return [backward.dq, dk, dv]
@@ -154,12 +160,13 @@ def test_turns_where_queries_and_keys_end_with_blocks() -> None:
     assert sums((1, 1, 256, 512, 64, -1, 0), 0, n_keys=384)[0].count_nonzero()
 
 
-def test_without_turns_sums_depend_on_who_comes_first(tmp_path: Path) -> None:
-    source = source_of("hopper.bwd").replace("                wait_for_turn(", "                print(")
+@pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
+def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
+    source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", source_of("hopper.bwd"), flags=re.MULTILINE)
+    assert count == 1
     kernels = load_kernel({"hopper.bwd": source}, tmp_path, BACKWARD_MODULES)
-    first, other = (sums(DETERMINISTIC["full"], seed, kernels) for seed in (0, 5))
-    assert not torch.equal(first[0], other[0])
-    assert all(torch.equal(x, y) for x, y in zip(first[1:], other[1:], strict=True))
+    with pytest.raises(KernelBug, match=r"nothing orders it after that of somebody else|turn 1"):
+        sums((1, 1, 64, 200, 64, -1, -1), 0, kernels)
 
 
 REFUSED = {
@@ -215,3 +222,26 @@ def test_what_tma_cannot_reach_goes_to_the_portable_kernels(what: str, monkeypat
     arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
     bwd_launch.attention_backward(*arguments)
     assert calls == [arguments] and kernel.launches == 0
+
+
+@pytest.mark.parametrize("mask", ["left", "right", "both", "none", "left, in order"])
+def test_which_blocks_of_queries_a_program_visits(mask: str) -> None:
+    """All that see one of its keys, no block before or behind them, and without a mask all that need none."""
+    block_m, block_n, in_order = 16, 32, mask.endswith("in order")
+    has_left, has_right = mask.startswith(("left", "both")), mask in ("right", "both")
+    cases = configurations(block_m, block_n, has_left, has_right, of_keys=True)
+    cases = cases[cases[:, 1] > 0]
+    found = hopper_key_block_kernel.run(cases, block_m, block_n, has_left, has_right, in_order)
+    begin, full_begin, full_end, end = found.long().unbind(1)
+    first_key, n_queries, n_keys, left, right = (x.long()[:, None, None] for x in cases.unbind(1))
+    rows = torch.arange(int(cases[:, 1].max()) // block_m * block_m + block_m)[:, None]
+    keys = first_key + torch.arange(block_n)
+    seen = sees(rows, keys, n_keys - n_queries, left, right) & (keys < n_keys)
+    exists = (rows < n_queries).squeeze(-1).unflatten(1, (-1, block_m))
+    visible = (seen.any(-1).unflatten(1, (-1, block_m)) & exists).any(-1)  # [cases, blocks of queries]
+    whole = (seen.all(-1).unflatten(1, (-1, block_m)) | ~exists).all(-1) & exists.any(-1)
+    blocks = torch.arange(visible.shape[1])
+    assert bool(((begin <= full_begin) & (full_begin <= full_end) & (full_end <= end)).all())
+    assert torch.equal((begin[:, None] <= blocks) & (blocks < end[:, None]), visible)
+    full = (full_begin[:, None] <= blocks) & (blocks < full_end[:, None])
+    assert torch.equal(full, torch.zeros_like(whole) if in_order else whole)

@@ -102,13 +102,15 @@ def interpret_backward(
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
     wide: bool = False,
+    fixed_order: bool = False,
 ) -> InterpretedKernel:
     """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
-    of wide heads."""
+    of wide heads. `fixed_order`: dQ must be added up in one."""
     interpret(monkeypatch, FORWARD)
     found = {}
     for name, module in BACKWARD_KERNELS.items():
-        found[name] = InterpretedKernel(getattr(kernels, name, None) or getattr(module, name), seed, interleave)
+        function = getattr(kernels, name, None) or getattr(module, name)
+        found[name] = InterpretedKernel(function, seed, interleave, fixed_order)
     for name, kernel in found.items():
         monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)

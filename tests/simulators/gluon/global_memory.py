@@ -21,12 +21,14 @@ class _Storage:
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         self.address, self.name, self.keep = address, name, x
         self.writers = np.zeros(len(self.bytes), np.int32)
+        self.reducers: np.ndarray | None = None  # who was the last to combine something with each byte
 
 
 class GlobalMemory:
     """Addresses of the tensors of one launch, and bounds-checked access to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed_order: bool = False) -> None:
+        self.fixed_order = fixed_order  # whether reductions of one item must be ordered
         self.writers = 0  # how many have been numbered
         self.written: dict[int, tuple[Hashable, int]] = {}  # by writer: whose step it is to know of all it wrote
         self.atomics: Any = None  # `Atomics`, which need this
@@ -125,8 +127,25 @@ class GlobalMemory:
         items[index[0]] = old + value
         return old
 
-    def reduce(self, addresses: np.ndarray, mask: np.ndarray, values: np.ndarray, function: np.ufunc) -> None:
-        """Combine items with what is there, one at a time: nobody's result is lost."""
-        if mask.any():
-            storage, index = self._locate(addresses[mask], values.itemsize, "reduction")
-            function.at(self._items(storage, values.dtype), index, values[mask])
+    def reduce(
+        self,
+        addresses: np.ndarray,
+        mask: np.ndarray,
+        values: np.ndarray,
+        function: np.ufunc,
+        writer: int,
+        known: Steps,
+        where: str,
+    ) -> None:
+        """Combine items with what is there, one at a time: nobody's result is lost. In a fixed order only, if that is
+        asked for: the next one must have `known` that the one before was written."""
+        if not mask.any():
+            return
+        storage, index = self._locate(addresses[mask], values.itemsize, "reduction")
+        if self.fixed_order:
+            if storage.reducers is None:
+                storage.reducers = np.zeros(len(storage.bytes), np.int32)
+            if self._is_race(np.unique(storage.reducers[index * values.itemsize]), writer, known):
+                raise Race(f"reduction at {where}: nothing orders it after that of somebody else in {storage.name}")
+            storage.reducers[index * values.itemsize] = writer
+        function.at(self._items(storage, values.dtype), index, values[mask])

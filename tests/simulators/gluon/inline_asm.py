@@ -150,11 +150,15 @@ _ADD_FOUR = re.compile(r"mov\.b32 \$0, 0; red\.relaxed\.gpu\.global\.add\.v4\.f3
 def _add_four(addresses: np.ndarray, values: list[np.ndarray]) -> TensorHandle:
     if (addresses % 16).any():
         raise InvalidOperand(f"red.v4.f32 at {location()}: an address is not a multiple of 16")
-    program = current().program
+    task = current()
+    program = task.program
     program.touch_global("atomic addition")
+    writer, known = program.writer_of(task), task.clock.known
+    program.memory.written[writer] = task, task.step()
     for i, value in enumerate(values):
         places = addresses.astype(np.uint64) + np.uint64(4 * i)
-        program.memory.reduce(places, np.ones(places.shape, bool), np.broadcast_to(value, places.shape), np.add)
+        value = np.broadcast_to(value, places.shape)
+        program.memory.reduce(places, np.ones(places.shape, bool), value, np.add, writer, known, location())
     return TensorHandle(np.zeros(addresses.shape, np.int32), tl.int32)
 
 

@@ -69,12 +69,13 @@ class InterpretedKernel:
         seed: which interleaving. 0: everybody as likely; 1: copies and products as late as possible; 2: as early as
             possible; others: weights drawn for each partition and each operation.
         interleave: run all programs at once instead of one after another.
+        fixed_order: reductions in global memory must be ordered, so that sums are the same in every run.
     """
 
-    def __init__(self, kernel: Any, seed: int = 0, interleave: bool = False) -> None:
+    def __init__(self, kernel: Any, seed: int = 0, interleave: bool = False, fixed_order: bool = False) -> None:
         self._function = Function(kernel.fn)
         self.arg_names = list(kernel.arg_names)
-        self.seed, self.interleave = seed, interleave
+        self.seed, self.interleave, self.fixed_order = seed, interleave, fixed_order
         self.launches = 0
 
     def __getitem__(self, grid: Any) -> Any:
@@ -88,7 +89,7 @@ class InterpretedKernel:
         missing = set(self.arg_names).symmetric_difference(given)
         if missing:
             raise TypeError(f"{self._function.__name__} got wrong arguments: {sorted(missing)}")
-        memory = GlobalMemory()
+        memory = GlobalMemory(self.fixed_order)
         memory.atomics = Atomics(memory)
         values = {
             name: value if name in self._function.constexprs else _argument(name, value, memory)

@@ -151,13 +151,13 @@ class Stores:
         program = self.task.program
         writer = program.new_writer()
         program.memory.written[writer] = self.writing, number
-        known = self.task.clock.copy().known
+        known, where = self.task.clock.copy().known, location()
 
         def read() -> None:
             if reduction is None:
                 program.memory.store(addresses, inside, view.array, writer, known)
             else:
-                program.memory.reduce(addresses, inside, view.array, _REDUCTIONS[reduction])
+                program.memory.reduce(addresses, inside, view.array, _REDUCTIONS[reduction], writer, known, where)
             self._reading.remove(number)
 
         program.scheduler.later(Event(read, what))

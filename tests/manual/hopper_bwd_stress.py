@@ -1,0 +1,505 @@
+"""The Hopper backward on random problems against float64 under the error budget, on an H100 or H200.
+
+    PYTHONPATH=. python tests/manual/hopper_bwd_stress.py [--cases 2000] [--seconds 150] [--seed 0] [--only FEATURE]
+    PYTHONPATH=. python tests/manual/hopper_bwd_stress.py --deterministic-runs 100
+    TRITON_INTERPRET=1 PYTHONPATH=.:tests:tests/support python tests/manual/hopper_bwd_stress.py --cpu --cases 8
+
+What kernels are compiled for comes from --variants choices; shapes and inputs are new each time. Calls go through the
+public functions with `variant="sm90"`, whatever their size. Out and LSE come from a plain FlashAttention, so that an
+error is the backward's own and no forward need be compiled; `--forward` takes the Hopper one. Allocations are poisoned.
+Each call is repeated: dK and dV must be the same bits, with `deterministic` all gradients.
+
+Processes side by side take every n-th case each. The parent ends one that says nothing for --limit seconds, names its
+case and goes on behind it. Each failure comes with the options that repeat it; the summary is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from diyfa.testing import (
+    YARDSTICK_DRAWS,
+    AttentionCase,
+    Error,
+    Inputs,
+    attention_function,
+    error_budget,
+    make_inputs,
+    measure_error,
+    poisoned_allocations,
+    rounding_unit,
+)
+
+FEATURES = (
+    "causal", "window", "softcap", "gqa", "seq_lens", "packed", "sinks", "dlse", "deterministic", "wide", "widths",
+    "hostile",
+)  # fmt: skip
+GRADIENTS = ("dq", "dk", "dv", "dsinks")
+REPEATS = 3  # of each call
+MORE_DRAWS = 4 * YARDSTICK_DRAWS  # of the yardstick, before a case counts as a failure
+MOST_SCORES = 1 << 24  # of a case: float64 scores of 16 processes have to fit
+MOST_FAILURES = 6  # that are printed in full
+MOST_PROCESSES = 5  # one after another, should they hang or die
+
+
+# ---- cases
+
+
+def lengths(choose: random.Random, count: int, most: int, least: int) -> tuple[int, ...]:
+    """Of sequences: short, at the edges of blocks, or any."""
+    edges = [n for n in (least, 1, 2, 63, 64, 65, 127, 128, 129, most) if least <= n <= most]
+    return tuple(
+        choose.choice((*edges, choose.randint(least, most), choose.randint(least, most))) for _ in range(count)
+    )
+
+
+def features_of(compiled: random.Random, only: str | None) -> set[str]:
+    """What a variant is compiled for, in words."""
+    chosen = {
+        name
+        for name, share in (
+            ("softcap", 0.2), ("gqa", 0.5), ("sinks", 0.3), ("dlse", 0.5), ("deterministic", 0.35), ("hostile", 0.3),
+        )
+        if compiled.random() < share
+    }  # fmt: skip
+    for names in (("causal", "causal", "window", ""), ("seq_lens", "packed", ""), ("", "", "wide", "widths")):
+        chosen.add(compiled.choice(names))
+    if only:
+        chosen -= next((names for names in ({"causal", "window"}, {"seq_lens", "packed"}) if only in names), set())
+        chosen.add(only)
+    if only in ("wide", "widths"):
+        chosen.discard("deterministic")
+    if "deterministic" in chosen:  # refused for these
+        chosen -= {"wide", "widths"}
+    return chosen - {""}
+
+
+def draw(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[str]]:
+    """Case `number` -> (the case, its features)."""
+    variant = number % options.variants
+    compiled, choose = random.Random(f"{options.seed} {variant}"), random.Random(f"{options.seed} {number}")
+    chosen = features_of(compiled, options.only)
+    d = compiled.choice((64, 64, 128, 128, 40, 56, 72, 80, 96, 112))
+    if "wide" in chosen:
+        d = compiled.choice((256, 192, 136, 160, 200, 248))
+    dv = d
+    if "widths" in chosen:
+        d, dv = compiled.choice(((192, 128), (192, 128), (64, 128), (128, 64), (256, 72), (40, 256), (96, 200)))
+    sizes: dict[str, Any] = {}
+    most = 160 if options.cpu else 900
+    heads_kv = choose.choice((1, 1, 2, 3))
+    group = choose.choice((2, 3, 4, 8)) if "gqa" in chosen else 1
+    batch = choose.choice((1, 1, 2, 3, 8))
+    if options.cpu:
+        heads_kv, group, batch = 1, min(group, 2), min(batch, 2)
+    sq, sk = (choose.choice((64, 128, 256, choose.randint(1, most), choose.randint(1, most))) for _ in range(2))
+    if choose.random() < 0.3:
+        sq = sk
+    if choose.random() < 0.15 and not options.cpu:  # more programs than multiprocessors
+        batch, heads_kv, sq, sk = 12, 4, choose.randint(64, 200), choose.randint(128, 520)
+    while batch * heads_kv * group * sq * sk > MOST_SCORES:
+        sq, sk = sq - sq // 3, sk - sk // 3
+    if options.forward:
+        sq, sk = max(sq, 128), max(sk, 129)  # what that one takes
+    layout = compiled.choice(("bhsd", "bshd"))
+    if "packed" in chosen:
+        lens_q, lens_k = list(lengths(choose, batch + 2, sq, 0)), list(lengths(choose, batch + 2, sk, 0))
+        # The longest comes anywhere but last; one sequence has no queries, another no keys.
+        lens_q[choose.randrange(batch + 1)], lens_k[choose.randrange(batch + 1)] = sq, sk
+        lens_q[choose.randrange(batch + 2)], lens_k[choose.randrange(batch + 2)] = 0, 0
+        layout, slack = "thd", choose.choice((0, 0, 37))
+        sizes = {"lens_q": tuple(lens_q), "lens_k": tuple(lens_k), "slack": slack}
+    else:
+        sizes = {"batch": batch, "seqlen_q": sq, "seqlen_k": sk}
+        sizes["view"] = compiled.choice(("contiguous", "contiguous", "transposed"))
+        if "seq_lens" in chosen:
+            sizes["seq_lens"] = lengths(choose, batch, sk, 1)
+    if "window" in chosen:
+        left, right = compiled.choice(((True, True), (True, True), (True, False), (False, True)))
+        edge = choose.choice((0, 1, 63, 64, 65, 128, choose.randint(0, most)))
+        other = choose.choice((0, edge, choose.randint(0, most)))
+        sizes["window"] = (edge if left else -1, other if right else -1)
+    scales: tuple[float | None, ...] = (None, None, None, 0.3)
+    if "hostile" in chosen:
+        sizes["sink_offset"] = choose.choice((0.0, 12.0, -12.0))
+        scales = (None, 1.0, 4.0, -0.2, 0.0)
+    scale = choose.choice(scales)
+    if "hostile" in chosen and scale != 0.0:
+        sizes["rise"] = choose.choice((0.0, 20.0, 60.0))
+    case = AttentionCase(
+        f"case {number}",
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        head_dim=d,
+        head_dim_v=dv,
+        dtype=compiled.choice(("float16", "bfloat16", "bfloat16")),
+        layout=layout,
+        causal="causal" in chosen,
+        softcap=compiled.choice((3.0, 20.0)) if "softcap" in chosen else 0.0,
+        sinks="sinks" in chosen,
+        sm_scale=scale,
+        seed=choose.randrange(1 << 30),
+        **sizes,
+    )
+    return case, chosen
+
+
+def long_case(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[str]]:
+    """Case `number` of those that --deterministic-runs runs: more programs than a GPU has multiprocessors."""
+    few = {"batch": 2, "heads": 16, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, "dtype": "bfloat16"}
+    every: tuple[dict[str, Any], ...] = (
+        {"head_dim": 64, "causal": True},
+        {"head_dim": 128},
+        {"head_dim": 128, "causal": True, "seqlen_q": 1000, "seqlen_k": 1400},
+        {"head_dim": 64, "window": (300, 100), "dtype": "float16"},
+        {"head_dim": 96, "window": (130, -1), "softcap": 20.0},
+        {"head_dim": 128, "causal": True, "seq_lens": (1024, 130), "sinks": True},
+        {"head_dim": 64, "layout": "thd", "lens_q": (900, 0, 70, 1100), "lens_k": (900, 30, 65, 1100), "causal": True},
+        {"head_dim": 128, "layout": "thd", "lens_q": (1100, 64, 1), "lens_k": (1000, 0, 700), "sinks": True},
+    )
+    sizes = {**few, **every[number % len(every)]}
+    if options.cpu:
+        sizes |= {"batch": 1, "heads": 2, "heads_kv": 1}
+        sizes |= {name: min(sizes[name], 200) for name in ("seqlen_q", "seqlen_k")}
+        for name in ("lens_q", "lens_k", "seq_lens"):
+            if name in sizes:
+                sizes[name] = tuple(min(n, 150) for n in sizes[name])[: 1 if name == "seq_lens" else None]
+    return AttentionCase(f"long {number}", **sizes), {"deterministic", "dlse"}
+
+
+LONG_CASES = 8
+
+
+def case_of(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[str]]:
+    return (long_case if options.deterministic_runs else draw)(options, number)
+
+
+# ---- one case
+
+
+def gradients(attend: Callable[..., Any], inputs: Inputs, dlse: bool) -> dict[str, torch.Tensor]:
+    """Out, lse and the gradients of `attend`, on their device."""
+    out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
+    leaves = [*inputs.leaves, *(x for name, x in inputs.options.items() if name == "sinks")]
+    roots, given = [out], [inputs.dout.to(out.dtype)]
+    if dlse:
+        roots, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
+    found = torch.autograd.grad(roots, leaves, given, allow_unused=False)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, found, strict=False))}
+
+
+def as_reference(case: AttentionCase, inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """The inputs of a function that is not ours, in `dtype`."""
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None:
+            return x.detach().to(dtype).requires_grad_(x.requires_grad)
+        return x
+
+    named = {name: cast(x) for name, x in inputs.options.items() if not name.startswith("max_seqlen")}
+    return Inputs(*(cast(x) for x in inputs[:5]), {**named, "layout": case.layout})
+
+
+def both_references(
+    case: AttentionCase, inputs: Inputs, dlse: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(float64, the yardstick)."""
+    from diyfa.reference import reference_attention
+    from diyfa.yardstick import plain_flash_attention
+
+    exact = gradients(reference_attention, as_reference(case, inputs, torch.float64), dlse)
+    return exact, gradients(plain_flash_attention, as_reference(case, inputs, None), dlse)
+
+
+def errors_of(low: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, Error]:
+    return {name: measure_error(low[name], exact[name]) for name in GRADIENTS if name in exact}
+
+
+class Backward:
+    """Runs the Hopper backward; `given`: out and lse that the forward returns."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from diyfa.backends.cuda.attention import configs
+        from diyfa.backends.cuda.hopper import bwd_launch
+        from diyfa.backends.cuda.hopper import configs as hopper_configs
+        from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+
+        self.device = "cpu" if options.cpu else "cuda"
+        self.given: dict[str, torch.Tensor] = {}
+        self.launches = 0
+        if options.cpu:
+            import pytest
+            from hopper_interpreted import interpret_backward
+
+            interpret_backward(pytest.MonkeyPatch(), seed=options.seed)
+        else:
+            configs.TMA_MIN_WORK = hopper_configs.TMA_MIN_WORK = 0
+            hopper_configs.FULL_GPU = hopper_configs.SHORT_KV_LOOP = 0
+        if not options.forward:
+            hopper_configs.refuses = lambda problem: None
+            hopper_fwd.attention_forward = self._forward
+            hopper_fwd.repeat = lambda *arguments: None
+        launch, again = bwd_launch.attention_backward, bwd_launch.repeat
+
+        def counted(*arguments: Any) -> None:
+            self.launches += 1
+            launch(*arguments)
+
+        def counted_again(*arguments: Any) -> Any:
+            repeat = again(*arguments)
+
+            def run(*given: Any) -> Any:
+                found = repeat(*given)
+                self.launches += found is not None
+                return found
+
+            return repeat and run
+
+        bwd_launch.attention_backward, bwd_launch.repeat = counted, counted_again
+
+    def _forward(self, problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+        out.copy_(self.given["out"])
+        lse.copy_(self.given["lse"])
+
+    def __call__(self, case: AttentionCase, inputs: Inputs, features: set[str]) -> dict[str, torch.Tensor]:
+        attend = attention_function(case, backend="cuda", variant="sm90", deterministic="deterministic" in features)
+        with poisoned_allocations():
+            return gradients(attend, inputs, "dlse" in features)
+
+
+def check(run: Backward, case: AttentionCase, features: set[str], repeats: int) -> tuple[str | None, float]:
+    """(what is wrong or None, the largest share of the error budget)."""
+    dlse = "dlse" in features
+    inputs = make_inputs(case, run.device)
+    exact, low = both_references(case, inputs, dlse)
+    run.given = low
+    before = run.launches
+    got = run(case, inputs, features)
+    if inputs.q.numel() and inputs.k.numel() and run.launches == before:
+        return "the Hopper backward did not run", 0.0
+    yardstick, worst, wrong, budgets = errors_of(low, exact), 0.0, [], {}
+    for name, error in errors_of(got, exact).items():
+        draws, unit = 1, rounding_unit(exact[name], low[name].dtype)
+        if got[name].dtype != low[name].dtype:
+            wrong.append(f"{name} is {got[name].dtype}")
+        while True:
+            budget = error_budget(yardstick[name], unit)
+            share = max(e / b if e else 0.0 for e, b in zip(error, budget, strict=True))
+            if share <= 1 or error.max_abs == float("inf") or draws >= MORE_DRAWS:
+                break
+            nudged = replace(case, nudge=draws)  # another draw of rounding errors of the same size
+            for other, found in errors_of(
+                *both_references(nudged, make_inputs(nudged, run.device), dlse)[::-1]
+            ).items():
+                yardstick[other] = Error(*(max(pair) for pair in zip(found, yardstick[other], strict=True)))
+            draws += 1
+        budgets[name] = budget
+        if budget.max_abs == float("inf"):
+            wrong.append(f"{name}: the yardstick is not finite")
+        worst = max(worst, share)
+        if not share <= 1:
+            wrong.append(
+                f"{name}: error {error.max_abs:.2e} rms {error.rms:.2e}, allowed {budget.max_abs:.2e} and "
+                f"{budget.rms:.2e} after {draws} draws; {int(got[name].isnan().sum())} NaN of {got[name].numel()}"
+            )
+    promised = GRADIENTS if "deterministic" in features else ("dk", "dv")
+    for turn in range(1, 1 if wrong else repeats):
+        again = run(case, inputs, features)
+        for name in budgets:
+            if torch.equal(again[name], got[name]):
+                continue
+            difference = (again[name].double() - got[name].double()).abs().max().item()
+            if name in promised:
+                wrong.append(f"{name} has other bits in run {turn + 1}: by up to {difference:.2e}")
+            elif not difference <= 2 * budgets[name].max_abs:  # both are within it
+                wrong.append(f"{name} moved by {difference:.2e} in run {turn + 1}")
+        if wrong:
+            break
+    return "; ".join(wrong) or None, worst
+
+
+# ---- processes
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def work(options: argparse.Namespace) -> int:
+    """A worker: its cases one after another, a line of JSON before and behind each."""
+    torch.set_num_threads(1)
+    run = Backward(options)
+    for number in range(options.start, options.start + options.cases, options.jobs):
+        if time.time() > options.until:
+            break
+        case, features = case_of(options, number)
+        say(begin=number)
+        begin = time.monotonic()
+        try:
+            wrong, share = check(run, case, features, options.deterministic_runs or REPEATS)
+        except Exception as error:  # the CUDA context may be lost: the parent starts another process
+            say(
+                failed=number,
+                what=f"{type(error).__name__}: {str(error)[:400]}",
+                case=str(case),
+                features=sorted(features),
+            )
+            traceback.print_exc()
+            return 1
+        if wrong is None:
+            say(passed=number, share=share, features=sorted(features), seconds=time.monotonic() - begin)
+        else:
+            say(failed=number, what=wrong, case=str(case), features=sorted(features))
+    say(end=True)
+    return 0
+
+
+class Totals:
+    """What all workers have found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.lock = threading.Lock()
+        self.passed = 0
+        self.by_feature: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.worst = (0.0, -1)
+        self.slowest = (0.0, -1)
+
+    def again(self, number: int) -> str:
+        options = self.options
+        words = f"--seed {options.seed} --variants {options.variants} --start {number} --cases 1 --jobs 1"
+        if options.only:
+            words += f" --only {options.only}"
+        if options.deterministic_runs:
+            words += f" --deterministic-runs {options.deterministic_runs}"
+        return words + (" --forward" if options.forward else "") + (" --cpu" if options.cpu else "")
+
+    def fail(self, number: int, what: str, details: str = "") -> None:
+        with self.lock:
+            self.failures.append(f"FAILED {what}\n  {details}\n  {self.again(number)}")
+            if len(self.failures) <= MOST_FAILURES:
+                print(self.failures[-1], flush=True)
+
+    def count(self, line: dict[str, Any]) -> None:
+        if "failed" in line:
+            self.fail(line["failed"], line["what"], f"{line['features']} {line['case']}")
+        elif "passed" in line:
+            with self.lock:
+                self.passed += 1
+                self.by_feature.update(line["features"])
+                self.worst = max(self.worst, (line["share"], line["passed"]))
+                self.slowest = max(self.slowest, (line["seconds"], line["passed"]))
+
+
+class Worker:
+    """One process: reads what it says until it ends, or ends it when it says nothing for too long."""
+
+    def __init__(self, options: argparse.Namespace, first: int, errors: str) -> None:
+        arguments = [sys.executable, __file__, *sys.argv[1:], "--worker", "--until", str(options.until)]
+        arguments += ["--start", str(first), "--cases", str(options.end - first), "--jobs", str(options.jobs)]
+        self.limit, self.errors = options.limit, errors
+        with open(errors, "w") as file:
+            self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=file, text=True)
+        self.hangs = False
+        self.last: dict[str, Any] = {}  # that it said
+
+    def _end(self) -> None:
+        self.hangs = True
+        self.process.kill()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        while True:
+            timer = threading.Timer(self.limit, self._end)
+            timer.start()
+            text = self.process.stdout.readline()
+            timer.cancel()
+            if not text:
+                break
+            if text.startswith("{"):
+                self.last = json.loads(text)
+                yield self.last
+        self.process.wait()
+
+    def why(self) -> str:
+        if self.hangs:
+            return f"HANGS: nothing for {self.limit:.0f} s"
+        with open(self.errors) as file:
+            return f"the process died ({self.process.returncode}): {file.read()[-300:]}"
+
+
+def watch(options: argparse.Namespace, number: int, totals: Totals) -> None:
+    """Run every n-th case from `number` on in a process, and in another one behind a case at which it hangs or dies."""
+    for attempt in range(MOST_PROCESSES):
+        if number >= options.end or time.time() >= options.until:
+            return
+        worker = Worker(options, number, f"{options.logs}/hopper_bwd_stress.{number}.{attempt}.txt")
+        for line in worker.lines():
+            totals.count(line)
+        if "end" in worker.last:
+            return
+        at = next((worker.last[key] for key in ("begin", "failed", "passed") if key in worker.last), number)
+        if "failed" not in worker.last:
+            case, features = case_of(options, at)
+            totals.fail(at, worker.why(), f"{sorted(features)} {case}")
+        number = at + options.jobs
+    print(f"{MOST_PROCESSES} processes failed before case {number}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=150, help="no case begins later")
+    parser.add_argument("--variants", type=int, default=96, help="a multiple of --jobs, so that each compiles its own")
+    parser.add_argument("--jobs", type=int, default=16, help="processes")
+    parser.add_argument("--limit", type=float, default=75, help="seconds for one case, compiling included")
+    parser.add_argument("--only", choices=FEATURES, default=None)
+    parser.add_argument("--forward", action="store_true", help="behind the Hopper forward")
+    parser.add_argument("--deterministic-runs", type=int, default=0, help="run a few long cases so often instead")
+    parser.add_argument("--cpu", action="store_true", help="in the Gluon interpreter, smaller cases")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    if options.deterministic_runs:
+        options.cases = min(options.cases, LONG_CASES)
+    options.jobs = min(options.jobs, options.cases)
+    options.end = options.start + options.cases
+    options.logs = os.environ.get("OUT") or "/tmp"
+    options.until = time.time() + options.seconds
+    begin = time.monotonic()
+    totals = Totals(options)
+    threads = [threading.Thread(target=watch, args=(options, options.start + i, totals)) for i in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    where = "the interpreter" if options.cpu else torch.cuda.get_device_name()
+    print(f"{where}: {totals.passed} of {options.cases} cases agree, {len(totals.failures)} fail, "
+          f"{time.monotonic() - begin:.0f} s")  # fmt: skip
+    print(f"largest share of the error budget {totals.worst[0]:.2f} (case {totals.worst[1]}), "
+          f"slowest {totals.slowest[0]:.1f} s (case {totals.slowest[1]})")  # fmt: skip
+    print(", ".join(f"{name} {count}" for name, count in sorted(totals.by_feature.items())))
+    return 1 if totals.failures else 0 if totals.passed == options.cases else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`_key_block` of the Hopper backward, on many configurations at once."""
+
+from __future__ import annotations
+
+import torch
+from simulators.gluon import InterpretedKernel
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from diyfa.backends.cuda.attention.tile_io import EQUAL
+from diyfa.backends.cuda.hopper.bwd import Sizes, Sm90BwdConstants, _key_block
+
+MANY = 8192
+
+
+@gluon.jit
+def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl.constexpr):
+    at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    exists = at < count
+    first_key = gl.load(cases_ptr + at * 5, mask=exists, other=0)
+    seqlen_q = gl.load(cases_ptr + at * 5 + 1, mask=exists, other=1)
+    seqlen_k = gl.load(cases_ptr + at * 5 + 2, mask=exists, other=1)
+    left = gl.load(cases_ptr + at * 5 + 3, mask=exists, other=0)
+    right = gl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
+    sizes = Sizes(1, 1, 1, seqlen_q, seqlen_k, 0, 0, left, right, None, None)
+    block_n = first_key // config.BLOCK_N
+    if config.DETERMINISTIC:
+        block_n = gl.cdiv(seqlen_k, config.BLOCK_N) - 1 - block_n
+    keys = _key_block(block_n, sizes, config)
+    out = out_ptr + at * 4
+    gl.store(out, keys.begin + at * 0, mask=exists)
+    gl.store(out + 1, keys.full_begin + at * 0, mask=exists)
+    gl.store(out + 2, keys.full_end + at * 0, mask=exists)
+    gl.store(out + 3, keys.end + at * 0, mask=exists)
+
+
+def run(
+    cases: torch.Tensor, block_m: int, block_n: int, has_left: bool, has_right: bool, deterministic: bool
+) -> torch.Tensor:
+    """(begin, full_begin, full_end, end) of each row (first key, queries, keys, left, right)."""
+    constants = Sm90BwdConstants(
+        block_m, block_n, 1, 1, 1, 1, 2, has_left, has_right, EQUAL.value, False, deterministic, 240, 24
+    )
+    out = torch.full((len(cases), 4), -1, dtype=torch.int32)
+    kernel = InterpretedKernel(_key_blocks_kernel)
+    kernel[(-(-len(cases) // MANY),)](cases, out, len(cases), MANY=MANY, config=constants)
+    return out
