@@ -4,9 +4,11 @@
     python benchmarks/context_parallel.py --predict 8 --tokens 1048576
     python benchmarks/context_parallel.py --predict 8 --tokens 1048576 --kernel-tflops 699 435     # no device at all
 
-Efficiency is the time of the same work on one device, divided by the ranks, over the time of the call. `--predict` runs
-what each rank would compute, step by step, on one device, and lays the steps on a timeline with the stated speeds of
-links; it prints what it assumes. Prints one JSON line after the tables.
+Efficiency is the time of the same call on one device, divided by the ranks, over the time that the ranks take together;
+its bound is what that would be if the longer of kernels and transfers, each measured alone, hid the other (Ulysses: one
+after the other). First the results are compared with the float64 reference. `--predict` runs what each rank would
+compute, step by step, on one device, and lays the steps on a timeline with the stated speeds of links; it prints what
+it assumes. Prints one JSON line after the tables.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,13 +29,24 @@ from diyfa.attention import checked_options
 from diyfa.bench.record import device_name
 from diyfa.bench.timing import synchronize, time_calls
 from diyfa.device import default_backend
-from diyfa.distributed import context_parallel_attention
+from diyfa.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from diyfa.distributed.cost import BACKWARD_WORK, BETWEEN_HOSTS, MACHINES, Work, ring_timeline
 from diyfa.distributed.merge import Merged
-from diyfa.distributed.ring import Ring, Saved, Sum, backward_step, forward_step, options_of, ring_forward
+from diyfa.distributed.ring import (
+    Ring,
+    Saved,
+    Sum,
+    backward_step,
+    forward_step,
+    options_of,
+    ring_backward,
+    ring_forward,
+)
 from diyfa.distributed.sharding import segments_of
 from diyfa.distributed.steps import Step, steps_of
+from diyfa.distributed.ulysses import Ulysses
 from diyfa.options import WHOLE
+from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 
 SPEEDS = dict(MACHINES)
 ADAPTER = replace(SPEEDS["sm_90"], peer=BETWEEN_HOSTS, exchange=BETWEEN_HOSTS)
@@ -49,8 +62,8 @@ it, runs at the stated speed whatever else the chip does, and slows down no kern
 links at 0.8 of what vendors state. Ulysses' exchanges hide nothing, and the copies beside them cost nothing."""
 
 
-def seconds_of(run: Callable[[], Any], device: torch.device, reps: int, warmup: int = 1) -> float:
-    return min(time_calls(run, device, warmup, reps)) / 1e3
+def seconds_of(run: Callable[[], Any], device: torch.device, reps: int) -> float:
+    return min(time_calls(run, device, 1, reps)) / 1e3
 
 
 class Sizes:
@@ -70,12 +83,10 @@ class Sizes:
         q, k, v = (x.requires_grad_() for x in self.random(rows, heads, heads_kv))
         attend = partial(flash_attention, causal=self.causal, backend=self.backend)
         with torch.no_grad():
-            forward = seconds_of(lambda: attend(q, k, v), self.device, reps, 1 if reps > 1 else 0)
+            forward = seconds_of(lambda: attend(q, k, v), self.device, reps)
         out = attend(q, k, v)
         dout = torch.randn_like(out)
-        backward = seconds_of(
-            lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), self.device, reps, int(reps > 1)
-        )
+        backward = seconds_of(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), self.device, reps)
         return forward, backward
 
     def work(self, ranks: int, rows: int) -> Work:
@@ -180,13 +191,49 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
     return rows_found
 
 
+def check(sizes: Sizes, rows: int, methods: list[str]) -> None:
+    """Print what share of its error budget each result has, on a sequence short enough for the float64 reference.
+
+    Raises:
+        AssertionError: on rank 0, where a result is outside it.
+    """
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    counts = {"heads": sizes.heads, "heads_kv": sizes.heads_kv, "head_dim": sizes.head_dim}
+    case = AttentionCase("check", seqlen_q=rows, dtype=dtype, causal=sizes.causal, **counts)
+    inputs = make_inputs(case, sizes.device)
+    q, k, v, dout, dlse = (shard_sequence(x.detach(), dim=2) for x in inputs[:5])
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    for method in methods:
+        out, lse = context_parallel_attention(
+            *qkv, causal=sizes.causal, method=method, backend=sizes.backend, return_lse=True
+        )
+        parts = out, lse, *torch.autograd.grad((out, lse), qkv, (dout, dlse))
+        results = Results(*(unshard_sequence(x.detach(), dim=2).cpu() for x in parts))
+        if dist.get_rank() == 0:
+            shares = {
+                name: found.share for name, found in check_budget(results, case, str(sizes.device), draws=1).items()
+            }
+            told = "  ".join(f"{name} {share:.2f}" for name, share in shares.items())
+            print(f"{method}, {rows} tokens: share of the error budget  {told}", flush=True)
+            assert max(shares.values()) <= 1, f"{method}: outside the error budget"
+
+
+class Apart(NamedTuple):
+    """Seconds of a call's links without its kernels, and of its kernels without links, in one pass."""
+
+    links: float
+    kernels: float
+
+    def overlap(self, together: float) -> float:
+        """How much of the shorter one is hidden behind the other."""
+        return max(0.0, min(1.0, (self.links + self.kernels - together) / min(self)))
+
+
 def measure(sizes: Sizes, rows: int, reps: int, methods: list[str]) -> list[dict[str, Any]]:
     """One row for each method, on all ranks of torchrun."""
     ranks = dist.get_world_size()
     work = sizes.work(ranks, rows)
-    equal = max(1, int(rows / ranks**0.5)) // 16 * 16  # as much work on one device as each rank has
-    alone = sizes.whole(equal, reps)
-    factor = rows * rows / ranks / (equal * equal)
+    alone = [reduced(x, sizes.device) for x in sizes.whole(rows, reps)]  # every rank by itself, all at a time
     qkv = [x.requires_grad_() for x in sizes.random(rows // ranks)]
     found = []
     for method in methods:
@@ -194,15 +241,21 @@ def measure(sizes: Sizes, rows: int, reps: int, methods: list[str]) -> list[dict
         dout = torch.randn_like(attend())
         runs = partial(_without_gradient, attend), partial(_with_gradients, attend, qkv, dout)
         forward, total = (reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs)
+        ring = method == "ring"
+        ahead, back = (_ring_apart if ring else _ulysses_apart)(sizes, rows, [x.detach() for x in qkv], reps)
+        sent = work.keys * (ranks - 1) if ring else work.exchanged
+        bounds = [max(x) if ring else sum(x) for x in (ahead, back)]
         row = {
-            "method": method, "forward_s": forward, "backward_s": total - forward,
-            "forward_efficiency": alone[0] * factor / forward, "efficiency": sum(alone) * factor / total,
-            "sent_GB_forward": (work.keys * (ranks - 1) if method == "ring" else work.exchanged) / 1e9,
+            "method": method, "tokens": rows, "ranks": ranks, "one_device_s": sum(alone),
+            "forward_s": forward, "backward_s": total - forward,
+            "forward_efficiency": alone[0] / ranks / forward, "efficiency": sum(alone) / ranks / total,
+            "forward_bound": alone[0] / ranks / bounds[0], "bound": sum(alone) / ranks / sum(bounds),
+            "sent_GB_forward": sent / 1e9, "links_GB/s": sent / 1e9 / ahead.links,
+            "links_alone_s": ahead.links, "kernels_alone_s": ahead.kernels,
+            "backward_links_alone_s": back.links, "backward_kernels_alone_s": back.kernels,
         }  # fmt: skip
-        if method == "ring":
-            links, kernels = _apart(sizes, rows, [x.detach() for x in qkv], reps)
-            overlap = max(0.0, min(1.0, (links + kernels - forward) / min(links, kernels)))
-            row |= {"links_alone_s": links, "kernels_alone_s": kernels, "overlap": overlap}
+        if ring:
+            row |= {"overlap": ahead.overlap(forward), "backward_overlap": back.overlap(total - forward)}
         found.append(row)
     return found
 
@@ -216,21 +269,57 @@ def _with_gradients(attend: Callable[[], Any], qkv: list[torch.Tensor], dout: to
     torch.autograd.grad(attend(), qkv, dout)
 
 
-def _apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[float, float]:
-    """Seconds of a ring's transfers without kernels, and of its kernels without transfers."""
+def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
+    """Forward and backward of a ring: transfers with steps that compute nothing, and steps without transfers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     steps = steps_of(segments_of((0, rows, rows), ranks, "zigzag"), rank, (-1, 0 if sizes.causal else -1), False)
     idle = sizes.ring(dist.group.WORLD, tuple(Step(step.shift, ()) for step in steps), qkv)
     busy = sizes.ring(dist.group.WORLD, steps, qkv)
+    q, *keys = qkv
+    out, lse = ring_forward(busy, *qkv, None)
+    dout = torch.randn_like(out)
+
+    def saved() -> Saved:
+        return Saved(q, None, out, lse, dout, None, Sum(q, 2), None)
 
     def compute() -> None:
-        merged = Merged(qkv[0], sizes.head_dim, "bhsd")
+        merged = Merged(q, sizes.head_dim, "bhsd")
         for step in steps:
-            forward_step(busy, step, qkv[0], qkv[1:], None, merged)
+            forward_step(busy, step, q, keys, None, merged)
 
-    runs = partial(ring_forward, idle, *qkv, None), compute
-    links, kernels = (reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs)
-    return links, kernels
+    def compute_gradients() -> None:
+        own = saved()
+        for step in steps:
+            backward_step(busy, step, own, keys)
+
+    runs = (
+        partial(ring_forward, idle, *qkv, None), compute,
+        lambda: ring_backward(idle, saved(), *keys), compute_gradients,
+    )  # fmt: skip
+    times = [reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs]
+    return Apart(*times[:2]), Apart(*times[2:])
+
+
+def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
+    """Forward and backward of Ulysses: its exchanges, and attention of a rank's heads over all rows."""
+    ranks = dist.get_world_size()
+    exchange = Ulysses(dist.group.WORLD, segments_of((0, rows, rows), ranks, "zigzag"), "bhsd")
+    q, k, v = exchange.scatter_heads(*qkv)
+    lse = ops.empty_lse(qkv[0], "bhsd").zero_()
+
+    def there_and_back() -> None:
+        exchange.scatter_heads(*qkv)
+        exchange.gather_heads(q, None)
+
+    def gradients_there_and_back() -> None:
+        exchange.scatter_results(qkv[0], lse)
+        exchange.gather_gradients(q, k, v, qkv[1])
+
+    exchanges = there_and_back, gradients_there_and_back
+    links = [reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in exchanges]
+    counts = q.shape[1], k.shape[1]
+    kernels = [reduced(x, sizes.device) for x in sizes.whole(rows, reps, *counts)]
+    return Apart(links[0], kernels[0]), Apart(links[1], kernels[1])
 
 
 def reduced(x: float, device: torch.device) -> float:
@@ -243,12 +332,14 @@ def reduced(x: float, device: torch.device) -> float:
 def show(rows: list[dict[str, Any]]) -> None:
     """A table of rows that have other columns each."""
     for row in rows:
-        print("  ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()))
+        words = (f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items())
+        print("  ".join(words), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=131072, help="of the whole sequence")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[131072], help="of the whole sequence, or of several")
+    parser.add_argument("--check", type=int, default=2048, metavar="TOKENS", help="of a check first; 0: none")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--heads-kv", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -266,18 +357,29 @@ def main() -> None:
     kind = arguments.device or ("cpu" if arguments.kernel_tflops else default_backend())
     if arguments.predict:
         sizes = Sizes(arguments, torch.device(kind))
-        rows = predict(sizes, arguments.predict, arguments.tokens, arguments.reps, arguments.kernel_tflops)
+        settings = arguments.reps, arguments.kernel_tflops
+        rows = [row for tokens in arguments.tokens for row in predict(sizes, arguments.predict, tokens, *settings)]
     else:
         local = int(os.environ["LOCAL_RANK"])  # torchrun's
         device = torch.device(kind) if kind == "cpu" else torch.device(kind, local)
         if kind != "cpu":
             getattr(torch, kind).set_device(device)
-        dist.init_process_group({"cuda": "nccl", "npu": "hccl"}.get(kind, "gloo"))
+        dist.init_process_group(
+            {"cuda": "nccl", "npu": "hccl"}.get(kind, "gloo"), device_id=device if kind == "cuda" else None
+        )
         sizes = Sizes(arguments, device)
-        rows = measure(sizes, arguments.tokens, arguments.reps, arguments.methods)
+        if arguments.check:
+            check(sizes, arguments.check, arguments.methods)
+        rows = []
+        for tokens in arguments.tokens:
+            found = measure(sizes, tokens, arguments.reps, arguments.methods)
+            if dist.get_rank() == 0:  # as they come: a later length may not fit
+                show(found)
+            rows += found
         synchronize(device)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        show(rows)
+        if arguments.predict:
+            show(rows)
         name = "none" if arguments.kernel_tflops else device_name(sizes.device)
         print(json.dumps({"device": name, "arguments": vars(arguments), "rows": rows}))
     if dist.is_initialized():

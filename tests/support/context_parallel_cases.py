@@ -43,19 +43,20 @@ class How(NamedTuple):
     deterministic: bool = False
     together: int = 2  # with "both"
     backend: str = "cpu"
+    device: str = "cpu"
 
 
 @lru_cache(maxsize=4)
-def mesh(together: int = 2) -> DeviceMesh:
+def mesh(together: int = 2, device: str = "cpu") -> DeviceMesh:
     """All ranks, so many in each team of Ulysses."""
-    return init_device_mesh("cpu", (dist.get_world_size() // together, together))
+    return init_device_mesh(device, (dist.get_world_size() // together, together))
 
 
 def run_sharded(case: AttentionCase, how: How) -> Results | None:
     """All results of a case, whole, on rank 0."""
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, how.device)
     options = dict(inputs.options)
-    group = mesh(how.together) if how.method == "both" else None
+    group = mesh(how.together, how.device) if how.method == "both" else None
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -83,9 +84,11 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     dsinks = gradients[3].clone() if learned else None
     if dsinks is not None:
         dist.all_reduce(dsinks)
-    whole = [unshard_sequence(x.detach(), group, dim, **cut) for x in (out, *gradients[:3])]
-    lse = unshard_sequence(lse.detach(), group, lse.dim() - 1, **cut)
-    return Results(whole[0], lse, *whole[1:], None, dsinks) if dist.get_rank() == 0 else None
+    whole = [unshard_sequence(x.detach(), group, dim, **cut).cpu() for x in (out, *gradients[:3])]
+    lse = unshard_sequence(lse.detach(), group, lse.dim() - 1, **cut).cpu()
+    if dist.get_rank():
+        return None
+    return Results(whole[0], lse, *whole[1:], None, None if dsinks is None else dsinks.cpu())
 
 
 # Lengths are multiples of eight ranks.
