@@ -8,7 +8,8 @@ the keys, do the rest. For each block of BLOCK_M queries a consumer forms
 
 (Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608, for the roles). Scores lie transposed, so
 that P and dS are already in registers as the left operands of the products that accumulate. dQ needs the dS of all
-128 keys: consumers leave theirs in shared memory, and each forms half of dQ, which is added to fp32 in global memory.
+128 keys: consumers leave theirs in shared memory and wait for each other, and each forms half of dQ, which is added to
+fp32 in global memory.
 
 Three kernels: `_prepare_kernel` forms delta and clears the fp32 dQ, `_bwd_sm90_kernel` is the above, and
 `_convert_kernel` scales dQ and writes it in 16 bits. `docs/hopper-backward.md` explains it.
@@ -281,20 +282,17 @@ class QueryRing:
 class GradientRing:
     """The dS that both consumers leave for each other, in two stages, and the dQ that they hand to the adders.
 
-    Item n of dS belongs to the block before the n-th; item 0 is nothing. Nobody need say that a stage of dS is free:
-    who writes item n + 2 has waited for all of item n + 1, which each consumer writes when it has done with item n.
+    Consumers meet once for each item of dS: who comes there with item n + 1 has done with item n, whose stage is the
+    next to be written.
     """
 
     ds_buffers: gl.shared_memory_descriptor  # dSᵀ in boxes of 64 queries
     dq_buffers: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor  # of each consumer
     dq_empty: gl.shared_memory_descriptor
 
     @gluon.jit
     def init(self):
-        for stage in gl.static_range(DS_STAGES):
-            mbarrier.init(self.ds_full.index(stage), count=CONSUMER_COUNT * WARPS)
         for c in gl.static_range(CONSUMER_COUNT):
             mbarrier.init(self.dq_full.index(c), count=WARPS)
             mbarrier.init(self.dq_empty.index(c), count=1)
@@ -303,16 +301,9 @@ class GradientRing:
     def store_ds(self, ds, item, CONSUMER: gl.constexpr):
         """A consumer leaves its dSᵀ, [64, BLOCK_M]."""
         BOXES: gl.constexpr = ds.shape[1] // ROWS
-        stage = item % DS_STAGES
-        run_of(self.ds_buffers, stage * CONSUMER_COUNT + CONSUMER, BOXES, 0, BOXES).store(ds)
+        first = (item % DS_STAGES) * CONSUMER_COUNT + CONSUMER
+        run_of(self.ds_buffers, first, BOXES, 0, BOXES).store(ds)
         fence_async_shared()
-        order_lanes()
-        release(self.ds_full.index(stage))
-
-    @gluon.jit
-    def wait_ds(self, item):
-        """Wait until the item's dS of both consumers is there."""
-        wait_full(self.ds_full.index(item % DS_STAGES), (item // DS_STAGES) & 1)
 
     @gluon.jit
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
@@ -430,10 +421,7 @@ def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor, semaphores_pt
     ring = shared.gradients
     full = ring.dq_full.index(CONSUMER)
     empty = ring.dq_empty.index(CONSUMER)
-    # What comes before the first block is nothing.
-    mbarrier.wait(full, 0)
-    mbarrier.arrive(empty, count=1)
-    item = 1
+    item = 0
     for g in range(sizes.group_size):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
@@ -548,7 +536,7 @@ def _blocks(
     """Blocks `start` to `end` of queries of one head, those that need a mask or the others; `item` counts those of all
     heads.
 
-    dQ of the block before is formed behind the scores of this one: by then the other consumer has left its dS.
+    While P is computed dP is formed; while dS goes to shared memory, dV; while dQ does, dK.
     """
     config: gl.constexpr = consumer.shared.config
     c: gl.constexpr = consumer.INDEX
@@ -568,25 +556,25 @@ def _blocks(
         zero = optimisation_barrier(item * 0)
         ring.wait_full(item)
         s = _start_scores(shared.k_buffers, shared.q_buffers, stage, c + zero, B, B, config.BLOCK_M)
-        shared.gradients.wait_ds(item)
-        dq = _start_dq(shared, item, zero, c)
-        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
-        shared.gradients.store_dq(dq, item, c)
-
         ring.wait_do(item)
         dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, B, B, config.BLOCK_M)
+        s = warpgroup_mma_wait(B, deps=[s])  # dP, a product for each box, runs on
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(p, run_of(shared.do_buffers, stage, B, 0, B), dv, is_async=True)
-
+        # Before dV has started: behind that there are no registers left.
         delta = shared.statistics.index(2 * stage + 1).load(S_LAYOUT)
+        dv = warpgroup_mma(p, run_of(shared.do_buffers, stage, B, 0, B), dv, is_async=True)
         ds = (derivative * (dp - delta)).to(DTYPE)
-        shared.gradients.store_ds(ds, item + 1, c)
+        shared.gradients.store_ds(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
+        _wait_for_other()
+        dq = _start_dq(shared, item, zero, c)
         dk = warpgroup_mma(ds, run_of(shared.q_buffers, stage, B, 0, B), dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])  # dK runs on
+        shared.gradients.store_dq(dq, item, c)
+        dk = warpgroup_mma_wait(0, deps=[dk])
         ring.release(item)
         item += 1
     return dk, dv, item
@@ -613,8 +601,6 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     item = 0
-    nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
-    shared.gradients.store_ds(nothing, 0, INDEX)
     for j in gl.static_range(CONSUMER_COUNT):
         wait_full(shared.k_full.index(j), 0)
     wait_full(shared.v_full.index(INDEX), 0)
@@ -622,10 +608,6 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
     for _ in range(sizes.group_size):
         dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
         dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
-    shared.gradients.wait_ds(item)
-    dq = _start_dq(shared, item, 0, INDEX)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    shared.gradients.store_dq(dq, item, INDEX)
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
     _wait_for_other()
@@ -712,11 +694,10 @@ def _bwd_sm90_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     queries = QueryRing(full, do_full, empty, config.STAGES)
-    gradients = GradientRing(ds_buffers, dq_buffers, ds_full, dq_full, dq_empty)
+    gradients = GradientRing(ds_buffers, dq_buffers, dq_full, dq_empty)
     queries.init()
     gradients.init()
     for c in gl.static_range(CONSUMER_COUNT):

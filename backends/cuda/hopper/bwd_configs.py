@@ -14,6 +14,7 @@ CONSUMERS = 2  # warpgroups
 # From how many elements of K for a query, and scores in all, the kernel is chosen by itself. With less, both it and the
 # portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
+MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 
 
@@ -31,8 +32,8 @@ class Sm90BwdConfig:
 
 # By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
 CONFIGS: dict[int, Sm90BwdConfig] = {
-    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-24: 389/507/519, 516"),
-    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-24: 429/544/562, 564"),
+    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-25: 388/500/517, 509"),
+    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-25: 453/576/596, 583"),
     256: Sm90BwdConfig(64, 64, 2, measured="H200, 2026-11-24: 341/417/416, 419"),
 }
 
@@ -76,9 +77,11 @@ def by_name_only(problem: AttentionProblem) -> str | None:
     rows = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
     keys = keys_seen(problem)
     elements = MIN_KV_LOOP << problem.deterministic  # programs then wait for each other
-    if keys * widest(problem) >= elements and rows * problem.heads_q * keys >= MIN_SCORES:
+    queries = problem.seqlen_q * problem.heads_q // problem.heads_kv
+    large = keys * widest(problem) >= elements and rows * problem.heads_q * keys >= MIN_SCORES
+    if large and queries >= MIN_QUERIES:
         return None
-    return f"sm90 pays from {elements} elements of K for a query, and {MIN_SCORES} scores, on"
+    return f"sm90 pays from {elements} elements of K for a query, {MIN_QUERIES} queries, and {MIN_SCORES} scores, on"
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
