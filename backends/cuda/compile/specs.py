@@ -76,7 +76,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
-    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
+    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, dropout_origins=True, **packed)
     if spec is not None and spec.has_wgmma:  # of keys that other devices have, too
         yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
@@ -106,6 +106,8 @@ HOPPER_SPILLS = 96
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
     spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
+    if problem.dropout_origins:  # where they lie, and what they move keys by
+        allowed += 32
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
