@@ -50,7 +50,7 @@ def _is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes that an optional tensor may have, in the letters of `Sizes`; "n" is B + 1, "2" is two and "o" is 2 + 4 B."""
+    """The shapes that an optional tensor may have, in the letters of `Sizes`; "n" is B + 1, "2" two, "o" 2 + 4 B."""
 
     letters: tuple[str, ...]
 

@@ -51,9 +51,10 @@ class AttentionCase:
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
     or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks and `rise` (nats; without packing) to
     the scores, from nothing at the first key to all of it at the last. `dropout_p` comes with an rng_state drawn from
-    `seed`, with `dropout_origins` that of a part of a larger problem. A `nudge` other than 0 changes every number drawn by up to 1/32 of itself, each `nudge` otherwise: enough
-    for other rounding errors, of the same size. Memory beyond `seq_lens` and beyond the last packed
-    sequence holds NaN. `large` cases are left out where kernels run in an interpreter.
+    `seed`, with `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn
+    by up to 1/32 of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Memory beyond
+    `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where kernels run in an
+    interpreter.
     """
 
     name: str

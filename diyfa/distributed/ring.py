@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from diyfa import ops
 from diyfa.distributed.merge import Merged, row_dim
 from diyfa.distributed.steps import Call, Step
+from diyfa.dropout import with_origins
 from diyfa.options import WHOLE, AttentionOptions, Lengths
 
 
@@ -33,7 +34,8 @@ class Ring(NamedTuple):
 
     group: dist.ProcessGroup
     steps: tuple[Step, ...]
-    options: AttentionOptions  # of the whole call, without optional tensors
+    options: AttentionOptions  # of the whole call, without other optional tensors than dropout's state
+    first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are in the whole call
 
 
 class _Transfer:
@@ -76,9 +78,21 @@ def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | No
     """Those of one call, whose results are added up in float32."""
     left, right = call.window
     out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
+    state = ring.options.rng_state
+    if state is not None:
+        state = with_origins(state, _origins(ring, call, q))
     return ring.options._replace(
-        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype
+        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype, rng_state=state
     )
+
+
+def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Where each sample, or packed sequence, of one call stands in the whole."""
+    sample, head = ring.first
+    if call.offsets_q:
+        return [(x.sequence, head, x.query, x.key) for x in call.origins]
+    (own,) = call.origins
+    return [(sample + b, head, own.query, own.key) for b in range(q.shape[0])]
 
 
 def forward_step(

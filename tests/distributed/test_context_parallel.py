@@ -21,6 +21,7 @@ from context_parallel_cases import (
     run_cancelling,
     run_choices,
     run_compiled,
+    run_dropout,
     run_dtensors,
     run_dtensors_with_heads,
     run_guide,
@@ -84,6 +85,12 @@ def test_triton_kernels_in_a_ring(workers, backend):
     check(workers, [(case, How("ring", backend=backend)) for case in ON_KERNELS])
 
 
+def test_dropout_is_that_of_one_device(workers):
+    """Over one, two and four ranks, with a state that is given or that the first rank draws, and from DTensors."""
+    for method in ("ring", "ulysses", "both"):
+        assert workers.run(run_dropout, method) == [[True] * 16] * RANKS, method
+
+
 def test_alibi(workers):
     check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
 
@@ -113,7 +120,8 @@ def test_helpers(workers):
 def test_dtensors(workers):
     for method in ("ring", "ulysses", "both"):
         assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
-    assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
+    for dropout_p in (0.0, 0.3):
+        assert workers.run(run_dtensors_with_heads, dropout_p) == [[True] * 6] * RANKS, dropout_p
 
 
 def test_misplaced_dtensors_are_refused(workers):
@@ -130,7 +138,8 @@ def test_misplaced_dtensors_are_refused(workers):
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])
 def test_blocks_of_a_model(workers, how):
     for method in ("ring", "ulysses", "both"):
-        assert all(workers.run(run_block, method, how)), method
+        for dropout_p in (0.0, 0.3):
+            assert all(workers.run(run_block, method, how, dropout_p)), (method, dropout_p)
 
 
 def test_compiled_calls(workers):
@@ -176,7 +185,12 @@ def test_ranks_that_disagree_are_named(workers):
         ({"layout": "thd"}, "ValueError: layout must be one of bhsd, bshd"),
         ({"group": "world"}, "TypeError: group must be a ProcessGroup, a DeviceMesh or None"),
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
-        ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
+        ({"dropout_p": 1.5}, "ValueError: dropout_p must be in [0, 1), got 1.5"),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.zeros(6, dtype=torch.int64)},
+            "ValueError: rng_state must have shape (2,)",
+        ),
+        ({"dropout_p": 0.1, "rng_state": torch.zeros(2)}, "TypeError: rng_state must be int64"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
         ({"batch_invariant": True, "method": "ring"}, "ValueError: diyfa.batch_invariant() needs method='ulysses'"),
         ({"backend": "none such"}, "ValueError: "),
