@@ -31,9 +31,9 @@ from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
-# Of dropout, no arguments of users: `_Call.first`, whether each rank drew its `rng_state`, and the groups of which the
-# first rank's is that of all.
-OF_DROPOUT = ("first", "drawn", "drawn_in")
+# No arguments of users. Which gradients are wanted, where that no longer shows; of dropout `_Call.first`, whether each
+# rank drew its `rng_state`, and the groups of which the first rank's is that of all.
+INTERNAL = ("gradients", "first", "drawn", "drawn_in")
 
 
 def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
@@ -215,7 +215,7 @@ def described_call(
     sequences = sequences_of(rows * ranks, given["cu_seqlens"])
     segments = segments_of(sequences, ranks, given["load_balance"])
     lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    own = ("method", "load_balance", "cu_seqlens", "return_lse", *OF_DROPOUT)  # what the kernels need not know
+    own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # what the kernels need not know
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
     )
@@ -253,14 +253,20 @@ def agreed_call(
         call = described_call((q, k, v), groups, given)
     except Exception as error:
         refusal = error
-    tensors = {"q": q, "k": k, "v": v}
-    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
-    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
-    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
-    compared = {name: x for name, x in given.items() if name not in OF_DROPOUT}
-    choice = agree(groups, {**tensors, **compared, **modes}, refusal, METHODS.index(call.method) if call else 0)
+    wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
+    modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
+    compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
+    choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
     return with_one_state(call._replace(method=METHODS[choice]), groups, given)
+
+
+def wanted_gradients(*learned: torch.Tensor | None) -> str:
+    """Of q, k, v and sinks, in words."""
+    if not torch.is_grad_enabled():
+        return "none"
+    pairs = zip(("q", "k", "v", "sinks"), learned, strict=True)
+    return ", ".join(name for name, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad) or "none"
 
 
 def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:

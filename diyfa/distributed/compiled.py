@@ -56,6 +56,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, give
     softcap, dropout_p = float(given["softcap"]), float(given["dropout_p"])
     others = {name: x for name, x in given.items() if name not in (*TENSORS, *SCALARS, "window")}
     others["backend"] = given["backend"] or registry.forced_backend() or None  # the backward pass runs elsewhere
+    others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # an operator does not see them
     state, others["drawn"] = given["rng_state"], False
     if dropout_p != 0 and state is None:  # drawn in the graph: both passes have the same
         state, others["drawn"] = ops.new_rng_state(q.device), True

@@ -175,6 +175,16 @@ def test_ranks_that_disagree_are_named(workers):
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
 
 
+def test_compiled_ranks_that_disagree_are_named(workers):
+    alike = {"compiled": True, "method": "ring"}
+    for odd, told in (
+        ({"grad": True}, "gradients: rank 2 has q, the others none"),
+        ({"softcap": 3.0}, "softcap: rank 2 has 3.0, the others 0.0"),
+    ):
+        messages = workers.run(call_with, alike, alike, alike | odd, alike)
+        assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [

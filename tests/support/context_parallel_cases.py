@@ -230,9 +230,12 @@ def call_with(*changes: dict[str, Any]) -> str:
     k = own.pop("k", torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype))
     cast = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
     mode = batch_invariant() if own.pop("batch_invariant", False) else nullcontext()
+    attend: Any = context_parallel_attention
+    if own.pop("compiled", False):
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     try:
         with cast, mode, mock.patch.object(attention, "checked_options", side_effect=refused, wraps=checked_options):
-            context_parallel_attention(q, k, k, own.pop("group", None), **own)
+            attend(q, k, k, own.pop("group", None), **own)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -531,7 +534,8 @@ def run_compiled() -> None:
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
     number = compiled.number_of(alone, *(x for pair in (
         ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
-        ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("drawn", False)
+        ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
+        ("drawn", False)
     ) for x in pair))  # fmt: skip
     arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), None, -1, -1, None, 0.0, 0.0, number)
     operator = torch.ops.diyfa_distributed.attention_fwd.default
