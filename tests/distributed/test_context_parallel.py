@@ -33,6 +33,7 @@ from context_parallel_cases import (
     run_sharded,
     run_twice,
     run_under_pytorch,
+    run_with_common_key,
     run_with_gaps,
     train_gpt,
 )
@@ -251,6 +252,25 @@ def test_gradients_are_summed_in_float32():
 
 def test_float64_stays_float64(workers):
     assert max(workers.run(run_in_float64)) < 1e-12
+
+
+@pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
+def test_what_float32_keys_have_in_common_costs_nothing(workers, score):
+    for method in ("ring", "both"):
+        for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
+            assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
+
+
+@pytest.mark.parametrize("score", [100.0, 10761.0])
+def test_with_sinks_it_costs_what_the_guide_says(workers, score):
+    """Only dQ and dK are worse than on one device: by L * 2**-24 times what keys, or queries, have in common."""
+    out, lse, dq, dk, dv = workers.run(run_with_common_key, score, "ring", True)[0]
+    for error, allowed in (out, lse, dv):
+        assert error <= allowed, f"{error:.2g}, allowed {allowed:.2g}"
+    common, scale, gradients = 2 * score**0.5, 0.25, 40.0  # the last: of |dout| |v| at the most
+    worse = score * 2**-24 * common * scale * gradients
+    assert dq[0] <= dq[1] + worse and dk[0] <= dk[1] + 4 * worse  # dK: of the four query heads that share a key
+    assert score < 1000 or dq[0] > dq[1], "it costs nothing any more: say so"
 
 
 def test_values_that_cancel_between_ranks(workers):

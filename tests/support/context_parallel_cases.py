@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,8 +30,9 @@ from diyfa.distributed import (
 )
 from diyfa.integrations.pytorch import use_in_pytorch
 from diyfa.ops import new_rng_state
+from diyfa.reference import reference_attention
 from diyfa.registry import batch_invariant, use_backend
-from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
+from diyfa.testing import BUDGET_FACTOR, LSE_UNIT, AttentionCase, Results, make_inputs, poisoned_allocations
 
 METHODS = ("ring", "ulysses", "both")
 Case = AttentionCase
@@ -316,6 +317,39 @@ def run_in_modes() -> list[bool]:
         out = context_parallel_attention(*own, **common)
         expected = shard_sequence(flash_attention(*whole, **common), None, 2)
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
+
+
+def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[float, float]]:
+    """float32 keys that all have a part in common, which gives every pair about this score: the errors of out, lse, dq,
+    dk and dv, each beside what the error of one device allows."""
+    q, k, v, dout = (x.detach() for x in _small(12, rows=128))
+    k, v = k[:, :2], v[:, :2]  # grouped queries
+    for x in (q, k):
+        x[..., 0] += score**0.5 * 2  # the scale is a quarter
+    dlse = dout[..., 0].contiguous()
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    if sinks:
+        options["sinks"] = torch.full((8,), score)
+    group = mesh() if method == "both" else None
+
+    def results(attend: Any, qkv: Sequence[torch.Tensor], *gradients: torch.Tensor) -> list[torch.Tensor]:
+        out, lse = attend(*qkv, **options)
+        return [out, lse, *torch.autograd.grad((out, lse), qkv, gradients)]
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = results(
+        reference_attention, [x.detach().double().requires_grad_() for x in whole], dout.double(), dlse.double()
+    )
+    alone = results(partial(flash_attention, backend="cpu"), whole, dout, dlse)
+    own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
+    attend = partial(context_parallel_attention, group=group, method=method, backend="cpu")
+    parts = results(attend, own, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
+    found = [unshard_sequence(x.detach(), group, 2) for x in parts]
+    budgets = []
+    for a, b, x, unit in zip(found, alone, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
+        error, of_one = (float((y.double() - x).detach().abs().max()) for y in (a, b))
+        budgets.append((error, BUDGET_FACTOR * of_one + unit * float(x.detach().abs().max())))
+    return budgets
 
 
 def run_in_float64() -> float:
