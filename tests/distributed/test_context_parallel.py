@@ -8,6 +8,7 @@ import pytest
 import torch
 from context_parallel_cases import (
     MATRIX,
+    METHODS,
     ON_KERNELS,
     WITH_ALIBI,
     How,
@@ -310,8 +311,7 @@ def test_pytorchs_own_context_parallel(workers):
 @pytest.mark.slow
 def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
-        cases = {case.name: case for case in MATRIX}
-        check(workers, [(cases["packed_odd"], How("ring")), (cases["causal_gqa"], How("both"))])
+        check(workers, [(case, How(method)) for method in METHODS for case in MATRIX])
         losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
     assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
 

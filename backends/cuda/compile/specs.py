@@ -268,8 +268,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (128, "float16", True, {}),
         (128, "bfloat16", True, packed),
+        (64, "float16", False, {"out_dtype": "float32"}),
+        (128, "bfloat16", True, {"out_dtype": "float32"}),
         (256, "bfloat16", True, {}),
-        (256, "bfloat16", True, packed),
+        (256, "bfloat16", True, {**packed, "out_dtype": "float32"}),
         (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)
@@ -279,13 +281,17 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
         features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
+        case += f" to {problem.out_dtype}" if problem.out_dtype else ""
+        summed = getattr(torch, problem.out_dtype or dtype)
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
-        gradient = backward.gradient(dout, torch.empty_like(tensors.k), torch.empty_like(tensors.v))
+        dq, dk, dv = (torch.empty_like(x, dtype=summed) for x in tensors[:3])
+        out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
+        gradient = backward.gradient(dout, dk, dv)
         yield spec_of(gradient, "attention_bwd/sm90", case, budget)
         if changes:
             dlse = None if delta is None else torch.empty_like(lse)
             yield spec_of(backward.prepare(out, dout, dlse, delta), "attention_bwd/sm90_prepare", case)
-            yield spec_of(backward.convert(torch.empty_like(tensors.q)), "attention_bwd/sm90_convert", case)
+            yield spec_of(backward.convert(dq), "attention_bwd/sm90_convert", case)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
