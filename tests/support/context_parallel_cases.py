@@ -59,7 +59,7 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     """All results of a case, whole, on rank 0."""
     inputs = make_inputs(case, how.device)
     options = dict(inputs.options)
-    group = mesh(how.together, how.device) if how.method == "both" else None
+    group = mesh(how.together, "cpu" if dist.get_backend() == "gloo" else how.device) if how.method == "both" else None
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
