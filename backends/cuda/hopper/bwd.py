@@ -74,9 +74,9 @@ class Sm90BwdConstants(Constants):
     lengths: int
     softcap: bool
     deterministic: bool
-    direct: bool  # dK and dV leave from registers, in float32, to be added up
     consumer_registers: int
     producer_registers: int
+    direct: bool = False  # dK and dV leave from registers, in float32, to be added up
 
 
 @dataclass(frozen=True)

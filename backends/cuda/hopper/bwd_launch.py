@@ -172,9 +172,9 @@ class Sm90Backward:
             lengths=lengths_of(problem),
             softcap=problem.softcap != 0.0,
             deterministic=problem.deterministic,
-            direct=direct,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
+            direct=direct,
         )
         grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
         kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel
