@@ -164,7 +164,8 @@ def flash_attention(
         sinks: (H,) float32 logits, one for each head, that join the softmax denominator; -inf is none.
         dropout_p: probability of dropping a softmax weight; kept ones are scaled by 1/(1 - p).
         rng_state: (2,) int64 on q's device, seed and offset of the dropout mask (`diyfa.dropout_mask` shows it);
-            default: drawn from the device's default generator.
+            default: drawn from the device's default generator. (2 + 4·B,) of a part of a larger problem: behind them,
+            for each sample, its number in that problem and where its first query head, query and key stand there.
         deterministic: gradients are bitwise equal from run to run, as with `torch.use_deterministic_algorithms(True)`.
         return_lse: also return the log-sum-exp of the scores (natural logarithm), (B, H, Sq) float32.
         backend: name of a backend that must run the call; default: the one made for the tensors' device.

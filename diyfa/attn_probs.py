@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from diyfa.dropout import kept
+from diyfa.dropout import kept, keys_of
 from diyfa.options import AttentionOptions, Lengths
 
 MULTIPLE = 128  # both sides are padded to it, as flash_attn's are
@@ -67,8 +67,7 @@ def signed_probabilities(
     if right >= 0:
         visible = visible & (distance <= right)
     weights = torch.exp(scores - lse).masked_fill(~visible, 0.0)
-    seed, offset = options.rng_state.unbind()
-    keep = kept(batch, heads, seqlen_q, seqlen_k, options.dropout_p, seed, offset, q.device)
+    keep = kept(keys_of(options.rng_state, batch, heads), seqlen_q, seqlen_k, options.dropout_p)
     # The sign bit survives even where a weight underflows to zero.
     signed = torch.where(keep | ~visible, weights, -weights)
     padding = (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)

@@ -32,6 +32,13 @@ Definition. All words have 32 bits, `+` and `*` are taken mod 2**32, `>>` shifts
    Both sides are integers of 24 bits, exact in float32, so the comparison may be made there; `x >= threshold * 256`
    in int32 says the same without a shift.
 
+4. Origins: a call that computes a part of a larger problem drops what that problem does. Behind seed and offset its
+   state then has four numbers for each sample, or packed sequence, of the call: which sample of the larger problem it
+   is (b0), and which query head (h0), query (i0) and key (j0) there its first ones are. The mask of the call is that of
+   (b0, h0 + h, i0 + i, j0 + j). Only head keys change, by a step 1 at (b0, h0 + h) and
+
+       R0 + i0 * 0x9E3779B9        R1 + i0 * 0x9E3779B9        C0 + j0 * 0x9E3779B9        C1 + j0 * 0x9E3779B9
+
 The dropping probability is p to 2**-25. Step 3 is symmetric in rows and columns: a kernel that holds transposed scores
 exchanges the arguments. It is the NH hash of (r0, r1) under the key (c0, c1) (Black et al. 1999, "UMAC", section 4.2):
 for any two rows with different words the pairs of elements over random columns are all but independent, and, unlike
@@ -39,6 +46,8 @@ sums of a row and a column word, the product leaves no bias in the four corners 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -83,13 +92,43 @@ def philox4x32(counter: Words, key: tuple[Number, Number]) -> Words:
     return c0, c1, c2, c3
 
 
-def head_keys(batch: int, heads: int, seed: Number, offset: Number, device: torch.device | str = "cpu") -> Words:
-    """Step 1 for every (sample, query head): (R0, R1, C0, C1), each (B, H) int64 with values in [0, 2**32)."""
+def head_keys(
+    batch: int,
+    heads: int,
+    seed: Number,
+    offset: Number,
+    device: torch.device | str = "cpu",
+    origins: torch.Tensor | None = None,
+) -> Words:
+    """Steps 1 and 4 for every (sample, query head): (R0, R1, C0, C1), each (B, H) int64 with values in [0, 2**32).
+
+    `origins`: (B, 4) int64, (b0, h0, i0, j0) of each sample.
+    """
     h = torch.arange(heads, device=device)
     b = torch.arange(batch, device=device)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     low, high = zero + (offset & _MASK), zero + ((offset >> 32) & _MASK)
-    return philox4x32((h, b, low, high), (seed & _MASK, (seed >> 32) & _MASK))
+    key = seed & _MASK, (seed >> 32) & _MASK
+    if origins is None:
+        return philox4x32((h, b, low, high), key)
+    b0, h0, i0, j0 = (x[:, None] for x in origins.unbind(1))
+    r0, r1, c0, c1 = philox4x32(((h0 + h) & _MASK, b0 & _MASK, low, high), key)
+    row, column = i0 * WEYL, j0 * WEYL
+    return (r0 + row) & _MASK, (r1 + row) & _MASK, (c0 + column) & _MASK, (c1 + column) & _MASK
+
+
+def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
+    """`head_keys` from a call's state, on its device: [seed, offset], which may be followed by the origins."""
+    seed, offset = rng_state[:2].unbind()
+    origins = rng_state[2:].view(batch, 4) if rng_state.shape[0] > 2 else None
+    return head_keys(batch, heads, seed, offset, rng_state.device, origins)
+
+
+def with_origins(rng_state: torch.Tensor, origins: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The state of a call that computes a part of a problem: that of the problem, with (b0, h0, i0, j0) of each sample
+    of the call. Nothing waits for the device."""
+    own = torch.tensor(origins, dtype=torch.int64).flatten()
+    return torch.cat([rng_state[:2], own.to(rng_state.device, non_blocking=True)])
 
 
 def position_words(key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -120,6 +159,7 @@ def dropout_mask(
     seed: int,
     offset: int = 0,
     device: torch.device | str = "cpu",
+    origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mask of one call, (B, H, Sq, Sk) bool, True where the softmax weight is kept (and scaled by 1/(1 - p)).
 
@@ -128,6 +168,8 @@ def dropout_mask(
         dropout_p: probability of dropping, in [0, 1).
         seed, offset: 64 bits each, as unsigned numbers or as the int64 that hold the same bits.
         device: where to compute it.
+        origins: (B, 4) int64, of a part of a larger problem: which sample, first query head, first query and first key
+            of it each sample is. `flash_attention` takes them in `rng_state`.
 
     Raises:
         ValueError: a negative size; dropout_p outside [0, 1); seed or offset of more than 64 bits.
@@ -141,24 +183,18 @@ def dropout_mask(
             raise ValueError(f"{name} must not be negative, got {size}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if origins is not None and origins.shape != (batch, 4):
+        raise ValueError(f"origins must have shape {(batch, 4)}, got {tuple(origins.shape)}")
     for name, value in (("seed", seed), ("offset", offset)):
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"dropout needs a {name} of 64 bits, got {value}")
-    return kept(batch, heads, seqlen_q, seqlen_k, dropout_p, seed, offset, device)
+    origins = None if origins is None else origins.to(device)
+    return kept(head_keys(batch, heads, seed, offset, device, origins), seqlen_q, seqlen_k, dropout_p)
 
 
-def kept(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    dropout_p: float,
-    seed: Number,
-    offset: Number,
-    device: torch.device | str,
-) -> torch.Tensor:
-    """`dropout_mask` of checked arguments."""
-    keys = head_keys(batch, heads, seed, offset, device)
+def kept(keys: Words, seqlen_q: int, seqlen_k: int, dropout_p: float) -> torch.Tensor:
+    """`dropout_mask` from head keys (B, H)."""
+    (batch, heads), device = keys[0].shape, keys[0].device
     axes = [torch.arange(size, device=device) for size in (seqlen_q, seqlen_q, seqlen_k, seqlen_k)]
     words = [position_words(key, positions) for key, positions in zip(keys, axes, strict=True)]
     keep = torch.empty(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""The table of features: a row for each field that a call has besides q, k and v, and for two that q, k and v decide.
+"""The table of features: a row for each field that a call has besides q, k and v, and for those that shapes decide.
 
 Everything that must know of a feature reads its row: the checks of optional tensors, the operators' schema, the flat
 arguments that the schema wants and what decisions depend on (`diyfa.options`), what backends refuse
@@ -40,19 +40,23 @@ def _dtype_of(value: torch.Tensor | None) -> str:
     return "" if value is None else dtype_name(value.dtype)
 
 
+def _has_origins(rng_state: torch.Tensor | None) -> bool:
+    return rng_state is not None and rng_state.shape[0] > 2
+
+
 def _is_positive(value: float) -> bool:
     return value > 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes that an optional tensor may have, in the letters of `Sizes`; "n" is B + 1 and "2" is two."""
+    """The shapes that an optional tensor may have, in the letters of `Sizes`; "n" is B + 1, "2" two, "o" 2 + 4 B."""
 
     letters: tuple[str, ...]
 
     def every(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """All of them; the first is the usual one."""
-        sizes = {**sizes, "n": sizes["b"] + 1, "2": 2}
+        sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
         return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
@@ -72,12 +76,16 @@ class Broadcast(Shape):
         return ""
 
 
-class Pair(Shape):
-    """Two numbers that lie side by side."""
+class State(Shape):
+    """Seed and offset, which may be followed by the origins of each sample; side by side."""
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        if x.shape != (2,) or x.stride(0) != 1:
-            return f"be a contiguous pair (seed, offset), got shape {tuple(x.shape)}"
+        _, (with_origins,) = self.every(sizes)
+        if x.shape not in ((2,), (with_origins,)) or x.stride(0) != 1:
+            return (
+                "be a contiguous pair (seed, offset), or that and four origins for each sample, "
+                f"({with_origins},), got shape {tuple(x.shape)}"
+            )
         return ""
 
 
@@ -144,7 +152,8 @@ FEATURES = (
         case={"sinks": True},
     ),
     Feature(
-        "rng_state", "Tensor?", "", None, _INT64, "int64", Pair(("2",)), present=lambda problem: problem.dropout,
+        "rng_state", "Tensor?", "dropout_origins", _has_origins, _INT64, "int64", State(("2", "o")),
+        present=lambda problem: problem.dropout,
     ),
     Feature("max_seqlen_q", "SymInt", "seqlen_q"),
     Feature("max_seqlen_k", "SymInt", "seqlen_k"),
@@ -176,7 +185,7 @@ FEATURES = (
     Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
-# What the shapes of q, k and v say.
+# What shapes say: those of q, k and v, and that of `rng_state`.
 OF_SHAPES = (
     Feature(
         "heads_kv", uses="gqa", present=lambda problem: problem.heads_q != problem.heads_kv,
@@ -186,6 +195,7 @@ OF_SHAPES = (
         "head_dim_v", uses="head_dim_v", present=lambda problem: problem.head_dim != problem.head_dim_v,
         label="V of another D", example={"head_dim": 192, "head_dim_v": 128},
     ),
+    Feature("dropout_origins", problem="dropout_origins", uses="dropout_origins"),
 )  # fmt: skip
 
 OPTIONAL = tuple(feature for feature in (*OF_SHAPES, *FEATURES) if feature.uses)  # what a backend may refuse

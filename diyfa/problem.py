@@ -90,6 +90,7 @@ class AttentionProblem:
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
+    dropout_origins: bool = False  # the mask is that of a part of a larger problem
     # Of out and, in the backward pass, of dq, dk and dv; "": `dtype`. Results that are still to be added up are
     # "float32". A kernel writes its buffers in their dtype.
     out_dtype: str = ""
@@ -228,7 +229,7 @@ class AttentionTensors(NamedTuple):
     alibi_slopes: torch.Tensor | None = None  # (H,) or (B, H) fp32
     attn_bias: torch.Tensor | None = None  # broadcastable to (B, H, Sq, Sk)
     sinks: torch.Tensor | None = None  # (H,) fp32
-    rng_state: torch.Tensor | None = None  # (2,) int64: seed and offset of the dropout mask
+    rng_state: torch.Tensor | None = None  # int64 [seed, offset], with `dropout_origins` and four words for each sample
     dropout_p: float = 0.0
 
     def present(self) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, position_words
+from diyfa.dropout import drop_threshold, element_levels, kept, keys_of, position_words
 from diyfa.options import LENGTHS, UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
 
@@ -144,8 +144,7 @@ def _attend_each(
     lse = torch.full((heads, q.shape[0]), _INF, dtype=stat_dtype, device=q.device)
     keys = None
     if options.rng_state is not None:
-        seed, offset = options.rng_state.tolist()
-        keys = head_keys(len(ends), heads, seed, offset, q.device)
+        keys = keys_of(options.rng_state.to(q.device), len(ends), heads)
     for b, ((q0, q1), (k0, k1)) in enumerate(ends):
         q_b, k_b, v_b = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         slopes = options.alibi_slopes
@@ -188,7 +187,7 @@ def reference_attention(
         q, k, v: as for `diyfa.flash_attention` ("bhsd", also 3-D; here 2-D and more leading dimensions, too),
             `diyfa.flash_attention_v2` ("bshd") or `diyfa.flash_attention_varlen` ("thd").
         causal, sm_scale, seq_lens, window, softcap, alibi_slopes, attn_bias, sinks, dropout_p: as there.
-        rng_state: (2,) int64, the seed and offset of the dropout mask; required when dropout_p > 0.
+        rng_state: int64, the seed and offset of the dropout mask, with or without origins; required when dropout_p > 0.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, for the layout "thd" only: where its sequences begin and end.
         layout: "bhsd", "bshd" or "thd".
         return_lse: also return the log-sum-exp of the scores.
@@ -259,8 +258,8 @@ def attention_by(
         q, k, v = (x.flatten(0, -4) for x in (q, k, v))
     q, k, v = (as_bhsd(x, layout).to(dtype) for x in (q, k, v))
     if options.rng_state is not None:
-        seed, offset = options.rng_state.tolist()
-        keep = dropout_mask(q.shape[0], q.shape[1], q.shape[2], k.shape[2], options.dropout_p, seed, offset, q.device)
+        keys = keys_of(options.rng_state.to(q.device), q.shape[0], q.shape[1])
+        keep = kept(keys, q.shape[2], k.shape[2], options.dropout_p)
     out, lse = attend(q, k, v, lengths, options, keep)
     out = as_bhsd(out, layout)  # exchanging heads and sequence is its own inverse
     if len(leading) != 2:

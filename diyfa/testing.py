@@ -51,9 +51,10 @@ class AttentionCase:
     `bias_dtype` is its dtype where it is not the case's, `bias_grad` says whether it wants a gradient. `alibi` is "h"
     or "bh". `bias_scale` multiplies the bias, `sink_offset` is added to the sinks and `rise` (nats; without packing) to
     the scores, from nothing at the first key to all of it at the last. `dropout_p` comes with an rng_state drawn from
-    `seed`. A `nudge` other than 0 changes every number drawn by up to 1/32 of itself, each `nudge` otherwise: enough
-    for other rounding errors, of the same size. Memory beyond `seq_lens` and beyond the last packed
-    sequence holds NaN. `large` cases are left out where kernels run in an interpreter.
+    `seed`, with `dropout_origins` one of a part of a larger problem. A `nudge` other than 0 changes every number drawn
+    by up to 1/32 of itself, each `nudge` otherwise: enough for other rounding errors, of the same size. Memory beyond
+    `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out where kernels run in an
+    interpreter.
     """
 
     name: str
@@ -85,6 +86,7 @@ class AttentionCase:
     sink_offset: float = 0.0
     rise: float = 0.0
     dropout_p: float = 0.0
+    dropout_origins: bool = False
     all_variants: bool = False  # worth running on every kernel, not only the preferred one
     large: bool = False
     seed: int = 0
@@ -275,7 +277,11 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
         options["sinks"] = place(random(heads, dtype=torch.float32) + case.sink_offset, True)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
-        options["rng_state"] = place(torch.randint(2**32, (2,), generator=generator, dtype=torch.int64))
+        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64)
+        if case.dropout_origins:
+            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64)
+            state = torch.cat([state, origins.flatten()])
+        options["rng_state"] = place(state)
     return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
 
 

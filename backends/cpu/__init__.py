@@ -15,7 +15,7 @@ from diyfa.backends.cpu import bwd, fwd, kvcache, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
 from diyfa.problem import AttentionProblem, Kernel, KVCacheProblem, MatmulProblem
 
-NOT_INVARIANT = ("attn_bias", "dropout", "seq_lens")  # what a cache does not have either
+NOT_INVARIANT = ("attn_bias", "dropout", "dropout_origins", "seq_lens")  # what a cache does not have either
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from diyfa.dropout import Words, drop_threshold, element_levels, head_keys, position_words
+from diyfa.dropout import Words, drop_threshold, element_levels, keys_of, position_words
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
 
 INF = float("inf")
@@ -104,8 +104,7 @@ def dropout_keys(problem: AttentionProblem, tensors: AttentionTensors) -> Words 
     if not problem.dropout:
         return None
     assert tensors.rng_state is not None
-    seed, offset = tensors.rng_state.tolist()
-    return head_keys(problem.batch, problem.heads_q, seed, offset)
+    return keys_of(tensors.rng_state, problem.batch, problem.heads_q)
 
 
 class Call:

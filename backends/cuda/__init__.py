@@ -21,8 +21,11 @@ from diyfa.problem import (
 )
 
 FEATURES = frozenset(
-    {"causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa", "head_dim_v"}
-)
+    {
+        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
+        "dropout_origins", "gqa", "head_dim_v",
+    }
+)  # fmt: skip
 # Of the forward kernels only split_kv has a result that does not depend on a batch.
 ALL_FEATURES = FEATURES | {"batch_invariant"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})

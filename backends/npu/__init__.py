@@ -28,11 +28,11 @@ from diyfa.problem import (
 
 FEATURES = frozenset(
     {
-        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout", "gqa",
-        "head_dim_v", "batch_invariant",
+        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
+        "dropout_origins", "gqa", "head_dim_v", "batch_invariant",
     }
 )  # fmt: skip
-SPLIT_KV_FEATURES = FEATURES - {"seq_lens", "attn_bias", "dropout"}
+SPLIT_KV_FEATURES = FEATURES - {"seq_lens", "attn_bias", "dropout", "dropout_origins"}
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 _triton_checked = False

@@ -15,12 +15,25 @@ from diyfa.distributed import cost, ulysses
 from diyfa.distributed.check import agree
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.ring import Ring, ring_attention, ring_forward, ring_gradients
-from diyfa.distributed.sharding import Group, Segments, groups_of, joined, place_in, segments_of, sequences_of
+from diyfa.distributed.sharding import (
+    Group,
+    Segments,
+    gather_parts,
+    groups_of,
+    joined,
+    place_in,
+    segments_of,
+    sequences_of,
+)
 from diyfa.distributed.steps import normalised, steps_of
+from diyfa.dropout import with_origins
 from diyfa.options import UNBOUNDED, WHOLE, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 
 METHODS = ("auto", "ring", "ulysses", "both")
+# No arguments of users. Which gradients are wanted, where that no longer shows; of dropout `_Call.first`, whether each
+# rank drew its `rng_state`, and the groups of which the first rank's is that of all.
+INTERNAL = ("gradients", "first", "drawn", "drawn_in")
 
 
 def _own_lengths(segments: Segments, sequences: int, device: torch.device) -> Lengths:
@@ -106,6 +119,7 @@ def context_parallel_attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     variant: str = "auto",
@@ -124,8 +138,8 @@ def context_parallel_attention(
             H, D). float16, bfloat16 or float32.
         k, v: as q, with Hk heads (H a multiple of Hk) and, for v, Dv features.
         group: a process group; a DeviceMesh of one dimension, or of two: (ring, ulysses); None: all processes.
-        causal, sm_scale, window, softcap, deterministic, variant, backend: as for `flash_attention`. Positions are
-            those in the whole sequence.
+        causal, sm_scale, window, softcap, dropout_p, deterministic, variant, backend: as for `flash_attention`.
+            Positions are those in the whole sequence.
         method: "ring" passes keys and values round; "ulysses" exchanges rows for heads, so H must be a multiple of the
             ranks; "both" does so inside the second dimension of a mesh, with a ring over the first; "auto" is "both" on
             such a mesh, else what `diyfa.distributed.cost` predicts to be the faster; in compiled graphs "ulysses"
@@ -135,8 +149,8 @@ def context_parallel_attention(
             given. The host reads them: on the CPU that waits for nothing.
         alibi_slopes: (H,) or (B, H) float32, all heads on every rank; method "ulysses" only.
         sinks: (H,) float32, all heads on every rank.
-        dropout_p: 0. The kernels form dropout's mask from positions and heads as they count them within one call, so
-            that it would not be the mask of the whole sequence.
+        rng_state: (2,) int64, seed and offset of the dropout mask, the same on all ranks; default: the first rank draws
+            it. The mask is that of the whole sequence, whatever the number of ranks and the method.
         return_lse: also return the log-sum-exp, (B, H, S / ranks) or (H, T / ranks) float32.
 
     Returns:
@@ -149,8 +163,8 @@ def context_parallel_attention(
     given: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "method": method, "load_balance": load_balance, "layout": layout,
         "cu_seqlens": cu_seqlens, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "dropout_p": dropout_p, "deterministic": deterministic, "return_lse": return_lse, "variant": variant,
-        "backend": backend,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
+        "variant": variant, "backend": backend,
     }  # fmt: skip
     if torch.compiler.is_compiling() and not any(_is_dtensor(x) for x in (q, k, v)):
         from diyfa.distributed import compiled
@@ -178,6 +192,7 @@ class _Call(NamedTuple):
     where: tuple[tuple[int, ...], tuple[Segments, ...]]  # the sequences and what of them each rank holds
     options: AttentionOptions
     method: str
+    first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are of those that dropout's mask is for
 
 
 def described_call(
@@ -185,11 +200,9 @@ def described_call(
 ) -> _Call:
     """Check every argument; no rank waits for another here."""
     validation.check_booleans(**{name: given[name] for name in ("causal", "deterministic", "return_lse")})
-    if given["dropout_p"] != 0:
-        raise ValueError(
-            f"dropout_p must be 0 over several devices, got {given['dropout_p']}: the kernels form the mask from "
-            "positions and heads as they count them within one call, not from those in the whole sequence"
-        )
+    state = given["rng_state"]
+    if given["dropout_p"] and isinstance(state, torch.Tensor) and state.shape != (2,):
+        raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(state.shape)}")
     q, k, v = qkv
     packed = given["cu_seqlens"] is not None
     layout = layout_of(given)
@@ -202,12 +215,13 @@ def described_call(
     sequences = sequences_of(rows * ranks, given["cu_seqlens"])
     segments = segments_of(sequences, ranks, given["load_balance"])
     lengths = _own_lengths(segments[rank], len(sequences) - 2, q.device) if packed else WHOLE
-    own = ("method", "load_balance", "cu_seqlens", "return_lse")  # what the kernels need not know
+    own = ("method", "load_balance", "cu_seqlens", "return_lse", *INTERNAL)  # what the kernels need not know
     options = checked_options(
         q, k, v, lengths, {name: x for name, x in given.items() if name not in own} | {"layout": layout}
     )
     where = sequences, segments
-    return _Call(qkv, where, options, _chosen(given["method"], groups, qkv, where, options))
+    chosen = _chosen(given["method"], groups, qkv, where, options)
+    return _Call(qkv, where, options, chosen, given.get("first", (0, 0)))
 
 
 def layout_of(given: dict[str, Any]) -> str:
@@ -239,13 +253,29 @@ def agreed_call(
         call = described_call((q, k, v), groups, given)
     except Exception as error:
         refusal = error
-    tensors = {"q": q, "k": k, "v": v}
-    learned = (tensors | {"sinks": given["sinks"]}).items() if torch.is_grad_enabled() else ()
-    wanted = [name for name, x in learned if isinstance(x, torch.Tensor) and x.requires_grad]
-    modes = {"gradients": ", ".join(wanted) or "none", "batch_invariant": registry.is_batch_invariant()}
-    choice = agree(groups, {**tensors, **given, **modes}, refusal, METHODS.index(call.method) if call else 0)
+    wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
+    modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
+    compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
+    choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
-    return call._replace(method=METHODS[choice])
+    return with_one_state(call._replace(method=METHODS[choice]), groups, given)
+
+
+def wanted_gradients(*learned: torch.Tensor | None) -> str:
+    """Of q, k, v and sinks, in words."""
+    if not torch.is_grad_enabled():
+        return "none"
+    pairs = zip(("q", "k", "v", "sinks"), learned, strict=True)
+    return ", ".join(name for name, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad) or "none"
+
+
+def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: dict[str, Any]) -> _Call:
+    """With the first rank's state of the dropout mask, where each drew one."""
+    state = call.options.rng_state
+    if state is None or not given.get("drawn", given["rng_state"] is None):
+        return call
+    state = gather_parts(state, given.get("drawn_in", groups))[:2]
+    return call._replace(options=call.options._replace(rng_state=state))
 
 
 _outside_graphs = _OutsideGraphs(_checked)
@@ -273,10 +303,11 @@ class _Plan(NamedTuple):
 
 
 def _plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
-    qkv, (sequences, segments), options, method = call
+    qkv, (sequences, segments), options, method, (sample, head) = call
     if method == "ring":
-        return _Plan(None, _ring(groups[0], segments, sequences, options), WHOLE, options)
+        return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), WHOLE, options)
     size = dist.get_world_size(groups[-1])
+    head += dist.get_rank(groups[-1]) * (qkv[0].shape[head_dim(options.layout)] // size)
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
     own = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout) if size > 1 else None
@@ -285,24 +316,33 @@ def _plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
             sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
         )
     if method == "both":
-        ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options)
+        ring = _ring(groups[0], tuple(joined(team) for team in teams), sequences, options, (sample, head))
         return _Plan(exchange, ring, WHOLE, options)
-    lengths = WHOLE
+    lengths, samples = WHOLE, qkv[0].shape[0]
     if options.layout == VARLEN:
-        lengths = _own_lengths(joined(segments), len(sequences) - 2, qkv[0].device)
+        samples = len(sequences) - 2
+        lengths = _own_lengths(joined(segments), samples, qkv[0].device)
+    if options.rng_state is not None:
+        state = with_origins(options.rng_state, [(sample + b, head, 0, 0) for b in range(samples)])
+        options = options._replace(rng_state=state)
     return _Plan(exchange, None, lengths, options)
 
 
 def _ring(
-    group: dist.ProcessGroup, segments: tuple[Segments, ...], sequences: tuple[int, ...], options: AttentionOptions
+    group: dist.ProcessGroup,
+    segments: tuple[Segments, ...],
+    sequences: tuple[int, ...],
+    options: AttentionOptions,
+    first: tuple[int, int],
 ) -> Ring:
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")
     if options.batch_invariant:
         raise ValueError("diyfa.batch_invariant() needs method='ulysses': a ring merges its steps in another order")
     window = normalised((options.window_left, options.window_right), sequences[-1])
-    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN)
-    return Ring(group, steps, options._replace(sinks=None))
+    apart = options.rng_state is not None
+    steps = steps_of(segments, dist.get_rank(group), window, options.layout == VARLEN, apart)
+    return Ring(group, steps, options._replace(sinks=None), first)
 
 
 def forward(

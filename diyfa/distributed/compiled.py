@@ -19,13 +19,13 @@ from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.sharding import Group, groups_of
 from diyfa.problem import empty_output
 
-TENSORS = ("cu_seqlens", "alibi_slopes", "sinks")
-SCALARS = ("window_left", "window_right", "sm_scale", "softcap")  # which a graph may have as symbols
+TENSORS = ("cu_seqlens", "alibi_slopes", "sinks", "rng_state")
+SCALARS = ("window_left", "window_right", "sm_scale", "softcap", "dropout_p")  # which a graph may have as symbols
 _calls: dict[int, tuple[Group, dict[str, Any]]] = {}  # as many as there are kinds of calls in a program
 
 _lib = torch.library.Library("diyfa_distributed", "DEF")
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sinks"
-_OPTIONS = "SymInt window_left, SymInt window_right, float? sm_scale, float softcap, int number"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state"
+_OPTIONS = "SymInt window_left, SymInt window_right, float? sm_scale, float softcap, float dropout_p, int number"
 _lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor[] exchanged)")
 _lib.define(
     f"attention_bwd(Tensor dout, Tensor dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] exchanged, {_OPTIONS}) "
@@ -53,12 +53,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, give
     q, k, v = attention.autocast(q, k, v)
     left, right = (validation.as_integer(x) for x in given["window"])  # values are checked by all ranks together
     scale = None if given["sm_scale"] is None else float(given["sm_scale"])
-    others = {name: x for name, x in given.items() if name not in (*TENSORS, "window", "sm_scale", "softcap")}
+    softcap, dropout_p = float(given["softcap"]), float(given["dropout_p"])
+    others = {name: x for name, x in given.items() if name not in (*TENSORS, *SCALARS, "window")}
     others["backend"] = given["backend"] or registry.forced_backend() or None  # the backward pass runs elsewhere
+    others["gradients"] = attention.wanted_gradients(q, k, v, given["sinks"])  # an operator does not see them
+    state, others["drawn"] = given["rng_state"], False
+    if dropout_p != 0 and state is None:  # drawn in the graph: both passes have the same
+        state, others["drawn"] = ops.new_rng_state(q.device), True
     number = number_of(group, *[x for pair in others.items() for x in pair])
-    tensors = [given[name] for name in TENSORS]
+    tensors = [state if name == "rng_state" else given[name] for name in TENSORS]
     out, lse, _ = torch.ops.diyfa_distributed.attention_fwd(
-        q, k, v, *tensors, left, right, scale, float(given["softcap"]), number
+        q, k, v, *tensors, left, right, scale, softcap, dropout_p, number
     )
     return (out, lse) if given["return_lse"] else out
 
@@ -114,6 +119,7 @@ def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     (*tensors, out, lse, exchanged), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
     groups, given = _given((*tensors, *options))
     call = attention.described_call((q, k, v), groups, given | {"method": _method(q, groups, given)})
+    call = attention.with_one_state(call, groups, given)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # gradients are computed as ever
     dq, dk, dv, dsinks = attention.backward(call, groups, (out, lse, exchanged), (dout, dlse))
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
@@ -133,11 +139,11 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 @once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-    q, k, v, cu_seqlens, slopes, sinks, out, lse, *exchanged = ctx.saved_tensors
+    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *exchanged = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, out, lse, exchanged, *ctx.options
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, exchanged, *ctx.options
     )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None for _ in ctx.options)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
 
 
 for _name, _implementation, _fake in (("attention_fwd", _fwd, _fwd_fake), ("attention_bwd", _bwd, _bwd_fake)):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.sharding import Group
+from diyfa.problem import LAYOUTS, VARLEN
 
 
 def _sequence_dims(q: DTensor, layout: str) -> list[int]:
@@ -38,6 +39,17 @@ def _local_of_heads(x: torch.Tensor | None, q: DTensor, layout: str) -> torch.Te
     return x.to_local(grad_placements=[Partial() if p == Replicate() else p for p in wanted])
 
 
+def _first(q: DTensor, dim: int) -> int:
+    """Where what this rank holds begins along `dim`: DTensors are cut as `torch.chunk` does."""
+    first, size = 0, q.shape[dim]
+    for n, placement in enumerate(q.placements):
+        if placement == Shard(dim):
+            part, mine = -(-size // q.device_mesh.size(n)), q.device_mesh.get_local_rank(n)
+            start = min(mine * part, size)
+            first, size = first + start, min(part, size - start)
+    return first
+
+
 def with_local_tensors(
     attend: Callable[..., Any], qkv: Sequence[torch.Tensor], group: Group, layout: str, options: dict[str, Any]
 ) -> Any:
@@ -62,6 +74,8 @@ def with_local_tensors(
     if group is not None and group != own:
         raise ValueError(f"group must be None or the dimensions of q's mesh that shard the sequence, got {group}")
     options = options | {name: _local_of_heads(options[name], q, layout) for name in ("sinks", "alibi_slopes")}
+    options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
+    options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # dropout's state is that of all
     result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
     if isinstance(result, torch.Tensor):
         return DTensor.from_local(result, mesh, placements, run_check=False)

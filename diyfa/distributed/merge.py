@@ -26,7 +26,7 @@ def head_dim(layout: str) -> int:
     return 1 if layout == VARLEN else LAYOUTS[layout][1]
 
 
-def _as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
+def as_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     """(B, H, S) or (H, T) as a factor of the output."""
     return (x if layout == "bhsd" else x.transpose(-1, -2))[..., None]
 
@@ -51,7 +51,7 @@ class Merged:
         own_out = self.out.narrow(self.dim, first, out.shape[self.dim])
         own_lse = self.lse.narrow(-1, first, out.shape[self.dim])
         weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == -INF, 0.0)
-        own_out.lerp_(out, _as_rows(weight, self.layout))
+        own_out.lerp_(out, as_rows(weight, self.layout))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
 
     def result(self) -> Pair:

@@ -10,6 +10,11 @@ log-sum-exp: these make its weights p = exp(s - lse) those of the whole row, so 
 are added and nothing has to be merged.
 
 Steps without work on any rank (a window's) are skipped: keys then hop over the ranks between.
+
+A log-sum-exp of L is known to L·2**-24 only, and so are the weights of a merge. Where the output of float32 inputs is
+off by as much, rowsum(dout * out) no longer fits the weights that the backward pass forms, and what is left of a row of
+dS, which sums up to nothing, is multiplied by what all keys have in common. Softmax does not depend on that part of the
+keys, but L does, so it is taken off first (`common_key`).
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from diyfa import ops
-from diyfa.distributed.merge import Merged, row_dim
+from diyfa.distributed.merge import Merged, as_rows, head_dim, row_dim
+from diyfa.distributed.sharding import gather_parts
 from diyfa.distributed.steps import Call, Step
+from diyfa.dropout import with_origins
 from diyfa.options import WHOLE, AttentionOptions, Lengths
 
 
@@ -33,7 +40,8 @@ class Ring(NamedTuple):
 
     group: dist.ProcessGroup
     steps: tuple[Step, ...]
-    options: AttentionOptions  # of the whole call, without optional tensors
+    options: AttentionOptions  # of the whole call, without other optional tensors than dropout's state
+    first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are in the whole call
 
 
 class _Transfer:
@@ -76,9 +84,49 @@ def options_of(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | No
     """Those of one call, whose results are added up in float32."""
     left, right = call.window
     out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
+    state = ring.options.rng_state
+    if state is not None:
+        state = with_origins(state, _origins(ring, call, q))
     return ring.options._replace(
-        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype
+        window_left=left, window_right=right, sinks=sinks if call.own else None, out_dtype=out_dtype, rng_state=state
     )
+
+
+def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Where each sample, or packed sequence, of one call stands in the whole."""
+    sample, head = ring.first
+    if call.offsets_q:
+        return [(x.sequence, head, x.query, x.key) for x in call.origins]
+    (own,) = call.origins
+    return [(sample + b, head, own.query, own.key) for b in range(q.shape[0])]
+
+
+def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """About the mean of all ranks' keys, the same on every rank, shaped like one row of `k`.
+
+    None where it cannot be taken off (a softcap, which bounds L itself, and sinks, which are no products with keys), or
+    need not be: of other dtypes the rounding of the inputs is far larger.
+    """
+    ranks = dist.get_world_size(ring.group)
+    if k.dtype != torch.float32 or ranks == 1 or ring.options.softcap or sinks is not None:
+        return None
+    dim = row_dim(ring.options.layout)
+    ends = [row for call in ring.steps[0].calls for row in call.keys]  # between them no row that belongs to no sequence
+    own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim).mean(dim, keepdim=True)
+    every = gather_parts(own[None].contiguous(), (ring.group,))
+    return torch.where(every.isfinite(), every, 0.0).mean(0)
+
+
+def _of_query_heads(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    dim = head_dim(ring.options.layout)
+    return common.repeat_interleave(q.shape[dim] // common.shape[dim], dim) * ring.options.sm_scale
+
+
+def _moved(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: torch.Tensor, sign: int) -> torch.Tensor:
+    """The log-sum-exp with (`sign` 1) or without (-1) the common key; rows that see no key have none to move."""
+    scores = (q * _of_query_heads(ring, common, q)).sum(-1)
+    scores = scores if ring.options.layout == "bhsd" else scores.transpose(-1, -2)
+    return torch.where(lse.isinf(), lse, lse + sign * scores)
 
 
 def forward_step(
@@ -94,6 +142,9 @@ def forward_step(
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> ops.Pair:
     """(out, lse) of this rank's queries."""
+    common = common_key(ring, k, sinks)
+    if common is not None:
+        k = k - common
     merged = Merged(q, v.shape[-1], ring.options.layout)
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
@@ -103,7 +154,8 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         finally:  # of a call that kernels refuse, on every rank, no message is left for the next one
             arrived = transfer.wait() if transfer else [held]
         (held,) = arrived
-    return merged.result()
+    out, lse = merged.result()
+    return out, lse if common is None else _moved(ring, lse, q, common, 1)
 
 
 class Sum:
@@ -192,7 +244,13 @@ def ring_gradients(
     dout = torch.zeros_like(out) if dout is None else dout
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     dq = Sum(q, row_dim(ring.options.layout))
+    common = common_key(ring, k, sinks)
+    if common is not None:
+        k, lse = k - common, _moved(ring, lse, q, common, -1)
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
+    if common is not None and dlse is not None:  # the rows of dS sum up to dlse
+        seen = torch.where(lse.isinf(), 0.0, dlse)
+        dq.all().add_(as_rows(seen, ring.options.layout) * _of_query_heads(ring, common, q))
     return dq.all().to(q.dtype), dk, dv, dsinks
 
 

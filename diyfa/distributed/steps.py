@@ -8,6 +8,9 @@ block stands behind its last key; once rows and keys outside the mask are cut of
 Blocks side by side that hide nothing are one block, so a causal zigzag takes one call in every step: all queries with
 the first half of the keys, or the second half of the queries with all keys. The blocks of packed sequences that share a
 mask are one packed call; rows and keys between them become sequences without keys, or without queries.
+
+With dropout a call says where its rows and keys stand in their sequence, so that only blocks are one whose rows and
+keys are neighbours there, too: `apart`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,21 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from diyfa.distributed.sharding import Segment, Segments
+from diyfa.distributed.sharding import Segment, Segments, joined
 from diyfa.ops import bounds_that_exclude
 
 Range = tuple[int, int]
+
+
+class Origin(NamedTuple):
+    """Of a block: its sequence, and the positions there of its first query and key."""
+
+    sequence: int
+    query: int
+    key: int
+
+
+NOWHERE = Origin(0, 0, 0)  # of sequences without keys, or without queries
 
 
 class Block(NamedTuple):
@@ -29,6 +43,7 @@ class Block(NamedTuple):
     keys: Range
     window: tuple[int, int]
     own: bool  # whether it holds every query's own key: once for each row, where a sink joins
+    origin: Origin
 
     @property
     def whole(self) -> bool:
@@ -36,12 +51,14 @@ class Block(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One attention call of these rows; of packed sequences with their offsets within them."""
+    """One attention call of these rows; of packed sequences with their offsets within them. Where blocks were joined
+    an origin is that of the first."""
 
     queries: Range
     keys: Range
     window: tuple[int, int]
     own: bool
+    origins: tuple[Origin, ...]  # one, or of each packed sequence
     offsets_q: tuple[int, ...] = ()
     offsets_k: tuple[int, ...] = ()
 
@@ -76,6 +93,7 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
         (k_row + k_first - k.start, k_row + k_last - k.start),
         (left, right),
         q == k,
+        Origin(q.sequence, q_first, k_first),
     )
 
 
@@ -110,41 +128,51 @@ def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
     return found
 
 
-def blocks_of(queries: Segments, keys: Segments, window: tuple[int, int], packed: bool) -> list[Block]:
+def blocks_of(
+    queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, apart: bool = False
+) -> list[Block]:
     """The blocks that queries of one rank and keys of another have in common."""
     found = []
     by_sequence = _by_sequence(keys)
     for sequence, own in _by_sequence(queries).items():
         theirs = by_sequence.get(sequence, [])
-        if own == theirs and window == (-1, 0):  # held in the order of their positions: causal as they lie
+        if (
+            own == theirs and window == (-1, 0) and (len(own) == 1 or not apart)
+        ):  # held in the order of their positions: causal as they lie
             rows = own[0][1], own[-1][1] + own[-1][0].rows
-            found.append(Block(rows, rows, window, True))
+            first = own[0][0].start
+            found.append(Block(rows, rows, window, True, Origin(sequence, first, first)))
             continue
         pairs = [_block(q, k, q_row, k_row, window, packed) for q, q_row in own for k, k_row in theirs]
-        found += _join([block for block in pairs if block is not None])
+        some = [block for block in pairs if block is not None]
+        found += some if apart else _join(some)
     return found
 
 
 def _packed(blocks: list[Block]) -> Call:
     """One call of blocks that ascend in rows and keys."""
     first, last = blocks[0], blocks[-1]
-    offsets_q, offsets_k = [0], [0]
+    offsets_q, offsets_k, origins = [0], [0], []
     for block in blocks:
         q0, q1 = (row - first.queries[0] for row in block.queries)
         k0, k1 = (row - first.keys[0] for row in block.keys)
         if q0 > offsets_q[-1]:
             offsets_q.append(q0)
             offsets_k.append(offsets_k[-1])
+            origins.append(NOWHERE)
         if k0 > offsets_k[-1]:
             offsets_q.append(offsets_q[-1])
             offsets_k.append(k0)
+            origins.append(NOWHERE)
         offsets_q.append(q1)
         offsets_k.append(k1)
+        origins.append(block.origin)
     return Call(
         (first.queries[0], last.queries[1]),
         (first.keys[0], last.keys[1]),
         first.window,
         first.own,
+        tuple(origins),
         tuple(offsets_q),
         tuple(offsets_k),
     )
@@ -152,7 +180,7 @@ def _packed(blocks: list[Block]) -> Call:
 
 def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
     if not packed:
-        return tuple(Call(*block) for block in blocks)
+        return tuple(Call(*block[:-1], (block.origin,)) for block in blocks)
     calls = []
     in_order = sorted(blocks, key=lambda block: (not block.own, block.window, block.queries, block.keys))
     for _, group in groupby(in_order, lambda block: (block.own, block.window)):
@@ -171,12 +199,16 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
 
 
 @lru_cache(maxsize=64)
-def steps_of(layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool) -> tuple[Step, ...]:
+def steps_of(
+    layout: tuple[Segments, ...], rank: int, window: tuple[int, int], packed: bool, apart: bool = False
+) -> tuple[Step, ...]:
     """The steps of one rank. All ranks have the same shifts, those at which any has something to compute."""
     ranks = len(layout)
+    if apart:
+        layout = tuple(joined([own]) for own in layout)
     found = []
     for shift in range(ranks):
-        blocks = blocks_of(layout[rank], layout[rank - shift], window, packed)
+        blocks = blocks_of(layout[rank], layout[rank - shift], window, packed, apart)
         anyone = (
             shift == 0
             or blocks

@@ -8,6 +8,7 @@ import pytest
 import torch
 from context_parallel_cases import (
     MATRIX,
+    METHODS,
     ON_KERNELS,
     WITH_ALIBI,
     How,
@@ -21,6 +22,7 @@ from context_parallel_cases import (
     run_cancelling,
     run_choices,
     run_compiled,
+    run_dropout,
     run_dtensors,
     run_dtensors_with_heads,
     run_guide,
@@ -32,6 +34,7 @@ from context_parallel_cases import (
     run_sharded,
     run_twice,
     run_under_pytorch,
+    run_with_common_key,
     run_with_gaps,
     train_gpt,
 )
@@ -84,6 +87,12 @@ def test_triton_kernels_in_a_ring(workers, backend):
     check(workers, [(case, How("ring", backend=backend)) for case in ON_KERNELS])
 
 
+def test_dropout_is_that_of_one_device(workers):
+    """Over one, two and four ranks, with a state that is given or that the first rank draws, and from DTensors."""
+    for method in ("ring", "ulysses", "both"):
+        assert workers.run(run_dropout, method) == [[True] * 16] * RANKS, method
+
+
 def test_alibi(workers):
     check(workers, [(case, How("ulysses")) for case in WITH_ALIBI])
 
@@ -113,7 +122,8 @@ def test_helpers(workers):
 def test_dtensors(workers):
     for method in ("ring", "ulysses", "both"):
         assert workers.run(run_dtensors, method) == [[True] * 5] * RANKS, method
-    assert workers.run(run_dtensors_with_heads) == [[True] * 6] * RANKS
+    for dropout_p in (0.0, 0.3):
+        assert workers.run(run_dtensors_with_heads, dropout_p) == [[True] * 6] * RANKS, dropout_p
 
 
 def test_misplaced_dtensors_are_refused(workers):
@@ -130,7 +140,8 @@ def test_misplaced_dtensors_are_refused(workers):
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])
 def test_blocks_of_a_model(workers, how):
     for method in ("ring", "ulysses", "both"):
-        assert all(workers.run(run_block, method, how)), method
+        for dropout_p in (0.0, 0.3):
+            assert all(workers.run(run_block, method, how, dropout_p)), (method, dropout_p)
 
 
 def test_compiled_calls(workers):
@@ -166,6 +177,16 @@ def test_ranks_that_disagree_are_named(workers):
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
 
 
+def test_compiled_ranks_that_disagree_are_named(workers):
+    alike = {"compiled": True, "method": "ring"}
+    for odd, told in (
+        ({"grad": True}, "gradients: rank 2 has q, the others none"),
+        ({"softcap": 3.0}, "softcap: rank 2 has 3.0, the others 0.0"),
+    ):
+        messages = workers.run(call_with, alike, alike, alike | odd, alike)
+        assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
@@ -176,7 +197,12 @@ def test_ranks_that_disagree_are_named(workers):
         ({"layout": "thd"}, "ValueError: layout must be one of bhsd, bshd"),
         ({"group": "world"}, "TypeError: group must be a ProcessGroup, a DeviceMesh or None"),
         ({"alibi_slopes": torch.ones(4), "method": "ring"}, "ValueError: alibi_slopes need method='ulysses'"),
-        ({"dropout_p": 0.1}, "ValueError: dropout_p must be 0 over several devices, got 0.1"),
+        ({"dropout_p": 1.5}, "ValueError: dropout_p must be in [0, 1), got 1.5"),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.zeros(6, dtype=torch.int64)},
+            "ValueError: rng_state must have shape (2,)",
+        ),
+        ({"dropout_p": 0.1, "rng_state": torch.zeros(2)}, "TypeError: rng_state must be int64"),
         ({"causal": 1}, "TypeError: causal must be True or False"),
         ({"batch_invariant": True, "method": "ring"}, "ValueError: diyfa.batch_invariant() needs method='ulysses'"),
         ({"backend": "none such"}, "ValueError: "),
@@ -229,6 +255,25 @@ def test_float64_stays_float64(workers):
     assert max(workers.run(run_in_float64)) < 1e-12
 
 
+@pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
+def test_what_float32_keys_have_in_common_costs_nothing(workers, score):
+    for method in ("ring", "both"):
+        for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
+            assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
+
+
+@pytest.mark.parametrize("score", [100.0, 10761.0])
+def test_with_sinks_it_costs_what_the_guide_says(workers, score):
+    """Only dQ and dK are worse than on one device: by L * 2**-24 times what keys, or queries, have in common."""
+    out, lse, dq, dk, dv = workers.run(run_with_common_key, score, "ring", True)[0]
+    for error, allowed in (out, lse, dv):
+        assert error <= allowed, f"{error:.2g}, allowed {allowed:.2g}"
+    common, scale, gradients = 2 * score**0.5, 0.25, 40.0  # the last: of |dout| |v| at the most
+    worse = score * 2**-24 * common * scale * gradients
+    assert dq[0] <= dq[1] + worse and dk[0] <= dk[1] + 4 * worse  # dK: of the four query heads that share a key
+    assert score < 1000 or dq[0] > dq[1], "it costs nothing any more: say so"
+
+
 def test_values_that_cancel_between_ranks(workers):
     for error, unit in workers.run(run_cancelling)[0]:
         assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
@@ -266,8 +311,7 @@ def test_pytorchs_own_context_parallel(workers):
 @pytest.mark.slow
 def test_eight_ranks(tmp_path):
     with Workers(8, tmp_path) as workers:
-        cases = {case.name: case for case in MATRIX}
-        check(workers, [(cases["packed_odd"], How("ring")), (cases["causal_gqa"], How("both"))])
+        check(workers, [(case, How(method)) for method in METHODS for case in MATRIX])
         losses = workers.run(train_gpt, 256, 4)[0]  # a sequence eight times as long as a rank's part
     assert losses == pytest.approx(train_gpt(256, 4), rel=1e-5) and losses[-1] < losses[0]
 

@@ -41,6 +41,16 @@ def pairs_of(call: Call) -> torch.Tensor:
     return found
 
 
+def assert_stands_where_it_says(call: Call, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    """`queries` and `keys`: (sequence, position) of each row that a call is given, [rows, 2]."""
+    ends = (call.offsets_q, call.offsets_k) if call.offsets_q else ((0, len(queries)), (0, len(keys)))
+    for (q0, q1), (k0, k1), origin in zip(pairwise(ends[0]), pairwise(ends[1]), call.origins, strict=True):
+        if q0 < q1 and k0 < k1:
+            for rows, first in ((queries[q0:q1], origin.query), (keys[k0:k1], origin.key)):
+                assert set(rows[:, 0].tolist()) == {origin.sequence}
+                assert rows[:, 1].tolist() == list(range(first, first + len(rows)))
+
+
 def drawn(seed: int) -> tuple[tuple[int, ...], int, tuple[int, int], str, bool]:
     rng = random.Random(seed)
     ranks = rng.choice([1, 2, 3, 4, 8])
@@ -56,24 +66,31 @@ def drawn(seed: int) -> tuple[tuple[int, ...], int, tuple[int, int], str, bool]:
     return sequences, ranks, window, rng.choice(["zigzag", "none"]), packed
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_every_visible_pair_is_computed_once(first):
+def test_every_visible_pair_is_computed_once(first, apart):
     for seed in range(first, first + 50):
         sequences, ranks, window, load_balance, packed = drawn(seed)
         layout = segments_of(sequences, ranks, load_balance)
         rows = [rows_of(segments) for segments in layout]
+        places = [
+            torch.tensor([(s.sequence, x) for s in own for x in range(s.start, s.stop)]).view(-1, 2) for own in layout
+        ]
         assert torch.equal(torch.cat(rows).sort().values, torch.arange(sequences[-1])), seed
         assert {len(own) for own in rows} == {sequences[-1] // ranks}, seed
         found = torch.zeros(sequences[-1], sequences[-1], dtype=torch.int64)
         own_keys = torch.zeros(sequences[-1], dtype=torch.int64)
         shifts = set()
         for rank in range(ranks):
-            steps = steps_of(layout, rank, window, packed)
+            steps = steps_of(layout, rank, window, packed, apart)
             shifts.add(tuple(step.shift for step in steps))
             for step in steps:
                 for call in step.calls:
                     queries, keys = rows[rank][slice(*call.queries)], rows[rank - step.shift][slice(*call.keys)]
                     found[queries[:, None], keys] += pairs_of(call)
+                    if apart:
+                        own = places[rank][slice(*call.queries)], places[rank - step.shift][slice(*call.keys)]
+                        assert_stands_where_it_says(call, *own)
                     if call.own:
                         own_keys[queries] += 1
         assert len(shifts) == 1, f"{seed}: all ranks pass on alike"

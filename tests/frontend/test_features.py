@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 NOT_PACKED = {"seq_lens", "attn_bias"}  # what packed sequences do not take
 PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
-MODES = {"batch_invariant"}  # what a block of code sets, no argument of a call, and in no table
+MODES = {"batch_invariant", "dropout_origins"}  # of a block of code, of a tensor's length: in no table
 OPTIONAL = [feature for feature in REFUSABLE if feature.name not in MODES]
 OF_OPTIONS = [feature for feature in OPTIONAL if feature not in OF_SHAPES]
 TENSORS = [feature for feature in FEATURES if feature.schema == "Tensor?"]

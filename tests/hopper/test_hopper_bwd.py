@@ -23,13 +23,15 @@ from hopper_interpreted import (  # noqa: E402
 )
 from simulators.gluon import KernelBug  # noqa: E402
 
-from diyfa import registry  # noqa: E402
+from diyfa import ops, registry  # noqa: E402
+from diyfa.attention import checked_options  # noqa: E402
 from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
+from diyfa.options import LENGTHS, Lengths  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
+from diyfa.testing import AttentionCase, make_inputs, poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 
@@ -102,6 +104,37 @@ def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.Monkey
     kernel = interpret_backward(monkeypatch, seed=3, interleave=True, wide=True)
     assert not run_backward(case)
     assert kernel.launches == 1
+
+
+SUMMED = [
+    case("dense_128", head_dim=128, causal=True, seqlen_q=70, seqlen_k=150, heads=4, heads_kv=2, layout="bshd"),
+    case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
+    case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
+]
+WIDE_SUMMED = [
+    case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
+    case("wide_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5),
+]
+
+
+@pytest.mark.parametrize("case", [*SUMMED, *WIDE_SUMMED], ids=lambda case: case.name)
+def test_gradients_that_are_to_be_added_up(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in float32, are the others before those are rounded, and nothing else is written."""
+    kernel = interpret_backward(monkeypatch, seed=3, wide=case in WIDE_SUMMED)
+    q, k, v, dout, dlse, given, *_ = make_inputs(case)
+    lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
+    options = checked_options(q, k, v, lengths, {**given, "layout": case.layout, "backend": "cuda", "variant": "sm90"})
+    q, k, v = (x.detach() for x in (q, k, v))
+    with poisoned_allocations(), torch.no_grad():
+        results = ops.forward(q, k, v, lengths, options)
+        found, rounded = (
+            ops.differentiate((dout, dlse), (q, k, v), results, lengths, options._replace(out_dtype=dtype))[:3]
+            for dtype in ("float32", "")
+        )
+    assert kernel.launches == 2
+    for wide, narrow in zip(found, rounded, strict=True):
+        assert wide.dtype == torch.float32 and narrow.dtype == q.dtype
+        assert torch.equal(wide.to(q.dtype), narrow) and not torch.equal(wide, narrow.float())
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
@@ -178,6 +211,7 @@ REFUSED = {
     "in the order in which programs come": {"head_dim": 192, "head_dim_v": 128, "deterministic": True},
     "16 bytes": {"aligned": False},
     "float32": {"dtype": "float32"},
+    "in bfloat16 or float32, not in float64": {"out_dtype": "float64"},
     "sm_80": {"arch": "sm_80"},
 }
 
@@ -191,10 +225,11 @@ def test_what_it_refuses(words: str) -> None:
 
 PACKED = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "batch": 2}
 CHOSEN = {  # name of the kernel for changes of 32 heads, 4096 queries and keys, 128 columns
-    "sm90": ({}, {"seqlen_k": 512}, {"deterministic": True}, {"window_left": 1023, "window_right": 0}, PACKED),
+    "sm90": ({}, {"seqlen_k": 512}, {"deterministic": True}, {"window_left": 1023, "window_right": 0}, PACKED,
+             {"out_dtype": "float32"}),
     "split": (
         {"seqlen_k": 511}, {"seqlen_k": 512, "deterministic": True}, {"window_left": 127, "window_right": 0},
-        {"seqlen_q": 64, "seqlen_k": 1024}, {"alibi": True}, {"out_dtype": "float32"},
+        {"seqlen_q": 64, "seqlen_k": 1024}, {"alibi": True},
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from eager_budget import assert_like_the_reference, leaves, with_gradients
 from subprocesses import run_python
 
 import diyfa
-from diyfa.dropout import kept
+from diyfa.dropout import kept, keys_of
 from diyfa.integrations import Handle, use_in_pytorch
 from diyfa.integrations.torch_operators import FLASH_OPERATORS
 
@@ -86,8 +86,7 @@ def test_dense(handle: Handle, window: tuple[int, int]) -> None:
 
 
 def dropped(rng_state: torch.Tensor, sizes: tuple[int, int, int, int], p: float) -> torch.Tensor:
-    seed, offset = rng_state.view(torch.int64).unbind()
-    return ~kept(*sizes, p, seed, offset, "cpu")
+    return ~kept(keys_of(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
 
 
 def test_dropout_travels_in_rng_state(handle: Handle) -> None:

@@ -15,8 +15,11 @@ from diyfa.dropout import (
     dropout_mask,
     element_levels,
     head_keys,
+    kept,
+    keys_of,
     philox4x32,
     position_words,
+    with_origins,
 )
 
 ONES = 0xFFFFFFFF
@@ -100,6 +103,17 @@ def test_a_position_keeps_its_bit_whatever_the_sizes() -> None:
     big = dropout_mask(3, 4, 50, 70, 0.5, seed=2**40 + 7, offset=3)
     small = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3)
     assert torch.equal(big[:2, :2, :20, :33], small)
+
+
+def test_a_part_with_origins_has_the_bits_of_the_whole() -> None:
+    big = dropout_mask(3, 4, 50, 70, 0.5, seed=2**40 + 7, offset=3)
+    origins = torch.tensor([[2, 1, 30, 37], [0, 2, 7, 0]])
+    part = dropout_mask(2, 2, 20, 33, 0.5, seed=2**40 + 7, offset=3, origins=origins)
+    assert torch.equal(part[0], big[2, 1:3, 30:50, 37:]) and torch.equal(part[1], big[0, 2:, 7:27, :33])
+    state = with_origins(torch.tensor([2**40 + 7, 3]), origins.tolist())
+    assert torch.equal(kept(keys_of(state, 2, 2), 20, 33, 0.5), part)
+    with pytest.raises(ValueError, match="origins must have shape"):
+        dropout_mask(1, 2, 20, 33, 0.5, seed=0, origins=origins)
 
 
 def test_larger_probabilities_drop_more_of_the_same() -> None:

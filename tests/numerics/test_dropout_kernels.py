@@ -26,18 +26,18 @@ def signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def mask_in_tiles(backend, state, b, h, origin, block_m, block_n, transposed):
-    """Elements [rows, columns] of the mask from the kernel."""
+def mask_in_tiles(backend, state, b, h, origin, block_m, block_n, transposed, origins=()):
+    """Elements [rows, columns] of the mask from the kernel; `origins` of every sample."""
     from dropout_kernels import constants, mask_kernel
 
     helpers = importlib.import_module(f"diyfa.backends.{backend}.attention.dropout")
     row0, column0, rows, columns = origin
     device = TARGETS[backend].device if backend in TARGETS else "cpu"
-    rng_state = torch.tensor([signed(x) for x in state]).to(device)
+    rng_state = torch.tensor([signed(x) for x in (*state, *(number for own in origins for number in own))]).to(device)
     keep = torch.full((rows, columns), -1.0).to(device)
     mask_kernel[(1,)](
         rng_state, keep, b, h, row0, column0, helpers.keep_threshold(P), rows, columns,
-        **constants(helpers, block_m, block_n, transposed),
+        **constants(helpers, block_m, block_n, transposed, bool(origins)),
     )  # fmt: skip
     keep = keep.cpu()
     assert bool(((keep == 0) | (keep == 1)).all())
@@ -63,6 +63,24 @@ def test_tiles_hold_the_defined_bits(backend, block_m, block_n, transposed) -> N
         for origin in ORIGINS:
             keep = mask_in_tiles(backend, state, 2, 3, origin, block_m, block_n, transposed)
             assert torch.equal(keep, mask_of_the_definition(state, 2, 3, origin)), (state, origin)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+def test_origins_move_a_mask(backend, transposed) -> None:
+    """Each sample's own; beyond 32 bits they count modulo 2**32, as all words do."""
+    from diyfa.dropout import drop_threshold, element_levels, philox4x32, position_words
+
+    for state in STATES:
+        for b0, h0, i0, j0 in ((5, 2, 77, 1000), (2**31 - 1, 2**20, 2**31, 2**32 - 30), (0, 0, 2**40 + 3, 2**45 + 1)):
+            origins = ((9, 9, 9, 9), (b0, h0, i0, j0))
+            keep = mask_in_tiles(backend, state, 1, 3, (16, 0, 70, 50), 16, 32, transposed, origins)
+            seed, offset = state
+            counter = (h0 + 3, b0, offset % 2**32, offset >> 32)
+            keys = philox4x32(tuple(torch.tensor(x) for x in counter), (seed % 2**32, seed >> 32))
+            i, j = torch.arange(70) + 16 + i0 % 2**32, torch.arange(50) + j0 % 2**32
+            words = [position_words(key, x) for key, x in zip(keys, (i, i, j, j), strict=True)]
+            assert torch.equal(keep, element_levels(*words) >= drop_threshold(P)), (state, b0, h0, i0, j0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

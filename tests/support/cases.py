@@ -203,6 +203,13 @@ DROPOUT = [
     Case("dropout_alibi_lens", batch=3, seqlen_q=40, dropout_p=0.3, alibi="bh", seq_lens=(40, 9, 1)),
     Case("dropout_3d", heads=3, seqlen_q=20, dropout_p=0.3, layout="3d"),
     Case("dropout_dv", seqlen_q=40, dropout_p=0.3, head_dim=64, head_dim_v=32, view="transposed"),
+    Case("dropout_origins", batch=2, seqlen_q=40, seqlen_k=50, dropout_p=0.4, dropout_origins=True),
+    Case("dropout_origins_gqa_causal", batch=2, heads=4, heads_kv=2, seqlen_q=70, dropout_p=0.3, dropout_origins=True,
+         causal=True, dtype="bfloat16", layout="bshd"),
+    Case("dropout_origins_bias_lens", batch=3, seqlen_q=40, dropout_p=0.3, dropout_origins=True, bias="1hqk",
+         seq_lens=(40, 9, 1), dtype="float32"),
+    Case("dropout_origins_packed", layout="thd", heads=4, heads_kv=2, lens_q=(33, 0, 40), lens_k=(50, 9, 17),
+         dropout_p=0.3, dropout_origins=True, window=(20, 4), slack=2),
     Case("dropout_large", batch=2, heads=4, seqlen_q=700, seqlen_k=500, head_dim=64, dropout_p=0.2, causal=True,
          large=True, all_variants=True),
 ]  # fmt: skip

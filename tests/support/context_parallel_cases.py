@@ -7,8 +7,9 @@ import os
 import random
 import re
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,8 +29,10 @@ from diyfa.distributed import (
     unshard_sequence,
 )
 from diyfa.integrations.pytorch import use_in_pytorch
+from diyfa.ops import new_rng_state
+from diyfa.reference import reference_attention
 from diyfa.registry import batch_invariant, use_backend
-from diyfa.testing import AttentionCase, Results, make_inputs, poisoned_allocations
+from diyfa.testing import BUDGET_FACTOR, LSE_UNIT, AttentionCase, Results, make_inputs, poisoned_allocations
 
 METHODS = ("ring", "ulysses", "both")
 Case = AttentionCase
@@ -56,7 +59,7 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     """All results of a case, whole, on rank 0."""
     inputs = make_inputs(case, how.device)
     options = dict(inputs.options)
-    group = mesh(how.together, how.device) if how.method == "both" else None
+    group = mesh(how.together, "cpu" if dist.get_backend() == "gloo" else how.device) if how.method == "both" else None
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -89,6 +92,37 @@ def run_sharded(case: AttentionCase, how: How) -> Results | None:
     if dist.get_rank():
         return None
     return Results(whole[0], lse, *whole[1:], None, None if dsinks is None else dsinks.cpu())
+
+
+def run_dropout(method: str) -> list[bool]:
+    """Out and gradients beside those of one device, over groups of one, two and four ranks."""
+    *whole, dout = _small(11)
+    whole[1:] = [x.detach()[:, :4].clone().requires_grad_() for x in whole[1:]]
+    common: dict[str, Any] = {"causal": True, "dropout_p": 0.4, "backend": "cpu"}
+    state = torch.tensor([2**40 + 7, 5])
+
+    def one_device(state: torch.Tensor) -> list[torch.Tensor]:
+        out = flash_attention(*whole, rng_state=state, **common)
+        return [out, *torch.autograd.grad(out, whole, dout.detach())]
+
+    def alike(found: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> list[bool]:
+        return [torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)]
+
+    def divided(group: Any, **options: Any) -> list[torch.Tensor]:
+        own = [shard_sequence(x.detach(), group, 2).requires_grad_() for x in whole]
+        out = context_parallel_attention(*own, group, method=method, **common, **options)
+        parts = out, *torch.autograd.grad(out, own, shard_sequence(dout.detach(), group, 2))
+        return [unshard_sequence(x.detach(), group, 2) for x in parts]
+
+    if method == "both":
+        groups: list[Any] = [mesh(), mesh(1), mesh(dist.get_world_size())]
+    else:
+        groups = [dist.new_subgroups(size)[0] for size in (1, 2, dist.get_world_size())]
+    found = [same for group in groups for same in alike(divided(group, rng_state=state), one_device(state))]
+    torch.manual_seed(dist.get_rank())
+    results = divided(groups[-1])
+    torch.manual_seed(0)
+    return found + alike(results, one_device(new_rng_state(dout.device)))
 
 
 # Lengths are multiples of eight ranks.
@@ -124,10 +158,19 @@ MATRIX = [
     Case("packed_window_sinks", heads=8, layout="thd", lens_q=(33, 1, 46), window=(9, 4), sinks=True),
     Case("packed_causal_sinks", heads=8, layout="thd", lens_q=(3, 17, 30), causal=True, sinks=True, slack=14),
     Case("packed_nothing", heads=8, layout="thd", lens_q=(0, 0), slack=16),
+    Case("dropout", batch=2, heads=8, heads_kv=2, seqlen_q=96, dropout_p=0.3, layout="bshd"),
+    Case("dropout_causal", batch=2, heads=8, seqlen_q=72, dropout_p=0.5, causal=True, dtype="bfloat16"),
+    Case("dropout_everything", batch=2, heads=8, heads_kv=4, seqlen_q=96, head_dim=48, head_dim_v=32, window=(40, 3),
+         softcap=5.0, sinks=True, dropout_p=0.2, dtype="float32"),
+    Case("dropout_packed", heads=8, heads_kv=2, layout="thd", lens_q=(1, 50, 0, 3, 19, 7), causal=True, slack=8,
+         dropout_p=0.4, dtype="bfloat16"),
+    Case("dropout_packed_window", heads=8, layout="thd", lens_q=(33, 1, 46), window=(9, 4), sinks=True, dropout_p=0.2),
+    Case("dropout_nothing", heads=8, layout="thd", lens_q=(0, 0), slack=16, dropout_p=0.2),
 ]  # fmt: skip
 ON_KERNELS = [  # small: Triton's interpreter is slow
     Case("triton", heads=2, heads_kv=1, seqlen_q=32, head_dim=16, window=(11, 0), sinks=True, layout="bshd"),
     Case("triton_packed", heads=2, layout="thd", lens_q=(5, 19), head_dim=16, causal=True, dtype="bfloat16"),
+    Case("triton_dropout", heads=1, seqlen_q=16, head_dim=16, window=(5, 0), dropout_p=0.4),
 ]
 WITH_ALIBI = [  # by Ulysses alone
     Case("alibi", batch=2, heads=8, heads_kv=2, seqlen_q=64, alibi="h", causal=True),
@@ -158,6 +201,7 @@ def drawn(seed: int, ranks: int) -> tuple[AttentionCase, How]:
         "window": rng.choice([(-1, -1), (-1, -1), (rng.randint(-1, 60), rng.randint(-1, 60))]),
         "softcap": rng.choice([0.0, 0.0, 3.0]),
         "sinks": rng.random() < 0.3,
+        "dropout_p": rng.choice([0.0, 0.0, 0.3]),
         "view": rng.choice(["contiguous", "transposed", "sliced"]),
         "seed": seed,
     }
@@ -187,9 +231,12 @@ def call_with(*changes: dict[str, Any]) -> str:
     k = own.pop("k", torch.randn(1, 4, own.pop("keys", rows), 8, dtype=q.dtype))
     cast = torch.autocast("cpu", torch.bfloat16, enabled=own.pop("autocast", False))
     mode = batch_invariant() if own.pop("batch_invariant", False) else nullcontext()
+    attend: Any = context_parallel_attention
+    if own.pop("compiled", False):
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     try:
         with cast, mode, mock.patch.object(attention, "checked_options", side_effect=refused, wraps=checked_options):
-            context_parallel_attention(q, k, k, own.pop("group", None), **own)
+            attend(q, k, k, own.pop("group", None), **own)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -270,6 +317,39 @@ def run_in_modes() -> list[bool]:
         out = context_parallel_attention(*own, **common)
         expected = shard_sequence(flash_attention(*whole, **common), None, 2)
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
+
+
+def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[float, float]]:
+    """float32 keys that all have a part in common, which gives every pair about this score: the errors of out, lse, dq,
+    dk and dv, each beside what the error of one device allows."""
+    q, k, v, dout = (x.detach() for x in _small(12, rows=128))
+    k, v = k[:, :2], v[:, :2]  # grouped queries
+    for x in (q, k):
+        x[..., 0] += score**0.5 * 2  # the scale is a quarter
+    dlse = dout[..., 0].contiguous()
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    if sinks:
+        options["sinks"] = torch.full((8,), score)
+    group = mesh() if method == "both" else None
+
+    def results(attend: Any, qkv: Sequence[torch.Tensor], *gradients: torch.Tensor) -> list[torch.Tensor]:
+        out, lse = attend(*qkv, **options)
+        return [out, lse, *torch.autograd.grad((out, lse), qkv, gradients)]
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = results(
+        reference_attention, [x.detach().double().requires_grad_() for x in whole], dout.double(), dlse.double()
+    )
+    alone = results(partial(flash_attention, backend="cpu"), whole, dout, dlse)
+    own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
+    attend = partial(context_parallel_attention, group=group, method=method, backend="cpu")
+    parts = results(attend, own, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
+    found = [unshard_sequence(x.detach(), group, 2) for x in parts]
+    budgets = []
+    for a, b, x, unit in zip(found, alone, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
+        error, of_one = (float((y.double() - x).detach().abs().max()) for y in (a, b))
+        budgets.append((error, BUDGET_FACTOR * of_one + unit * float(x.detach().abs().max())))
+    return budgets
 
 
 def run_in_float64() -> float:
@@ -405,20 +485,23 @@ def run_misplaced_dtensors() -> list[str]:
     return found
 
 
-def run_dtensors_with_heads() -> list[bool]:
+def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[bool]:
     """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
     qkv, dout = _small(1)[:3], _small(1)[3].detach()
     sinks = torch.linspace(-1, 1, 8).requires_grad_()
-    expected, lse = flash_attention(*qkv, causal=True, sinks=sinks, return_lse=True, backend="cpu")
+    common: dict[str, Any] = {"causal": True, "dropout_p": dropout_p, "return_lse": True, "backend": "cpu"}
+    torch.manual_seed(0)
+    expected, lse = flash_attention(*qkv, sinks=sinks, **common)
     grads = torch.autograd.grad(expected, (*qkv, sinks), dout)
     cut = {"load_balance": "none"}  # as DTensors are cut
     places = [Shard(2), Shard(1)]
     given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
     own_sinks = distribute_tensor(sinks.detach(), grid, [Replicate(), Shard(0)]).requires_grad_()
-    out, lse2 = context_parallel_attention(*given, causal=True, sinks=own_sinks, return_lse=True, backend="cpu", **cut)
+    torch.manual_seed(dist.get_rank())  # dropout's mask is the first rank's, of all heads and rows
+    out, lse2 = context_parallel_attention(*given, sinks=own_sinks, **common, **cut)
     grads2 = torch.autograd.grad(out, (*given, own_sinks), distribute_tensor(dout, grid, places))
     assert isinstance(out, DTensor)
     pairs = [(expected, out), (lse, lse2), *zip(grads, grads2, strict=True)]
@@ -428,9 +511,9 @@ def run_dtensors_with_heads() -> list[bool]:
 class _Block(torch.nn.Module):
     """A projection, context parallel attention with most of its options, and another projection."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, dropout_p: float) -> None:
         super().__init__()
-        self.method = method
+        self.method, self.dropout_p = method, dropout_p
         self.group = {"both": mesh(), "ulysses": dist.group.WORLD}.get(method)
         self.qkv, self.out = torch.nn.Linear(32, 64), torch.nn.Linear(32, 32)
         self.sinks = torch.nn.Parameter(torch.linspace(-1, 1, 4))
@@ -438,19 +521,20 @@ class _Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (8, 8)).split([4, 2, 2], 2)
         attended, lse = context_parallel_attention(
-            q, k, v, self.group, causal=True, sinks=self.sinks, method=self.method, layout="bshd", return_lse=True,
-            backend="cpu",
+            q, k, v, self.group, causal=True, sinks=self.sinks, dropout_p=self.dropout_p, method=self.method,
+            layout="bshd", return_lse=True, backend="cpu",
         )  # fmt: skip
         return self.out(attended.flatten(2)) + lse.sum(1)[..., None]
 
 
-def run_block(method: str, how: str) -> bool:
+def run_block(method: str, how: str, dropout_p: float) -> bool:
     """Whether a block gives the same gradients compiled, or checkpointed, as it does by itself."""
     torch.manual_seed(0)
-    block = _Block(method)
+    block = _Block(method, dropout_p)
     x = shard_sequence(torch.randn(2, 64, 32), mesh() if method == "both" else None, 1)
 
     def gradients(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(dist.get_rank())  # dropout's mask is the first rank's
         return list(torch.autograd.grad(run(x).square().sum(), block.parameters()))
 
     if how == "checkpoint":
@@ -483,10 +567,11 @@ def run_compiled() -> None:
         pairs = zip((outs[0], *found), (outs[1], *expected), strict=True)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
     number = compiled.number_of(alone, *(x for pair in (
-        ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"), ("dropout_p", 0.0),
-        ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu")
+        ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
+        ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
+        ("drawn", False)
     ) for x in pair))  # fmt: skip
-    arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), -1, -1, None, 0.0, number)
+    arguments = (*qkv, None, None, torch.zeros(2, requires_grad=True), None, -1, -1, None, 0.0, 0.0, number)
     operator = torch.ops.diyfa_distributed.attention_fwd.default
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -12,11 +12,11 @@ BLOCK_POINTERS = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 
 @triton.jit
 def mask_kernel(
     rng_state_ptr, keep_ptr, b, h, row0, column0, threshold, rows, columns,
-    HEAD_KEYS: tl.constexpr, POSITION_WORDS: tl.constexpr, KEEP_TILE: tl.constexpr,
+    HEAD_KEYS: tl.constexpr, POSITION_WORDS: tl.constexpr, KEEP_TILE: tl.constexpr, ORIGINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_POINTERS: tl.constexpr,
 ):  # fmt: skip
     """The mask at (b, h), all its tiles from (row0, column0) on -> keep [rows, columns] float32, 1 where kept."""
-    row_key0, row_key1, column_key0, column_key1 = HEAD_KEYS(rng_state_ptr, b, h)
+    row_key0, row_key1, column_key0, column_key1 = HEAD_KEYS(rng_state_ptr, b, h, ORIGINS)
     for m0 in range(0, rows, BLOCK_M):
         offs_m = tl.arange(0, BLOCK_M)
         r0, r1 = POSITION_WORDS(row_key0, row_key1, offs_m + (row0 + m0))
@@ -42,12 +42,13 @@ def mask_kernel(
                 tl.store(tile, kept, boundary_check=(0, 1))
 
 
-def constants(helpers, block_m, block_n, transposed):
+def constants(helpers, block_m, block_n, transposed, origins=False):
     """The kernel's constexprs for the module `diyfa.backends.<backend>.attention.dropout`."""
     return {
         "HEAD_KEYS": helpers.head_keys,
         "POSITION_WORDS": helpers.position_words,
         "KEEP_TILE": helpers.keep_tile,
+        "ORIGINS": origins,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "TRANSPOSED": transposed,

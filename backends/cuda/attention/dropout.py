@@ -24,11 +24,12 @@ def keep_threshold(dropout_p: float) -> int:
 
 
 @triton.jit
-def head_keys(rng_state_ptr, b, h):
+def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
     """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), uint32.
 
-    `rng_state_ptr`: int64 [seed, offset] in device memory. `b` and `h` are the sample and the query head, integers or
-    vectors of them.
+    `rng_state_ptr`: int64 [seed, offset] in device memory, with ORIGINS followed by four words for each sample: its own
+    number, and where its query heads, queries and keys begin. `b` and `h` are the sample and the query head, integers
+    or vectors of them.
     """
     seed = tl.load(rng_state_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(rng_state_ptr + 1).to(tl.uint64, bitcast=True)
@@ -36,6 +37,10 @@ def head_keys(rng_state_ptr, b, h):
     k1 = (seed >> 32).to(tl.uint32)
     c0 = h.to(tl.uint32)
     c1 = b.to(tl.uint32)
+    if ORIGINS:
+        origin_ptr = rng_state_ptr + 2 + 4 * b
+        c0 += _low_word(origin_ptr + 1)
+        c1 = _low_word(origin_ptr)
     c2 = offset.to(tl.uint32) + c0 * 0
     c3 = (offset >> 32).to(tl.uint32) + c0 * 0
     multiplier0 = tl.full((), 0xD2511F53, tl.uint32)
@@ -51,7 +56,19 @@ def head_keys(rng_state_ptr, b, h):
         c3 = low0
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
+    if ORIGINS:  # position i + i0 under a key is position i under another one
+        row = _low_word(origin_ptr + 2) * WEYL
+        column = _low_word(origin_ptr + 3) * WEYL
+        c0 += row
+        c1 += row
+        c2 += column
+        c3 += column
     return c0, c1, c2, c3
+
+
+@triton.jit
+def _low_word(pointer):
+    return tl.load(pointer).to(tl.uint64, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

@@ -158,6 +158,7 @@ class AttentionConstants(Constants):
     alibi: bool
     bias: bool
     dropout: bool
+    dropout_origins: bool
     head_dim: int
     head_dim_v: int
     block_m: int
@@ -185,6 +186,7 @@ def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> d
         "alibi": problem.alibi,
         "bias": problem.bias != "",
         "dropout": problem.dropout,
+        "dropout_origins": problem.dropout_origins,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "block_m": config.block_m,

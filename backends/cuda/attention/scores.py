@@ -61,7 +61,7 @@ def head_features(
         bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
     row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
     if c.DROPOUT:
-        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+        row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
     return slope, bias_base, row_key0, row_key1, column_key0, column_key1
 
 

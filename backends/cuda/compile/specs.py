@@ -76,7 +76,7 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 64, causal=False).replace(dropout=True)  # dropout's mask alone
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048}
     yield _problem(arch, half, 64).replace(**packed)
-    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, **packed)
+    yield _problem(arch, half, 128).replace(window_left=128, dropout=True, dropout_origins=True, **packed)
     if spec is not None and spec.has_wgmma:  # of keys that other devices have, too
         yield _problem(arch, half, 128).replace(out_dtype="float32", **packed)
     yield _problem(arch, half, 320)
@@ -106,6 +106,8 @@ HOPPER_SPILLS = 96
 def _with_feature_budget(kind: str, problem: AttentionProblem, config: AttentionConfig) -> AttentionConfig:
     spills, name = FEATURE_SPILLS[kind], gpu_class(problem)
     allowed = spills.get(f"{name} {padded_head_dim(problem.head_dim)}", spills.get(name, 0))
+    if problem.dropout_origins:  # where they lie, and what they move keys by
+        allowed += 32
     if not problem.features & (PER_SCORE_FEATURES | {"varlen", "window"}):
         return config
     return replace(config, spill_budget=max(allowed, config.spill_budget))
@@ -266,8 +268,10 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (128, "float16", True, {}),
         (128, "bfloat16", True, packed),
+        (64, "float16", False, {"out_dtype": "float32"}),
+        (128, "bfloat16", True, {"out_dtype": "float32"}),
         (256, "bfloat16", True, {}),
-        (256, "bfloat16", True, packed),
+        (256, "bfloat16", True, {**packed, "out_dtype": "float32"}),
         (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)
@@ -277,13 +281,17 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
         features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
+        case += f" to {problem.out_dtype}" if problem.out_dtype else ""
+        summed = getattr(torch, problem.out_dtype or dtype)
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
-        gradient = backward.gradient(dout, torch.empty_like(tensors.k), torch.empty_like(tensors.v))
+        dq, dk, dv = (torch.empty_like(x, dtype=summed) for x in tensors[:3])
+        out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
+        gradient = backward.gradient(dout, dk, dv)
         yield spec_of(gradient, "attention_bwd/sm90", case, budget)
         if changes:
             dlse = None if delta is None else torch.empty_like(lse)
             yield spec_of(backward.prepare(out, dout, dlse, delta), "attention_bwd/sm90_prepare", case)
-            yield spec_of(backward.convert(torch.empty_like(tensors.q)), "attention_bwd/sm90_convert", case)
+            yield spec_of(backward.convert(dq), "attention_bwd/sm90_convert", case)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:

@@ -45,7 +45,7 @@ from diyfa.backends.cuda.gluon.barriers import (
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.epilogue import _by_chunks
+from diyfa.backends.cuda.hopper.epilogue import _by_chunks, matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import _clamped, end_of, start_load, start_store
@@ -77,6 +77,7 @@ class Sm90BwdConstants(Constants):
     deterministic: bool
     consumer_registers: int
     producer_registers: int
+    direct: bool = False  # dK and dV leave from registers, in float32, to be added up
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,8 @@ class Outputs:
 
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
+    dk_ptr: gl.tensor | gl.constexpr  # for DIRECT
+    dv_ptr: gl.tensor | gl.constexpr
     sm_scale: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
@@ -609,28 +612,42 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
         dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
         dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
 
-    # dK and dV leave through the buffers of K, which both consumers have read, and of V.
-    _wait_for_other()
     key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
     exists = (key < keys.n_keys)[:, None]
     dk = gl.where(exists, dk * outputs.sm_scale, 0.0)
     dv = gl.where(exists, dv, 0.0)
-    run_of(shared.k_buffers, INDEX, B, 0, B).store(dk.to(DTYPE))
-    run_of(shared.v_buffers, INDEX, B, 0, B).store(dv.to(DTYPE))
-    fence_async_shared()
-    end = keys.first_k + keys.n_keys
-    for j in gl.static_range(B):
-        k_box = buffer_of(shared.k_buffers, INDEX, j, B).reshape(outputs.dk_tensor.block_shape)
-        v_box = buffer_of(shared.v_buffers, INDEX, j, B).reshape(outputs.dv_tensor.block_shape)
-        start_store(
-            outputs.dk_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, k_box,
-            config.LENGTHS == PACKED,
-        )  # fmt: skip
-        start_store(
-            outputs.dv_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, v_box,
-            config.LENGTHS == PACKED,
-        )  # fmt: skip
-    tma.store_wait(0)
+    if config.DIRECT:
+        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
+        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
+    else:
+        # They leave through the buffers of K, which both consumers have read, and of V.
+        _wait_for_other()
+        run_of(shared.k_buffers, INDEX, B, 0, B).store(dk.to(DTYPE))
+        run_of(shared.v_buffers, INDEX, B, 0, B).store(dv.to(DTYPE))
+        fence_async_shared()
+        end = keys.first_k + keys.n_keys
+        for j in gl.static_range(B):
+            k_box = buffer_of(shared.k_buffers, INDEX, j, B).reshape(outputs.dk_tensor.block_shape)
+            v_box = buffer_of(shared.v_buffers, INDEX, j, B).reshape(outputs.dv_tensor.block_shape)
+            start_store(
+                outputs.dk_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, k_box,
+                config.LENGTHS == PACKED,
+            )  # fmt: skip
+            start_store(
+                outputs.dv_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, v_box,
+                config.LENGTHS == PACKED,
+            )  # fmt: skip
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _store_direct(x, pointer, tensor, keys, sizes, row: gl.constexpr, column: gl.constexpr, config: gl.constexpr):
+    """Write x [64, columns], an accumulator, from a program's key `row` and from `column` on."""
+    rows = matrix(pointer, tensor, 0)
+    PACKED_OR_EQUAL: gl.constexpr = PACKED if config.LENGTHS == PACKED else EQUAL
+    offset = offset_of(rows, keys.b, keys.hk, keys.first_k, PACKED_OR_EQUAL)
+    end = keys.n_keys if config.LENGTHS == PACKED else sizes.seqlen_k
+    store_float32(x, rows, offset, keys.col0 + row, end, column)
 
 
 @gluon.jit
@@ -665,6 +682,7 @@ LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     dk_tensor, dv_tensor,
+    dk_ptr, dv_ptr,  # of the same, for DIRECT
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
@@ -716,7 +734,7 @@ def _bwd_sm90_kernel(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, sm_scale, scale, softcap)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
             _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
@@ -798,7 +816,7 @@ def _convert_kernel(
     sm_scale,
     config: gl.constexpr,  # `QueryConstants`
 ):  # fmt: skip
-    """Half of a block of queries, what one consumer has added up: scaled, in order, and in 16 bits."""
+    """Half of a block of queries, what one consumer has added up: scaled, in order, and in dq's dtype."""
     M: gl.constexpr = config.BLOCK_M
     D: gl.constexpr = config.BLOCK_D
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])

@@ -65,8 +65,8 @@ def refuses(problem: AttentionProblem) -> str | None:
         return (
             f"sm90 adds up dQ in the order in which programs come to it, where head_dim is over {WIDE} or V has another"
         )
-    if problem.out_dtype not in ("", problem.dtype):
-        return f"sm90 writes dK and dV through buffers of {problem.dtype}, not as {problem.out_dtype}"
+    if problem.out_dtype not in ("", problem.dtype, "float32"):
+        return f"sm90 writes gradients in {problem.dtype} or float32, not in {problem.out_dtype}"
     if not problem.aligned:
         return "sm90 reads through TMA, which needs addresses and strides that are multiples of 16 bytes"
     return None

@@ -112,6 +112,7 @@ class Sm90Backward:
         """Fills dk and dv, and adds up the fp32 dQ."""
         problem, config, layout = self.problem, self.config, self.problem.layout
         q, k, v, sm_scale = *self.tensors[:3], self.tensors.sm_scale
+        direct = dk.dtype == torch.float32
         ragged = problem.seq_lens or problem.varlen
         described = ragged_descriptor if ragged else dense_descriptor
         # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
@@ -131,8 +132,11 @@ class Sm90Backward:
             "k_tensor": described(k, layout, ROWS.value, BOX_COLUMNS),
             "v_tensor": described(v, layout, ROWS.value, BOX_COLUMNS),
             "do_tensor": described(dout, layout, config.block_m, BOX_COLUMNS),
-            "dk_tensor": described_out(dk, layout, ROWS.value, BOX_COLUMNS),
-            "dv_tensor": described_out(dv, layout, ROWS.value, BOX_COLUMNS),
+            # Boxes of 128 bytes: those of direct stores are never copied.
+            "dk_tensor": described_out(dk, layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS),
+            "dv_tensor": described_out(dv, layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS),
+            "dk_ptr": dk if direct else None,
+            "dv_ptr": dv if direct else None,
             "statistics_tensor": TensorDescriptor(
                 self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
             ),
@@ -170,6 +174,7 @@ class Sm90Backward:
             deterministic=problem.deterministic,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
+            direct=direct,
         )
         grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
         kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel

@@ -52,6 +52,7 @@ from diyfa.backends.cuda.hopper.bwd import (
     _key_block,
     _producer,
     _start_scores,
+    _store_direct,
     _weights,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
@@ -325,12 +326,18 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     OF_V: gl.constexpr = gl.SliceLayout(1, accumulator_layout(DV))
     dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
     dv = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_V) < keys.n_keys)[:, None], dv, 0.0)
-    _half(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
-    _half(shared.v_buffers, 0, INDEX, config.BOXES_V).store(dv.to(DTYPE))
-    fence_async_shared()
-    _store_half(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
-    _store_half(outputs.dv_tensor, keys, shared.v_buffers, INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS)
-    tma.store_wait(0)
+    if config.DIRECT:
+        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, INDEX * D, config)
+        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, INDEX * DV, config)
+    else:
+        _half(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
+        _half(shared.v_buffers, 0, INDEX, config.BOXES_V).store(dv.to(DTYPE))
+        fence_async_shared()
+        _store_half(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
+        _store_half(
+            outputs.dv_tensor, keys, shared.v_buffers, INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS
+        )
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -370,6 +377,7 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
 def _bwd_wide_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
     dk_tensor, dv_tensor,
+    dk_ptr, dv_ptr,
     statistics_tensor,
     dq_ptr,  # fp32: 64 x 64 numbers for each box of each block of queries
     lengths_q_ptr, lengths_k_ptr,
@@ -422,7 +430,7 @@ def _bwd_wide_kernel(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, sm_scale, scale, softcap)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
             _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)

@@ -14,6 +14,7 @@ from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
 from diyfa.backends.cuda.hopper.mma import ROWS
 
 CHUNK = gl.constexpr(8)  # elements of 16 bytes
+WORDS = gl.constexpr(4)  # of float32 in as many
 
 
 @gluon.jit
@@ -73,4 +74,15 @@ def store_rows(x, matrix, offset, row0, end, column0):
     columns = optimisation_barrier(matrix[4]) // CHUNK * CHUNK
     inside = (row < end)[:, None] & (column < columns)[None, :]
     at = _in_chunks(offset) + row[:, None].to(gl.int64) * _in_chunks(matrix[3])
+    gl.store(matrix[0] + at + column[None, :], x, mask=inside)
+
+
+@gluon.jit
+def store_float32(x, matrix, offset, row0, end, column0):
+    """`store_rows` of an accumulator as it is: four threads write 32 bytes of a row at once; nothing is exchanged."""
+    LAYOUT: gl.constexpr = x.type.layout
+    row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    inside = (row < end)[:, None] & (column < matrix[4] // CHUNK * CHUNK)[None, :]
+    at = offset // WORDS * WORDS + row[:, None].to(gl.int64) * (matrix[3].to(gl.int64) // WORDS * WORDS)
     gl.store(matrix[0] + at + column[None, :], x, mask=inside)

@@ -104,7 +104,7 @@ def _bwd_dbias_kernel(
             dp = dot(dout, tl.trans(v), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
             if c.DROPOUT:
                 delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
-                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
                 c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                 dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)

@@ -139,7 +139,7 @@ def _bwd_dkdv_kernel(
                 kept = p
                 if c.DROPOUT:
                     delta = delta * keep_prob  # what dropout multiplies by is left to the end
-                    row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                    row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                     r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     keep = keep_tile(c0, c1, r0, r1, keep_threshold)

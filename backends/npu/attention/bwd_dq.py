@@ -104,7 +104,7 @@ def _bwd_dq_kernel(
                 slope = tl.load(slopes_ptr + b * stride_slope_b + h)
             if c.DROPOUT:
                 delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
-                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
             dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
             # Counted from 0: a loop that begins at a window's edge crashes AscendNPU IR 1.0.0.

@@ -30,10 +30,11 @@ def keep_threshold(dropout_p: float) -> float:
 
 
 @triton.jit
-def head_keys(rng_state_ptr, b, h):
+def head_keys(rng_state_ptr, b, h, ORIGINS: tl.constexpr):
     """Philox4x32-10 of (seed, offset) at (b, h) -> (row_key0, row_key1, column_key0, column_key1), int32 scalars.
 
-    `rng_state_ptr`: int64 [seed, offset] in device memory; `b` and `h` are the sample and the query head.
+    `rng_state_ptr`: int64 [seed, offset] in device memory, with ORIGINS followed by four words for each sample: its own
+    number, and where its query heads, queries and keys begin. `b` and `h` are the sample and the query head.
     """
     seed = tl.load(rng_state_ptr)
     offset = tl.load(rng_state_ptr + 1)
@@ -41,6 +42,10 @@ def head_keys(rng_state_ptr, b, h):
     k1 = (seed >> 32) & WORD
     c0 = h.to(tl.int64)
     c1 = b.to(tl.int64)
+    if ORIGINS:
+        origin_ptr = rng_state_ptr + 2 + 4 * b
+        c0 = (c0 + tl.load(origin_ptr + 1)) & WORD
+        c1 = tl.load(origin_ptr) & WORD
     c2 = offset & WORD
     c3 = (offset >> 32) & WORD
     for _ in tl.static_range(10):
@@ -52,6 +57,13 @@ def head_keys(rng_state_ptr, b, h):
         c3 = product0 & WORD
         k0 = (k0 + 0x9E3779B9) & WORD
         k1 = (k1 + 0xBB67AE85) & WORD
+    if ORIGINS:  # position i + i0 under a key is position i under another one
+        row = tl.load(origin_ptr + 2) * 0x9E3779B9
+        column = tl.load(origin_ptr + 3) * 0x9E3779B9
+        c0 = (c0 + row) & WORD
+        c1 = (c1 + row) & WORD
+        c2 = (c2 + column) & WORD
+        c3 = (c3 + column) & WORD
     return c0.to(tl.int32), c1.to(tl.int32), c2.to(tl.int32), c3.to(tl.int32)
 
 

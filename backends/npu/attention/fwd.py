@@ -123,7 +123,7 @@ def _fwd_kernel(
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             if c.DROPOUT:
-                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h)
+                row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
                 r0, r1 = position_words(row_key0, row_key1, tl.arange(0, c.BLOCK_M) + row0)
             for n0 in range(lo, hi, c.BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]

@@ -38,6 +38,7 @@ class AttentionConstants(Constants):
     alibi: str
     bias: str  # dimensions of attn_bias (see bias.py)
     dropout: bool
+    dropout_origins: bool
     interpret: bool
 
 

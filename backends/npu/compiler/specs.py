@@ -331,6 +331,7 @@ FEATURE_CASES: tuple[dict[str, Any], ...] = (
      "dropout": True},
     {"dropout": True, "window_right": 0},
     {"dropout": True, "layout": VARLEN, "window_right": 0},
+    {"dropout": True, "dropout_origins": True, "layout": VARLEN, "window_right": 0},
     {"bias": "qk"},
     {"bias": "k"},
     {"bias": "q", "window_right": 0},

@@ -415,6 +415,7 @@ def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
         "ALIBI": alibi_form(problem),
         "SINKS": problem.sinks,
         "DROPOUT": problem.dropout,
+        "DROPOUT_ORIGINS": problem.dropout_origins,
     }
 
 
