@@ -78,11 +78,23 @@ def _sm90_decode_repeat(*arguments: Any) -> Any:
     return decode_mla.repeat(*arguments)
 
 
+def _sm90_prefill(*arguments: Any) -> None:
+    from diyfa.backends.cuda.hopper import prefill
+
+    prefill.kvcache_forward(*arguments)
+
+
+def _sm90_prefill_repeat(*arguments: Any) -> Any:
+    from diyfa.backends.cuda.hopper import prefill
+
+    return prefill.repeat(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import decode_mla_configs
+    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
 
@@ -149,6 +161,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
             repeat=_sm90_decode_repeat if known else None,
+        ),
+        Kernel(
+            name="sm90_prefill",
+            op="kvcache_fwd",
+            summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
+            launch=_sm90_prefill,
+            unsupported=prefill_configs.unsupported,
+            config=prefill_configs.config_of,
+            repeat=_sm90_prefill_repeat if known else None,
         ),
         Kernel(
             name="split_kv",

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
-from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
+from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
@@ -644,3 +644,38 @@ def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does
         v = torch.zeros(cache.shape).bfloat16()[..., :512]
         diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
     assert recorder.calls[0][4] == "_decode_kernel"
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_a_repeated_prefill_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
+    """Of one with an int for all lengths the length is given anew. One that replaces its queries is never repeated."""
+    described = []
+    launch = prefill.launch_kernel
+    monkeypatch.setattr(prefill, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    passes, kept = [], []
+    for length in (600, 600, 601, 602):
+        q = torch.zeros(2, 512, 16, 128).bfloat16()
+        cache = (
+            torch.zeros(2, 40, 16, 4, 128).bfloat16() if by == "tensor" else torch.zeros(2, 2, 640, 4, 128).bfloat16()
+        )
+        table = torch.zeros(2, 40, dtype=torch.int32) if by == "tensor" else None
+        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+        out = torch.zeros_like(q) if gives_out else None
+        options = {"block_table": table, "causal": True, "cache_seqlens": lengths}
+        with diyfa.use_backend("cuda"):
+            result, lse = diyfa.flash_attn_with_kvcache(q, *cache, out=out, return_softmax_lse=True, **options)
+        own = {"q": q, "k": cache[0], "v": cache[1], "out": result, "lse": lse}
+        own |= {"lengths": lengths, "table": table} if by == "tensor" else {}
+        (call,) = [named(call, **own) for call in recorder.calls]
+        assert call[1] == "_fwd_sm90_kernel"
+        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)]])
+        kept.append((own, cache))  # memory that is not given out again
+        recorder.calls.clear()
+    assert len(described) == 2
+    assert are_same(*passes)
+    if gives_out:
+        with diyfa.use_backend("cuda"):
+            diyfa.flash_attn_with_kvcache(q, *cache, out=q, **options)
+        assert len(described) == 3

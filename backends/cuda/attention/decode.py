@@ -38,12 +38,11 @@ from diyfa.backends.cuda.attention.decode_configs import (
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
-from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
+from diyfa.backends.cuda.attention.launch import forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
-from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -774,29 +773,8 @@ def repeat(
     tensors, out = own_objects(tensors), out.detach()
     memory = workspace(problem, config, out.device)
     described = launches(problem, tensors, out, lse, config, memory)
-    present, made = tensors.present(), [lse] if memory is None else [lse, memory]
-    # Rows that no sequence covers are written by no kernel.
-    lse_filled = ((0, float("inf")),) if problem.varlen else ()
-    into = replay_of(described, [*present, out], made, choice, lse_filled, numbers=("length",))
-    filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
-    replay = replay_of(described, present, [out, *made], choice, filled, numbers=("length",))
-    if into is None or replay is None:
-        return None
-    clears_out = problem.varlen
-
-    def again(
-        length: int, out: torch.Tensor | None, *present: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        addresses = [x.data_ptr() for x in present]
-        if out is None:
-            results = replay([*addresses, length])
-            return None if results is None else (results[0], results[1])
-        if clears_out:
-            out.zero_()
-        results = into([*addresses, out.data_ptr(), length])
-        return None if results is None else (out, results[0])
-
-    return again
+    made = [lse] if memory is None else [lse, memory]
+    return kvcache_replay(described, tensors, out, made, problem.varlen)
 
 
 def attention_forward(

@@ -309,7 +309,7 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
 
 
 def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """Tensors of a call with a cache that is not packed, out and lse, without memory."""
+    """Tensors of a call with a cache, out and lse, without memory."""
 
     def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -317,7 +317,9 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
     batch, heads_kv, page = problem.batch, problem.heads_kv, problem.page_size
     rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
     q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
-    cache = (page * batch, page) if page else (batch, problem.capacity)
+    cache: tuple[int, ...] = (page * batch, page) if page else (batch, problem.capacity)
+    if problem.packed_keys:
+        cache = (batch * problem.capacity,)
     k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
     v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
     of_batch = empty(batch)
@@ -326,6 +328,7 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
         q, k, k[..., : problem.head_dim_v] if problem.latent else v, 0.125,
         seqlens=of_batch,
         cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
+        cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
         block_table=empty(batch, problem.capacity // page) if page else None,
         cache_batch_idx=of_batch if problem.cache_batch_idx else None,
         leftpad=of_batch if problem.leftpad else None,
@@ -394,12 +397,51 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
 
 
+def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon forward over a cache: pages smaller than a tile, as large and larger, rows, beside both kinds of
+    queries; the widths that have boxes of their own."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import prefill, prefill_configs
+
+    call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
+    call = call.replace(lengths=True)
+    packed = {"layout": VARLEN, "total_q": 8192}
+    for changes in (
+        {"page_size": 16},
+        {"page_size": 16, **packed},
+        {"page_size": 256, **packed},
+        {"page_size": 128, "window_right": -1},
+        {"cache_batch_idx": True},
+        {"page_size": 64, "seqlen_q": 512, "batch": 1},
+        {"page_size": 16, "seqlen_q": 512, "batch": 1},
+        {"page_size": 64, "head_dim": 64, "head_dim_v": 64, **packed},
+        {"page_size": 16, "head_dim": 64, "head_dim_v": 64},
+        {"page_size": 16, "head_dim": 96, "head_dim_v": 96},
+        {"page_size": 64, "head_dim": 192, "head_dim_v": 128, **packed},
+        {"page_size": 16, "head_dim": 192, "head_dim_v": 128},
+        {"page_size": 64, "head_dim": 256, "head_dim_v": 256, **packed},
+        {"page_size": 16, "head_dim": 256, "head_dim_v": 256},
+        {"page_size": 16, "window_left": 1000, "softcap": 30.0, "alibi": True, "sinks": True, **packed},
+        {"packed_keys": True, **packed},
+    ):
+        problem = call.replace(**changes)
+        reason = prefill_configs.refuses(problem)
+        assert reason is None, reason
+        config = prefill_configs.config_of(problem)
+        launch = prefill.launch_of(problem, *kvcache_tensors_of(problem), config)
+        tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
+        yield spec_of(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
     yield from _hopper_backward_specs(arch)
     yield from _kvcache_specs(arch)
     yield from _hopper_decode_specs(arch)
+    yield from _hopper_prefill_specs(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
