@@ -101,6 +101,15 @@ def _kernels() -> tuple[Kernel, ...]:
     known = relaunch.IS_KNOWN
     return (
         Kernel(
+            name="split_kv",
+            op="attention_fwd",
+            summary="few queries of many keys, and batch_invariant(): the kernels over a cache, and bitwise as from there",
+            launch=decode.attention_forward,
+            unsupported=decode.attention_unsupported,
+            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
+            repeat=decode.attention_repeat if known else None,
+        ),
+        Kernel(
             name="sm90",
             op="attention_fwd",
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
@@ -144,14 +153,6 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
             config=lambda problem: configs.default_config("dkdv", problem),
             repeat=bwd.repeat if known else None,
-        ),
-        Kernel(
-            name="split_kv",
-            op="attention_fwd",
-            summary="all keys of a row in order, by the kernel over a cache: bitwise as from there",
-            launch=decode.attention_forward,
-            unsupported=decode.attention_unsupported,
-            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
         ),
         Kernel(
             name="sm90",

@@ -198,7 +198,14 @@ def test_refusals():
     assert "no tile for float16 and head_dims 576 and 512 fits" in refused("kvcache_fwd", wide)
     assert "not to packed keys" in refused("kvcache_append", problem(layout="thd"), "append")
     training = AttentionProblem("cuda", "sm_90", "float16", "bhsd", 2, 8, 4, 1024, 1024, 128, 128)
-    assert refused("attention_fwd", training) == "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    assert refused("attention_fwd", training) == (
+        "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
+    )
+    few = training.replace(seqlen_q=4, seqlen_k=1 << 14, heads_q=16)
+    assert refused("attention_fwd", few) is None
+    assert refused("attention_fwd", few.replace(dropout=True)) == "split_kv does not implement dropout"
+    assert diyfa.registry.choose("attention_fwd", few, cuda).name == "split_kv"
+    assert diyfa.registry.choose("attention_fwd", few.replace(seqlen_k=64), cuda).name == "v2"
     mode = training.replace(batch_invariant=True)
     assert refused("attention_fwd", mode) is None
     assert refused("attention_fwd", mode.replace(bias="float16")) == "split_kv does not implement attn_bias"
@@ -278,3 +285,32 @@ def test_odd_float8_values_of_aligned_rows_are_all_read():
     buffer = torch.ones(1, 40, 1, 48).to(torch.float8_e4m3fn).to(DEVICE)
     out, _ = attend(q, k, buffer[..., :35])
     torch.testing.assert_close(out.float(), torch.ones(1, 1, 2, 35), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_few_queries_of_many_keys_need_no_cache(layout):
+    """A forward pass by these kernels, outside the mode, and its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    n, heads, heads_kv, keys = 3, 4, 2, 2100
+    shapes = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3), "thd": (0, 1, 2, 3)}
+    q, k, v = (
+        torch.randn(1, rows, h, 32, generator=generator).permute(shapes[layout]).contiguous().to(DEVICE)
+        for rows, h in ((n, heads), (keys, heads_kv), (keys, heads_kv))
+    )
+    if layout == "thd":
+        q, k, v = q[0], k[0], v[0]
+        offsets = [torch.tensor([0, rows], dtype=torch.int32, device=DEVICE) for rows in (n, keys)]
+        given = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], "max_seqlen_q": n, "max_seqlen_k": keys}
+        attend = diyfa.flash_attention_varlen
+    else:
+        given, attend = {}, diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
+    expected = diyfa.reference_attention(
+        *(x[None] if layout == "thd" else x for x in (q, k, v)), causal=True,
+        layout="bhsd" if layout == "bhsd" else "bshd",
+    )  # fmt: skip
+    with diyfa.use_backend("cuda"), poisoned_allocations():
+        told = diyfa.explain(q, k, v, causal=True, layout=layout, **given)
+        out = attend(q, k, v, causal=True, **given)
+    assert told.kernel == "split_kv"
+    assert out.shape == q.shape and out.stride() == q.stride()
+    torch.testing.assert_close(out, expected[0] if layout == "thd" else expected, rtol=1e-4, atol=1e-5)

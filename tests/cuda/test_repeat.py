@@ -6,6 +6,7 @@ There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the fun
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -679,3 +680,30 @@ def test_a_repeated_prefill_launches_what_the_ordinary_one_does(recorder, monkey
         with diyfa.use_backend("cuda"):
             diyfa.flash_attn_with_kvcache(q, *cache, out=q, **options)
         assert len(described) == 3
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(recorder, monkeypatch, layout):
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
+    passes, kept = [], []
+    for _ in range(4):
+        q, k, v = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((2, 8), (4096, 2), (4096, 2)))
+        if layout == "thd":
+            attend = functools.partial(diyfa.flash_attention_varlen, q, k, v, *offsets, 2, 4096)
+        elif layout == "bshd":
+            attend = functools.partial(diyfa.flash_attention_v2, q[None], k[None], v[None])
+        else:
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+            attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        with diyfa.use_backend("cuda"), torch.no_grad():
+            out, lse = attend(causal=True, return_lse=True)
+        assert out.shape[-3:] == q.shape and out.is_contiguous()
+        passes.append([named(call, q=q, k=k, v=v, out=out, lse=lse) for call in recorder.calls])
+        assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_combine_kernel"]
+        kept.append((q, k, v, out, lse))
+        recorder.calls.clear()
+    assert len(launched) == 4  # of two calls
+    assert are_same(*passes)

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.decode_configs import (
+    SMALL_CALLS,
     DecodeConfig,
     decode_config,
     feature_blocks,
@@ -781,9 +782,26 @@ def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """The same for a forward pass, whose keys lie in a cache that holds them all."""
-    kvcache_problem, kvcache_tensors = as_kvcache(problem, tensors)
-    rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-    kvcache_forward(kvcache_problem, kvcache_tensors, rows, lse)
+    kvcache_forward(*as_kvcache(problem, tensors), _rows(problem, out), lse)
+
+
+def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
+    """The output of a forward pass as the kernels over a cache write it, (B, S, H, D) or packed."""
+    return out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
+
+
+def attention_repeat(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat` of a forward pass."""
+    again = repeat(*as_kvcache(problem, tensors), _rows(problem, out), lse)
+    heads_first = problem.layout == "bhsd"
+
+    def of_call(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        pair = None if again is None else again(problem.seqlen_k, None, *present)
+        return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
+
+    return None if again is None else of_call
 
 
 FEATURES = frozenset(
@@ -801,6 +819,8 @@ def unsupported(problem: KVCacheProblem) -> str | None:
 
 def attention_unsupported(problem: AttentionProblem) -> str | None:
     """Why a forward pass does not run by these kernels, or None."""
-    if not problem.batch_invariant:
-        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    is_small = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
+    if not problem.batch_invariant and not is_small:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
     return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

@@ -150,6 +150,9 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     return None
 
 
+# (at most so many queries of a head of keys, of all its query heads, at least so many keys): forward passes that these
+# kernels run, too, because they share the keys of a head among programs and its query heads share a tile. Not measured.
+SMALL_CALLS: tuple[tuple[int, int], ...] = ((64, 2048),)
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
