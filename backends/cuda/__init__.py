@@ -103,7 +103,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="split_kv",
             op="attention_fwd",
-            summary="few queries of many keys, and batch_invariant(): the kernels over a cache, and bitwise as from there",
+            summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
             launch=decode.attention_forward,
             unsupported=decode.attention_unsupported,
             config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),

@@ -96,9 +96,20 @@ def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
     return pages
 
 
+def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
+    """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
+    for module in (decode, decode_configs):
+        monkeypatch.setattr(module, "PART_KEYS", part_keys)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
+
+
+@pytest.mark.parametrize("part_keys", [64, decode_configs.PART_KEYS])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_row_is_bitwise_the_same_in_any_call(draw):
-    """The sequence's training forward decides; then its last tokens come from caches, in drawn company."""
+def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch):
+    """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
+
+    Of several parts all lie with one program, or each with its own, as the number of tiles and of splits say."""
+    use_parts_of(monkeypatch, part_keys, multiprocessors=5)
     generator = torch.Generator().manual_seed(draw)
 
     def number(low: int, high: int) -> int:
@@ -314,3 +325,37 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
     assert told.kernel == "split_kv"
     assert out.shape == q.shape and out.stride() == q.stride()
     torch.testing.assert_close(out, expected[0] if layout == "thd" else expected, rtol=1e-4, atol=1e-5)
+
+
+PARTS = {
+    "plain": {},
+    "window": {"window_size": (90, 3), "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "leftpad": {"cache_leftpad": torch.tensor([70, 0, 299], dtype=torch.int32), "softcap": 2.0},
+    "float8": {"k_descale": torch.tensor(0.7), "v_descale": torch.tensor(1.3)},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
+    """As when one program has all of them: more parts than are read at once, and some that rows do not see."""
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
+    use_parts_of(monkeypatch, 128 if name == "float8" else 64, multiprocessors=100)  # as large as blocks are
+    generator = torch.Generator().manual_seed(0)
+    q, (k, v) = torch.randn(3, 5, 4, 32, generator=generator), torch.randn(2, 3, 800, 2, 32, generator=generator)
+    k[:, 200:300] *= 20  # maxima that rise, and fall again
+    lengths = torch.tensor([800, 3, 300], dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if name == "float8" else torch.bfloat16
+    case = q.bfloat16(), k.to(dtype), v.to(dtype)
+    monkeypatch.setattr(decode, "FOLDED_PARTS", 4)
+    call = {"cache_seqlens": lengths, "causal": name != "window", **PARTS[name]}
+    results = []
+    with diyfa.batch_invariant():
+        for num_splits in (1, 0):
+            results.append(attend(*case, num_splits=num_splits, **call))
+    assert launched == [decode._decode_kernel, decode._decode_kernel, decode._fold_kernel]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    out, lse = attend(*case, **call)
+    torch.testing.assert_close(results[0][0], out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[0][1], lse, rtol=1e-4, atol=1e-4)

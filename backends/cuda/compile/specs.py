@@ -305,7 +305,8 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
         yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
     if has_fp8:
         yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
-    yield problem(128, half, page_size=16, batch_invariant=True)
+    for splits in (0, 1):  # parts of a tile with a program each, and all of them with one
+        yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
 
 
 def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
@@ -343,7 +344,7 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
     d, dv = problem.head_dim, problem.head_dim_v
-    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant")
+    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
     names = "".join(f" {name}" for name in used if getattr(problem, name))
     pages = f" page {problem.page_size}" if problem.paged else ""
     return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
@@ -361,12 +362,14 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         # 64 rows of a latent cache: 64x512 sums alone are 128 registers of each thread. By wgmma they are nonetheless
         # 1.5 to 1.9 times as fast as 32 rows by mma.sync, which spill nothing.
         budget = 1536 if problem.latent and config.block_m > MMA_BLOCK_M else 0
-        # Pages a block ahead are registers too many where ptxas stops at 168: in the mode, whose tile may not be
-        # another, on sm_86 and sm_89, and with every feature on sm_75.
-        if problem.batch_invariant or (arch == "sm_75" and problem.alibi):
+        # Pages a block ahead are registers too many where ptxas stops at 168, with every feature on sm_75. In the mode,
+        # whose tile may not be another, sums of a part and those of the parts before are alive together.
+        if arch == "sm_75" and problem.alibi:
             budget = 32
+        if problem.batch_invariant and problem.num_splits == 1:
+            budget = 128
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
-        if problem.sinks:
+        if problem.sinks or problem.batch_invariant:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
