@@ -80,7 +80,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
     for module, kernel in (
-        (decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel"),
+        (decode, "_decode_kernel"), (decode, "_combine_kernel"), (decode, "_fold_kernel"), (append, "_append_kernel"),
         (bwd_dbias, "_bwd_dbias_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
@@ -706,4 +706,25 @@ def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(reco
         kept.append((q, k, v, out, lse))
         recorder.calls.clear()
     assert len(launched) == 4  # of two calls
+    assert are_same(*passes)
+
+
+def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
+    """Whose parts have programs of their own."""
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
+    passes, kept = [], []
+    for length in (100, 100, 101, 102):
+        q, cache = torch.zeros(2, 1, 8, 64).bfloat16(), torch.zeros(2, 4096, 2, 64).bfloat16()
+        lengths = torch.full((2,), length, dtype=torch.int32)
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant():
+            out, lse = diyfa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True)
+        own = {"q": q, "cache": cache, "out": out, "lse": lse, "lengths": lengths}
+        passes.append([named(call, **own) for call in recorder.calls])
+        assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_fold_kernel"]
+        kept.append(own)
+        recorder.calls.clear()
+    assert launched == [2 * 2 * 4, 2 * 2 * 4] * 2  # parts of tiles, rows of tiles
     assert are_same(*passes)

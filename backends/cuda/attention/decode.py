@@ -9,8 +9,8 @@ puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
 
 In batch-invariant mode keys are divided into parts of PART_KEYS, counted from the first one that is no padding. Each
 part is summed by itself, in order, and parts are added up from the first to the last. A block or a part that a row does
-not see leaves its sums as they are, bit for bit. So nothing but a row's own query and keys decides on its result: neither
-who else is there, nor whether one program has all parts of a tile or each part has its own and `_fold_kernel` adds up.
+not see leaves its sums as they are, bit for bit. So nothing but a row's own query and keys decides on its result, nor
+does it matter whether one program has all parts of a tile or each part has its own, which `_fold_kernel` adds up.
 
 Keys are gathered row by row, in pages or not: a page may have any size.
 """
