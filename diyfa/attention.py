@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, ops, registry, validation
-from diyfa.kvcache import attend_packed
+from diyfa.kvcache import attend_packed, explain_packed
 from diyfa.ops import new_rng_state
 from diyfa.options import DIFFERENTIABLE, UNBOUNDED, WHOLE, AttentionOptions, Lengths, tensors_given
 from diyfa.problem import LAYOUTS, VARLEN
@@ -307,16 +307,26 @@ def explain(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
 ) -> registry.Explanation:
     """Which backend, kernel and tile `flash_attention` with these arguments would run, why, and why no other.
 
     Where an input requires a gradient, `backward` of the result says the same of the backward pass.
     Nothing is launched. `layout` is "bhsd" (`flash_attention`), "bshd" (`flash_attention_v2`) or "thd"
-    (`flash_attention_varlen`, with its lengths). Raises what the call itself would raise.
+    (`flash_attention_varlen`, with its lengths and pages). Raises what the call itself would raise.
     """
     if layout not in (*LAYOUTS, VARLEN):
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
+    if layout == VARLEN and (block_table is not None or seqused_k is not None):
+        return explain_packed(q, k, v, {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "block_table": block_table, "causal": causal,
+            "sm_scale": sm_scale, "variant": variant, "window": validation.check_window(window), "softcap": softcap,
+            "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": None,
+            "scale_name": "sm_scale",
+        })  # fmt: skip
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None or seq_lens is not None or attn_bias is not None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k, and takes no seq_lens and no attn_bias")

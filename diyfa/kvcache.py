@@ -14,7 +14,7 @@ import torch
 from diyfa import fast_path, registry, validation
 from diyfa.fast_path import may_be_read
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, bucket, check_new_values, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, bucket, check_new_values, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -532,11 +532,27 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
     _check_packed_values(tensors, max_q, max_k)
     if plan is not None:
         return run_plan(plan, tensors, None, out)
-    left, right = given["window"]
-    options = KVCacheOptions(
-        VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), max_q, max_k,
-        batch_invariant=registry.is_batch_invariant(), backend=backend, variant=variant,
-    )  # fmt: skip
-    result, lse, plan = run(tensors, options, None, out, key is not None)
+    result, lse, plan = run(tensors, _packed_options(given), None, out, key is not None)
     fast_path.remember(key, plan)
     return result, lse
+
+
+def _packed_options(given: dict[str, Any]) -> KVCacheOptions:
+    left, right = given["window"]
+    return KVCacheOptions(
+        VARLEN, left, 0 if given["causal"] else right, float(given["softcap"]), given["max_seqlen_q"],
+        given["max_seqlen_k"], batch_invariant=registry.is_batch_invariant(),
+        backend=given["backend"] or registry.forced_backend(), variant=given["variant"],
+    )  # fmt: skip
+
+
+def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> registry.Explanation:
+    """What `attend_packed` with the same arguments would run, without running it."""
+    _check_packed(q, k, v, given)
+    tensors = KVCacheTensors(
+        q, k, v, 1.0, 0, 0, given["seqused_k"], given["cu_seqlens_q"], given["cu_seqlens_k"],
+        given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
+    )  # fmt: skip
+    options = _packed_options(given)
+    problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options)
+    return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)

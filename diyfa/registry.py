@@ -29,7 +29,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "cpu": "diyfa.backends.cpu",
 }
 OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
-IN_THE_MODE = "split_kv"  # the forward kernel of `batch_invariant`, which runs nowhere else
+IN_THE_MODE = "split_kv"  # the only forward kernel of `batch_invariant`
 # Backends that run only when asked for by name: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 

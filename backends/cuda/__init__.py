@@ -81,16 +81,37 @@ def _sm90_decode_repeat(*arguments: Any) -> Any:
     return decode_mla.repeat(*arguments)
 
 
+def _sm90_prefill(*arguments: Any) -> None:
+    from diyfa.backends.cuda.hopper import prefill
+
+    prefill.kvcache_forward(*arguments)
+
+
+def _sm90_prefill_repeat(*arguments: Any) -> Any:
+    from diyfa.backends.cuda.hopper import prefill
+
+    return prefill.repeat(*arguments)
+
+
 def _kernels() -> tuple[Kernel, ...]:
     from diyfa.backends.cuda.attention import append, bwd, configs, decode, fwd, fwd_v1
     from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
     from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import decode_mla_configs
+    from diyfa.backends.cuda.hopper import decode_mla_configs, prefill_configs
     from diyfa.backends.cuda.matmul import kernel as matmul
     from diyfa.backends.cuda.runtime import replay as relaunch
 
     known = relaunch.IS_KNOWN
     return (
+        Kernel(
+            name="split_kv",
+            op="attention_fwd",
+            summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
+            launch=decode.attention_forward,
+            unsupported=decode.attention_unsupported,
+            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
+            repeat=decode.attention_repeat if known else None,
+        ),
         Kernel(
             name="sm90",
             op="attention_fwd",
@@ -137,14 +158,6 @@ def _kernels() -> tuple[Kernel, ...]:
             repeat=bwd.repeat if known else None,
         ),
         Kernel(
-            name="split_kv",
-            op="attention_fwd",
-            summary="all keys of a row in order, by the kernel over a cache: bitwise as from there",
-            launch=decode.attention_forward,
-            unsupported=decode.attention_unsupported,
-            config=lambda problem: decode.decode_config(as_kvcache_problem(problem)),
-        ),
-        Kernel(
             name="sm90",
             op="kvcache_fwd",
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
@@ -152,6 +165,15 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
             repeat=_sm90_decode_repeat if known else None,
+        ),
+        Kernel(
+            name="sm90_prefill",
+            op="kvcache_fwd",
+            summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
+            launch=_sm90_prefill,
+            unsupported=prefill_configs.unsupported,
+            config=prefill_configs.config_of,
+            repeat=_sm90_prefill_repeat if known else None,
         ),
         Kernel(
             name="split_kv",

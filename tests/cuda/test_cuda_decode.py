@@ -96,9 +96,20 @@ def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
     return pages
 
 
+def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
+    """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
+    for module in (decode, decode_configs):
+        monkeypatch.setattr(module, "PART_KEYS", part_keys)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
+
+
+@pytest.mark.parametrize("part_keys", [64, decode_configs.PART_KEYS])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_row_is_bitwise_the_same_in_any_call(draw):
-    """The sequence's training forward decides; then its last tokens come from caches, in drawn company."""
+def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch):
+    """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
+
+    Of several parts all lie with one program, or each with its own, as the number of tiles and of splits say."""
+    use_parts_of(monkeypatch, part_keys, multiprocessors=5)
     generator = torch.Generator().manual_seed(draw)
 
     def number(low: int, high: int) -> int:
@@ -198,7 +209,14 @@ def test_refusals():
     assert "no tile for float16 and head_dims 576 and 512 fits" in refused("kvcache_fwd", wide)
     assert "not to packed keys" in refused("kvcache_append", problem(layout="thd"), "append")
     training = AttentionProblem("cuda", "sm_90", "float16", "bhsd", 2, 8, 4, 1024, 1024, 128, 128)
-    assert refused("attention_fwd", training) == "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    assert refused("attention_fwd", training) == (
+        "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
+    )
+    few = training.replace(seqlen_q=4, seqlen_k=1 << 14, heads_q=16)
+    assert refused("attention_fwd", few) is None
+    assert refused("attention_fwd", few.replace(dropout=True)) == "split_kv does not implement dropout"
+    assert diyfa.registry.choose("attention_fwd", few, cuda).name == "split_kv"
+    assert diyfa.registry.choose("attention_fwd", few.replace(seqlen_k=64), cuda).name == "v2"
     mode = training.replace(batch_invariant=True)
     assert refused("attention_fwd", mode) is None
     assert refused("attention_fwd", mode.replace(bias="float16")) == "split_kv does not implement attn_bias"
@@ -278,3 +296,66 @@ def test_odd_float8_values_of_aligned_rows_are_all_read():
     buffer = torch.ones(1, 40, 1, 48).to(torch.float8_e4m3fn).to(DEVICE)
     out, _ = attend(q, k, buffer[..., :35])
     torch.testing.assert_close(out.float(), torch.ones(1, 1, 2, 35), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_few_queries_of_many_keys_need_no_cache(layout):
+    """A forward pass by these kernels, outside the mode, and its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    n, heads, heads_kv, keys = 3, 4, 2, 2100
+    shapes = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3), "thd": (0, 1, 2, 3)}
+    q, k, v = (
+        torch.randn(1, rows, h, 32, generator=generator).permute(shapes[layout]).contiguous().to(DEVICE)
+        for rows, h in ((n, heads), (keys, heads_kv), (keys, heads_kv))
+    )
+    if layout == "thd":
+        q, k, v = q[0], k[0], v[0]
+        offsets = [torch.tensor([0, rows], dtype=torch.int32, device=DEVICE) for rows in (n, keys)]
+        given = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], "max_seqlen_q": n, "max_seqlen_k": keys}
+        attend = diyfa.flash_attention_varlen
+    else:
+        given, attend = {}, diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
+    expected = diyfa.reference_attention(
+        *(x[None] if layout == "thd" else x for x in (q, k, v)), causal=True,
+        layout="bhsd" if layout == "bhsd" else "bshd",
+    )  # fmt: skip
+    with diyfa.use_backend("cuda"), poisoned_allocations():
+        told = diyfa.explain(q, k, v, causal=True, layout=layout, **given)
+        out = attend(q, k, v, causal=True, **given)
+    assert told.kernel == "split_kv"
+    assert out.shape == q.shape and out.stride() == q.stride()
+    torch.testing.assert_close(out, expected[0] if layout == "thd" else expected, rtol=1e-4, atol=1e-5)
+
+
+PARTS = {
+    "plain": {},
+    "window": {"window_size": (90, 3), "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "leftpad": {"cache_leftpad": torch.tensor([70, 0, 299], dtype=torch.int32), "softcap": 2.0},
+    "float8": {"k_descale": torch.tensor(0.7), "v_descale": torch.tensor(1.3)},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
+    """As when one program has all of them: more parts than are read at once, and some that rows do not see."""
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
+    use_parts_of(monkeypatch, 128 if name == "float8" else 64, multiprocessors=100)  # as large as blocks are
+    generator = torch.Generator().manual_seed(0)
+    q, (k, v) = torch.randn(3, 5, 4, 32, generator=generator), torch.randn(2, 3, 800, 2, 32, generator=generator)
+    k[:, 200:300] *= 20  # maxima that rise, and fall again
+    lengths = torch.tensor([800, 3, 300], dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if name == "float8" else torch.bfloat16
+    case = q.bfloat16(), k.to(dtype), v.to(dtype)
+    monkeypatch.setattr(decode, "FOLDED_PARTS", 4)
+    call = {"cache_seqlens": lengths, "causal": name != "window", **PARTS[name]}
+    results = []
+    with diyfa.batch_invariant():
+        for num_splits in (1, 0):
+            results.append(attend(*case, num_splits=num_splits, **call))
+    assert launched == [decode._decode_kernel, decode._decode_kernel, decode._fold_kernel]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    out, lse = attend(*case, **call)
+    torch.testing.assert_close(results[0][0], out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[0][1], lse, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the fun
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
-from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
+from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs, prefill
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
@@ -79,7 +80,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_configs, "MIN_SCORES", 1 << 60)  # where variant="sm90" asks for it, and only there
     for module, kernel in (
-        (decode, "_decode_kernel"), (decode, "_combine_kernel"), (append, "_append_kernel"),
+        (decode, "_decode_kernel"), (decode, "_combine_kernel"), (decode, "_fold_kernel"), (append, "_append_kernel"),
         (bwd_dbias, "_bwd_dbias_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, kernel, fake_kernel(getattr(module, kernel), recorder))
@@ -644,3 +645,86 @@ def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does
         v = torch.zeros(cache.shape).bfloat16()[..., :512]
         diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
     assert recorder.calls[0][4] == "_decode_kernel"
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("by", ["tensor", "int"])
+def test_a_repeated_prefill_launches_what_the_ordinary_one_does(recorder, monkeypatch, by, gives_out):
+    """Of one with an int for all lengths the length is given anew. One that replaces its queries is never repeated."""
+    described = []
+    launch = prefill.launch_kernel
+    monkeypatch.setattr(prefill, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
+    monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
+    passes, kept = [], []
+    for length in (600, 600, 601, 602):
+        q = torch.zeros(2, 512, 16, 128).bfloat16()
+        cache = (
+            torch.zeros(2, 40, 16, 4, 128).bfloat16() if by == "tensor" else torch.zeros(2, 2, 640, 4, 128).bfloat16()
+        )
+        table = torch.zeros(2, 40, dtype=torch.int32) if by == "tensor" else None
+        lengths = torch.full((2,), length, dtype=torch.int32) if by == "tensor" else length
+        out = torch.zeros_like(q) if gives_out else None
+        options = {"block_table": table, "causal": True, "cache_seqlens": lengths}
+        with diyfa.use_backend("cuda"):
+            result, lse = diyfa.flash_attn_with_kvcache(q, *cache, out=out, return_softmax_lse=True, **options)
+        own = {"q": q, "k": cache[0], "v": cache[1], "out": result, "lse": lse}
+        own |= {"lengths": lengths, "table": table} if by == "tensor" else {}
+        (call,) = [named(call, **own) for call in recorder.calls]
+        assert call[1] == "_fwd_sm90_kernel"
+        passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)]])
+        kept.append((own, cache))  # memory that is not given out again
+        recorder.calls.clear()
+    assert len(described) == 2
+    assert are_same(*passes)
+    if gives_out:
+        with diyfa.use_backend("cuda"):
+            diyfa.flash_attn_with_kvcache(q, *cache, out=q, **options)
+        assert len(described) == 3
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(recorder, monkeypatch, layout):
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (2, 4096)]
+    passes, kept = [], []
+    for _ in range(4):
+        q, k, v = (torch.zeros(n, h, 64, dtype=torch.bfloat16) for n, h in ((2, 8), (4096, 2), (4096, 2)))
+        if layout == "thd":
+            attend = functools.partial(diyfa.flash_attention_varlen, q, k, v, *offsets, 2, 4096)
+        elif layout == "bshd":
+            attend = functools.partial(diyfa.flash_attention_v2, q[None], k[None], v[None])
+        else:
+            q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+            attend = functools.partial(diyfa.flash_attention, q[None], k[None], v[None])
+        with diyfa.use_backend("cuda"), torch.no_grad():
+            out, lse = attend(causal=True, return_lse=True)
+        assert out.shape[-3:] == q.shape and out.is_contiguous()
+        passes.append([named(call, q=q, k=k, v=v, out=out, lse=lse) for call in recorder.calls])
+        assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_combine_kernel"]
+        kept.append((q, k, v, out, lse))
+        recorder.calls.clear()
+    assert len(launched) == 4  # of two calls
+    assert are_same(*passes)
+
+
+def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
+    """Whose parts have programs of their own."""
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
+    passes, kept = [], []
+    for length in (100, 100, 101, 102):
+        q, cache = torch.zeros(2, 1, 8, 64).bfloat16(), torch.zeros(2, 4096, 2, 64).bfloat16()
+        lengths = torch.full((2,), length, dtype=torch.int32)
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant():
+            out, lse = diyfa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True)
+        own = {"q": q, "cache": cache, "out": out, "lse": lse, "lengths": lengths}
+        passes.append([named(call, **own) for call in recorder.calls])
+        assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_fold_kernel"]
+        kept.append(own)
+        recorder.calls.clear()
+    assert launched == [2 * 2 * 4, 2 * 2 * 4] * 2  # parts of tiles, rows of tiles
+    assert are_same(*passes)

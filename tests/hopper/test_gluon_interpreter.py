@@ -407,6 +407,22 @@ def test_tiles_behind_one_another_are_a_wider_tile() -> None:
     join_tiles()
 
 
+def split_tiles(n_rows: int) -> None:
+    out = torch.full((64, 64), float("nan"), dtype=torch.float16)
+    InterpretedKernel(kernels.split_tiles)[(1,)](out, N_ROWS=n_rows)
+    numbers = 64 // n_rows + torch.arange(64) // n_rows
+    assert (out == numbers[:, None]).all()
+
+
+def test_rows_of_a_tile_are_a_shorter_tile() -> None:
+    split_tiles(16)
+
+
+def test_rows_after_which_the_swizzle_does_not_repeat_are_reported() -> None:
+    with pytest.raises(InvalidOperand, match=r"needs .*whole tiles"):
+        split_tiles(4)
+
+
 @pytest.mark.parametrize(
     ("bug", "rule"), [("bytes", "as many bytes"), ("rows", "whole tiles"), ("swizzle", "the same swizzle")]
 )

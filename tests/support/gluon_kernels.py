@@ -347,6 +347,21 @@ def join_tiles(out_ptr, BUG: gl.constexpr):
 
 
 @gluon.jit
+def split_tiles(out_ptr, N_ROWS: gl.constexpr):
+    """out [64, 64] fp16: the second of two tiles whose parts of N_ROWS rows are filled with their numbers."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    REGISTERS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    COUNT: gl.constexpr = 64 // N_ROWS
+    tiles = gl.allocate_shared_memory(gl.float16, [2, 64, 64], TILE)
+    parts = reinterpret(tiles, gl.float16, [2 * COUNT, N_ROWS, 64], TILE)
+    for i in gl.static_range(2 * COUNT):
+        parts.index(i).store(gl.full([N_ROWS, 64], i, gl.float16, REGISTERS))
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, REGISTERS))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, REGISTERS))
+    gl.store(out_ptr + rows[:, None] * 64 + columns[None, :], tiles.index(1).load(REGISTERS))
+
+
+@gluon.jit
 def double_behind_partitions(x_tensor, x_ptr, BUG: gl.constexpr):
     """A partition fills x [64, 64] fp16 with ones through TMA, and the program doubles it once that has ended."""
     if BUG != "early":

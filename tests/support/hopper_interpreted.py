@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from simulators.gluon import InterpretedKernel
 
-from diyfa import fast_path
+from diyfa import fast_path, registry
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
@@ -20,6 +21,8 @@ from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
+from diyfa.backends.cuda.hopper import prefill as hopper_prefill
+from diyfa.backends.cuda.hopper import prefill_configs
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
@@ -71,6 +74,28 @@ def interpret(
     monkeypatch.setattr(hopper_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_configs, "multiprocessors", lambda device: multiprocessors)
     take_all(monkeypatch, config)
+    return kernel
+
+
+def interpret_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+    config: hopper_configs.Sm90Config | None = None,
+    seed: int = 0,
+    interleave: bool = False,
+    kernels: ModuleType = hopper_fwd,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> InterpretedKernel:
+    """The same, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
+    they have."""
+    kernel = interpret(monkeypatch, config, seed, interleave, kernels, multiprocessors)
+    monkeypatch.setattr(prefill_configs, "FEWEST_QUERIES", ((1 << 30, 0),))
+    choice = prefill_configs.config_of.__wrapped__
+    monkeypatch.setattr(hopper_prefill, "config_of", choice)
+    monkeypatch.setattr(prefill_configs, "config_of", choice)
+    backend = registry.load_backend("cuda")
+    named = next(k for k in backend.kernels if k.name == "sm90_prefill")
+    chosen = replace(named, repeat=None)
+    monkeypatch.setattr(backend, "kernels", [chosen, *(k for k in backend.kernels if k is not named)])
     return kernel
 
 

@@ -7,9 +7,10 @@ a batch of ragged lengths is as balanced as a uniform one. How long the line is 
 each program adds up the batch's work itself. A program that leaves a tile unfinished, or goes on where another began,
 puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
 
-In batch-invariant mode a program walks all keys of one tile, in order, with one loop for all blocks, from the first key
-that is no padding. A block that a row does not see leaves its sums as they are, bit for bit. So nothing but a row's own
-query and keys decides on its result.
+In batch-invariant mode keys are divided into parts of PART_KEYS, counted from the first one that is no padding. Each
+part is summed by itself, in order, and parts are added up from the first to the last. A block or a part that a row does
+not see leaves its sums as they are, bit for bit. So nothing but a row's own query and keys decides on its result, nor
+does it matter whether one program has all parts of a tile or each part has its own, which `_fold_kernel` adds up.
 
 Keys are gathered row by row, in pages or not: a page may have any size.
 """
@@ -26,24 +27,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.decode_configs import (
+    PART_KEYS,
+    SMALL_CALLS,
     DecodeConfig,
     decode_config,
     feature_blocks,
     is_split,
     is_widened,
+    parts_apart,
     programs,
     reads_value_pairs,
     reads_values_once,
     row_blocks,
+    rows_per_tile,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
-from diyfa.backends.cuda.attention.launch import choice, forced_config, own_objects
+from diyfa.backends.cuda.attention.launch import forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
-from diyfa.backends.cuda.runtime.replay import replay_of
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -60,6 +64,7 @@ from diyfa.problem import (
 
 _INTERPRETING = tl.constexpr(is_interpreting())
 COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
+FOLDED_PARTS = 8  # that a program of `_fold_kernel` reads at once
 # To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
 TILE_COST = tl.constexpr(4)
 LONG_SHARE = tl.constexpr(8)
@@ -90,6 +95,8 @@ class DecodeConstants(Constants):
     widen: bool  # products are of float32, whatever the inputs are
     overlap: bool  # the combine kernel is launched before this one ends, and waits
     parts: int  # of a tile, which the combine kernel reads at once
+    part: int  # blocks of keys of a part, in batch-invariant mode; else 0
+    parts_apart: bool  # each has a program of its own
     precision: str
 
 
@@ -414,10 +421,57 @@ def _attend_rows(
     return acc, l_i, m_i, rows
 
 
+@triton.jit
+def _add_part(m_i, l_i, acc, m_part, l_part, acc_part):
+    """Sums of some keys and those of a part of the others -> of both. Rounded alike wherever it is compiled: which of
+    the products are fused is said."""
+    m_new = tl.maximum(m_i, m_part)
+    alpha = tl.math.exp2(m_i - m_new)
+    beta = tl.math.exp2(m_part - m_new)
+    l_new = tl.fma(l_i, alpha, l_part * beta)
+    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), acc_part * beta[:, None])
+    return m_new, l_new, acc
+
+
+@triton.jit
+def _attend_parts(
+    b, hk, block_m, begin, end, first_q, n_queries, first_k, n_keys, pad,
+    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right, scale, softcap,
+    c: tl.constexpr,
+):  # fmt: skip
+    """`_attend_rows` of all parts that blocks [begin, end) lie in, one after another."""
+    if c.PART == 0 or c.PARTS_APART:  # they are in one
+        acc, l_i, m_i, rows = _attend_rows(
+            b, hk, block_m, begin, end, first_q, n_queries, first_k, n_keys, pad,
+            q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+            stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+            stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
+            scale, softcap, c,
+        )  # fmt: skip
+    else:
+        m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
+        l_i = tl.zeros([c.BLOCK_M], tl.float32)
+        acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+        rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+        for n in range(begin // c.PART, tl.cdiv(end, c.PART)):
+            acc_part, l_part, m_part, _ = _attend_rows(
+                b, hk, block_m, tl.maximum(begin, n * c.PART), tl.minimum(end, (n + 1) * c.PART), first_q, n_queries,
+                first_k, n_keys, pad,
+                q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
+                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+                stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
+                scale, softcap, c,
+            )  # fmt: skip
+            m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
+    return acc, l_i, m_i, rows
+
+
 _RUNTIME = (
     "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
     "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
-    "window_right", "rows_per_tile",
+    "window_right", "rows_per_tile", "parts",
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
@@ -443,6 +497,8 @@ def _decode_kernel(
     blocks_m,  # tiles of rows of the longest sequence
     entries,  # pages, or batch entries of a contiguous cache
     seqlen_q, total_q, total_k, added, capacity, window_left, window_right,
+    rows_per_tile,  # that there are
+    parts,  # programs of a tile, each with one part, for PARTS_APART
     scale, softcap,
     c: tl.constexpr,
 ):  # fmt: skip
@@ -451,6 +507,10 @@ def _decode_kernel(
     if c.OVERLAP:
         gdc_launch_dependents()
     if not c.SPLIT:
+        part = 0
+        if c.PARTS_APART:
+            part = pid % parts
+            pid = pid // parts
         tile = pid // heads_kv
         hk = pid % heads_kv
         b = tile // blocks_m
@@ -460,18 +520,32 @@ def _decode_kernel(
             added, capacity, c,
         )  # fmt: skip
         first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
-        if count > 0:
-            acc, l_i, m_i, rows = _attend_rows(
-                b, hk, block_m, first, first + count, first_q, n_queries, first_k, n_keys, pad,
+        end = first + count
+        if c.PARTS_APART:
+            first = tl.maximum(first, part * c.PART)
+            end = tl.minimum(end, (part + 1) * c.PART)
+        if first < end:
+            acc, l_i, m_i, rows = _attend_parts(
+                b, hk, block_m, first, end, first_q, n_queries, first_k, n_keys, pad,
                 q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
                 stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                 stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
                 scale, softcap, c,
             )  # fmt: skip
-            _store_rows(
-                acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob,
-                stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
-            )  # fmt: skip
+            if c.PARTS_APART:
+                offs_m = tl.arange(0, c.BLOCK_M)
+                slot = pid.to(tl.int64) * parts + part
+                sums = sums_ptr + (slot * rows_per_tile + offs_m[:, None]) * c.BLOCK_DV
+                statistics = statistics_ptr + slot * (2 * rows_per_tile) + offs_m
+                is_row = offs_m < rows_per_tile
+                tl.store(sums + tl.arange(0, c.BLOCK_DV)[None, :], acc, mask=is_row[:, None])
+                tl.store(statistics, m_i, mask=is_row)
+                tl.store(statistics + rows_per_tile, l_i, mask=is_row)
+            else:
+                _store_rows(
+                    acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob,
+                    stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
+                )  # fmt: skip
     else:
         # The line of work: for each tile of rows of each sequence, for each head of keys, its blocks. A first pass adds
         # it up, a second finds the tile that this program's part begins in. Mostly all tiles are looked at at once.
@@ -609,15 +683,65 @@ def _combine_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
+def _fold_kernel(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr,
+    sums_ptr,  # [tiles, parts, rows_per_tile, BLOCK_DV]
+    statistics_ptr,  # [tiles, parts, 2, rows_per_tile]
+    length,
+    stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q, total_k,
+    added, capacity, window_left, window_right, rows_per_tile, parts, c: tl.constexpr,
+):  # fmt: skip
+    """One row of a tile whose parts have programs of their own: their sums, from the first to the last."""
+    owner = tl.program_id(0) // rows_per_tile
+    row = tl.program_id(0) % rows_per_tile
+    tile = owner // heads_kv
+    b = tile // blocks_m
+    block_m = tile % blocks_m
+    first_q, n_queries, _, n_keys, pad = _sequence(
+        b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
+        added, capacity, c,
+    )  # fmt: skip
+    first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    rows = block_m * c.BLOCK_M + row + tl.arange(0, 1)
+    if (count > 0) & (tl.max(rows, 0) < n_queries * group):
+        cols = tl.arange(0, c.BLOCK_DV)
+        m_i = tl.full([1], LOWEST, tl.float32)
+        l_i = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
+        end = tl.cdiv(first + count, c.PART)
+        for start in range(first // c.PART, end, c.PARTS):  # so many are read at once
+            number = tl.arange(0, c.PARTS)
+            exists = start + number < end
+            slot = owner.to(tl.int64) * parts + start + number
+            statistics = statistics_ptr + slot * (2 * rows_per_tile) + row
+            m_parts = tl.load(statistics, mask=exists, other=LOWEST)
+            l_parts = tl.load(statistics + rows_per_tile, mask=exists, other=0.0)
+            sums = sums_ptr + (slot * rows_per_tile + row)[:, None] * c.BLOCK_DV + cols[None, :]
+            acc_parts = tl.load(sums, mask=exists[:, None], other=0.0)
+            for i in tl.static_range(c.PARTS):
+                is_part = number == i
+                m_part = tl.sum(tl.where(is_part, m_parts, 0.0), 0) + tl.zeros([1], tl.float32)
+                l_part = tl.sum(tl.where(is_part, l_parts, 0.0), 0) + tl.zeros([1], tl.float32)
+                acc_part = tl.sum(tl.where(is_part[:, None], acc_parts, 0.0), 0)[None, :]
+                m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
+        _store_rows(
+            acc, l_i, m_i, rows, b, owner % heads_kv, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
+            cu_seqlens_q_ptr is not None, c,
+        )  # fmt: skip
+
+
 def can_overlap(arch: str) -> bool:
     """Whether a kernel may be launched before the one that it waits for ends (programmatic dependent launch)."""
     spec = gpu_spec(arch)
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstants:
-    """What the kernels are compiled for."""
+def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1) -> DecodeConstants:
+    """What the kernels are compiled for; `parts`: see `parts_apart`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
+    combined = max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))
     return DecodeConstants(
         split=is_split(problem),
         has_left=problem.window_left >= 0,
@@ -638,7 +762,9 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig) -> DecodeConstan
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
         overlap=is_split(problem) and can_overlap(problem.arch),
-        parts=max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v)),
+        parts=FOLDED_PARTS if problem.batch_invariant else combined,
+        part=PART_KEYS // config.block_n if problem.batch_invariant else 0,
+        parts_apart=parts > 1,
         precision="ieee",
     )
 
@@ -652,10 +778,12 @@ def config_of(problem: KVCacheProblem) -> DecodeConfig:
 
 def workspace(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> torch.Tensor | None:
     """Memory for the parts of tiles that programs share: two for each program, with what it says of them."""
-    if not is_split(problem):
-        return None
     columns = padded_head_dim(problem.head_dim_v) + 2
     count = programs(problem, config, device)
+    if problem.batch_invariant and parts_apart(problem, config, device) > 1:
+        return torch.empty(count * rows_per_tile(problem, config) * columns, dtype=torch.float32, device=device)
+    if not is_split(problem):
+        return None
     return torch.empty(2 * count * (config.block_m * columns + 1), dtype=torch.float32, device=device)
 
 
@@ -674,7 +802,8 @@ def launches_of(
     grid = programs(problem, config, q.device)
     if not grid:
         return []
-    c = constants_of(problem, config)
+    parts = parts_apart(problem, config, q.device)
+    c = constants_of(problem, config, parts)
     strides = {
         f"stride_{name}{letter}": stride
         for name, x, layout, letters in (
@@ -689,9 +818,10 @@ def launches_of(
     kd, vd = tensors.k_descale, tensors.v_descale
     sums = statistics = tails = None
     if memory is not None:
-        rows = 2 * grid * config.block_m
+        rows = grid * rows_per_tile(problem, config) if parts > 1 else 2 * grid * config.block_m
         width = padded_head_dim(problem.head_dim_v)
-        sums, statistics, tails = memory, memory[rows * width :], memory[rows * (width + 2) :].view(torch.int32)
+        sums, statistics = memory, memory[rows * width :]
+        tails = None if parts > 1 else memory[rows * (width + 2) :].view(torch.int32)
     arguments = {
         "q_ptr": q,
         "k_ptr": k,
@@ -731,17 +861,19 @@ def launches_of(
         "capacity": problem.capacity,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
+        "rows_per_tile": rows_per_tile(problem, config),
+        "parts": parts,
         "scale": tensors.sm_scale / (problem.softcap or 1.0),
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     launches = [Launch(_decode_kernel, grid, arguments, {"c": c}, options)]
     if memory is not None:
-        rows_per_tile = min(config.block_m, problem.seqlen_q * group)
-        values = {**arguments, "rows_per_tile": rows_per_tile}
-        merged = {name: values[name] for name in _combine_kernel.arg_names if name in values}
+        kernel, tiles, warps = (_fold_kernel, grid // parts, 1) if parts > 1 else (_combine_kernel, grid, 4)
+        merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         early = {"launch_pdl": True} if c.overlap else {}
-        launches.append(Launch(_combine_kernel, grid * rows_per_tile, merged, {"c": c}, {"num_warps": 4, **early}))
+        rows = tiles * rows_per_tile(problem, config)
+        launches.append(Launch(kernel, rows, merged, {"c": c}, {"num_warps": warps, **early}))
     return launches
 
 
@@ -774,38 +906,34 @@ def repeat(
     tensors, out = own_objects(tensors), out.detach()
     memory = workspace(problem, config, out.device)
     described = launches(problem, tensors, out, lse, config, memory)
-    present, made = tensors.present(), [lse] if memory is None else [lse, memory]
-    # Rows that no sequence covers are written by no kernel.
-    lse_filled = ((0, float("inf")),) if problem.varlen else ()
-    into = replay_of(described, [*present, out], made, choice, lse_filled, numbers=("length",))
-    filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
-    replay = replay_of(described, present, [out, *made], choice, filled, numbers=("length",))
-    if into is None or replay is None:
-        return None
-    clears_out = problem.varlen
-
-    def again(
-        length: int, out: torch.Tensor | None, *present: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        addresses = [x.data_ptr() for x in present]
-        if out is None:
-            results = replay([*addresses, length])
-            return None if results is None else (results[0], results[1])
-        if clears_out:
-            out.zero_()
-        results = into([*addresses, out.data_ptr(), length])
-        return None if results is None else (out, results[0])
-
-    return again
+    made = [lse] if memory is None else [lse, memory]
+    return kvcache_replay(described, tensors, out, made, problem.varlen)
 
 
 def attention_forward(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """The same for a forward pass, whose keys lie in a cache that holds them all."""
-    kvcache_problem, kvcache_tensors = as_kvcache(problem, tensors)
-    rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
-    kvcache_forward(kvcache_problem, kvcache_tensors, rows, lse)
+    kvcache_forward(*as_kvcache(problem, tensors), _rows(problem, out), lse)
+
+
+def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
+    """The output of a forward pass as the kernels over a cache write it, (B, S, H, D) or packed."""
+    return out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
+
+
+def attention_repeat(
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+    """`Kernel.repeat` of a forward pass."""
+    again = repeat(*as_kvcache(problem, tensors), _rows(problem, out), lse)
+    heads_first = problem.layout == "bhsd"
+
+    def of_call(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        pair = None if again is None else again(problem.seqlen_k, None, *present)
+        return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
+
+    return None if again is None else of_call
 
 
 FEATURES = frozenset(
@@ -823,6 +951,8 @@ def unsupported(problem: KVCacheProblem) -> str | None:
 
 def attention_unsupported(problem: AttentionProblem) -> str | None:
     """Why a forward pass does not run by these kernels, or None."""
-    if not problem.batch_invariant:
-        return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    is_small = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
+    if not problem.batch_invariant and not is_small:
+        return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
     return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

@@ -67,6 +67,9 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each program
 # In batch-invariant mode every call has tiles of as many rows, whether they are of one new token or of a training
 # sequence: the layout of a tile decides in what order a row is summed.
 INVARIANT_BLOCK_M = 32
+# Keys that are summed by themselves there; a multiple of every block of keys.
+PART_KEYS = 1024
+MAX_PART_SUMS = 1 << 25  # float32 numbers that programs leave for each other
 # Beyond 32 rows Triton multiplies by wgmma where there is that. It is right for tiles that copies bring to shared
 # memory as they are, not for those that pass through registers, nor for values narrower than keys, unless they
 # are the keys' first tile.
@@ -150,6 +153,9 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     return None
 
 
+# (at most so many queries of a head of keys, of all its query heads, at least so many keys): forward passes that these
+# kernels run, too, because they share the keys of a head among programs and its query heads share a tile. Not measured.
+SMALL_CALLS: tuple[tuple[int, int], ...] = ((64, 2048),)
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
@@ -157,7 +163,7 @@ MAX_WAVES = 16
 
 
 def is_split(problem: KVCacheProblem) -> bool:
-    """Whether programs share the keys of a sequence. With one split, and in batch-invariant mode, none does."""
+    """Whether programs share the line of work. With one split, and in batch-invariant mode, none does."""
     return not problem.batch_invariant and problem.num_splits != 1
 
 
@@ -166,14 +172,33 @@ def row_blocks(problem: KVCacheProblem, config: DecodeConfig) -> int:
     return cdiv(problem.seqlen_q * (problem.heads_q // problem.heads_kv), config.block_m)
 
 
+def rows_per_tile(problem: KVCacheProblem, config: DecodeConfig) -> int:
+    """Rows of a tile that there are in the longest sequence."""
+    return min(config.block_m, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
+
+
+def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
+    absent = FULL_GPU if device.type == "meta" else INTERPRETED
+    return config.programs_per_sm * (multiprocessors(device) or absent)
+
+
+def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
+    """In batch-invariant mode how many programs a tile has, each with one part of its keys. 1: one has all of them."""
+    if not problem.batch_invariant or problem.num_splits == 1:
+        return 1
+    tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
+    parts = max(1, cdiv(problem.capacity, PART_KEYS))
+    sums = tiles * parts * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
+    return parts if tiles < _programs_at_once(config, device) and sums <= MAX_PART_SUMS else 1
+
+
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
     """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
     tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
     if not is_split(problem):
-        return tiles
+        return tiles * parts_apart(problem, config, device)
     blocks = max(1, cdiv(problem.capacity, config.block_n))
-    absent = FULL_GPU if device.type == "meta" else INTERPRETED
-    at_once = config.programs_per_sm * (multiprocessors(device) or absent)
+    at_once = _programs_at_once(config, device)
     if problem.num_splits > 1:
         return min(tiles * min(problem.num_splits, blocks), MAX_WAVES * at_once)
     return min(tiles * blocks, at_once)

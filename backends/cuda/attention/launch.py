@@ -299,3 +299,39 @@ def forward_replay(
         return None if made is None else (made[0], made[1])
 
     return repeat
+
+
+KVCacheRepeat = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def kvcache_replay(
+    launches: list[Launch],
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    made: list[torch.Tensor],
+    clears: bool,
+    own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> KVCacheRepeat | None:
+    """`Kernel.repeat` of a forward kernel over a cache, whose `launches` fill out and `made`: lse, and what else is
+    allocated. `clears`: rows that no sequence covers are written by no kernel."""
+    present = tensors.present()
+    lse_filled = ((0, float("inf")),) if clears else ()
+    into = replay_of(launches, [*present, out], made, choice, lse_filled, own, ("length",))
+    filled = ((0, 0.0), (1, float("inf"))) if clears else ()
+    replay = replay_of(launches, present, [out, *made], choice, filled, own, ("length",))
+    if into is None or replay is None:
+        return None
+
+    def again(
+        length: int, out: torch.Tensor | None, *present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        addresses = [x.data_ptr() for x in present]
+        if out is None:
+            results = replay([*addresses, length])
+            return None if results is None else (results[0], results[1])
+        if clears:
+            out.zero_()
+        results = into([*addresses, out.data_ptr(), length])
+        return None if results is None else (out, results[0])
+
+    return again

@@ -31,6 +31,8 @@ WIDENED_BLOCK_POINTER = tl.constexpr(4)
 EQUAL = tl.constexpr(0)
 SEQ_LENS = tl.constexpr(1)
 PACKED = tl.constexpr(2)
+# Of keys alone: they lie in a cache, and each sequence has a number of its own (`hopper/tiles.py`).
+CACHED = tl.constexpr(3)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

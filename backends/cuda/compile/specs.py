@@ -313,11 +313,12 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
         yield problem(576, half, 128, 1, head_dim_v=512, page_size=64, latent=True)
     if has_fp8:
         yield problem(128, half, cache_dtype="float8_e4m3fn", page_size=16, descales=True)
-    yield problem(128, half, page_size=16, batch_invariant=True)
+    for splits in (0, 1):  # parts of a tile with a program each, and all of them with one
+        yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
 
 
 def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """Tensors of a call with a cache that is not packed, out and lse, without memory."""
+    """Tensors of a call with a cache, out and lse, without memory."""
 
     def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -325,7 +326,9 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
     batch, heads_kv, page = problem.batch, problem.heads_kv, problem.page_size
     rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
     q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
-    cache = (page * batch, page) if page else (batch, problem.capacity)
+    cache: tuple[int, ...] = (page * batch, page) if page else (batch, problem.capacity)
+    if problem.packed_keys:
+        cache = (batch * problem.capacity,)
     k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
     v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
     of_batch = empty(batch)
@@ -334,6 +337,7 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
         q, k, k[..., : problem.head_dim_v] if problem.latent else v, 0.125,
         seqlens=of_batch,
         cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
+        cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
         block_table=empty(batch, problem.capacity // page) if page else None,
         cache_batch_idx=of_batch if problem.cache_batch_idx else None,
         leftpad=of_batch if problem.leftpad else None,
@@ -348,7 +352,7 @@ def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.T
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
     d, dv = problem.head_dim, problem.head_dim_v
-    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant")
+    used = ("softcap", "alibi", "sinks", "leftpad", "cache_batch_idx", "latent", "batch_invariant", "num_splits")
     names = "".join(f" {name}" for name in used if getattr(problem, name))
     pages = f" page {problem.page_size}" if problem.paged else ""
     return f"{problem.dtype}{cache} D={d if d == dv else f'{d}/{dv}'} Sq={problem.seqlen_q}{pages}{names}"
@@ -366,12 +370,14 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         # 64 rows of a latent cache: 64x512 sums alone are 128 registers of each thread. By wgmma they are nonetheless
         # 1.5 to 1.9 times as fast as 32 rows by mma.sync, which spill nothing.
         budget = 1536 if problem.latent and config.block_m > MMA_BLOCK_M else 0
-        # Pages a block ahead are registers too many where ptxas stops at 168: in the mode, whose tile may not be
-        # another, on sm_86 and sm_89, and with every feature on sm_75.
-        if problem.batch_invariant or (arch == "sm_75" and problem.alibi):
+        # Pages a block ahead are registers too many where ptxas stops at 168, with every feature on sm_75. In the mode,
+        # whose tile may not be another, sums of a part and those of the parts before are alive together.
+        if arch == "sm_75" and problem.alibi:
             budget = 32
+        if problem.batch_invariant and problem.num_splits == 1:
+            budget = 128
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
-        if problem.sinks:
+        if problem.sinks or problem.batch_invariant:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
@@ -402,12 +408,51 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
 
 
+def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
+    """The Gluon forward over a cache: pages smaller than a tile, as large and larger, rows, beside both kinds of
+    queries; the widths that have boxes of their own."""
+    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
+        return
+    from diyfa.backends.cuda.hopper import prefill, prefill_configs
+
+    call = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 4, 32, 8, 2048, 8192, 128, 128, window_right=0)
+    call = call.replace(lengths=True)
+    packed = {"layout": VARLEN, "total_q": 8192}
+    for changes in (
+        {"page_size": 16},
+        {"page_size": 16, **packed},
+        {"page_size": 256, **packed},
+        {"page_size": 128, "window_right": -1},
+        {"cache_batch_idx": True},
+        {"page_size": 64, "seqlen_q": 512, "batch": 1},
+        {"page_size": 16, "seqlen_q": 512, "batch": 1},
+        {"page_size": 64, "head_dim": 64, "head_dim_v": 64, **packed},
+        {"page_size": 16, "head_dim": 64, "head_dim_v": 64},
+        {"page_size": 16, "head_dim": 96, "head_dim_v": 96},
+        {"page_size": 64, "head_dim": 192, "head_dim_v": 128, **packed},
+        {"page_size": 16, "head_dim": 192, "head_dim_v": 128},
+        {"page_size": 64, "head_dim": 256, "head_dim_v": 256, **packed},
+        {"page_size": 16, "head_dim": 256, "head_dim_v": 256},
+        {"page_size": 16, "window_left": 1000, "softcap": 30.0, "alibi": True, "sinks": True, **packed},
+        {"packed_keys": True, **packed},
+    ):
+        problem = call.replace(**changes)
+        reason = prefill_configs.refuses(problem)
+        assert reason is None, reason
+        config = prefill_configs.config_of(problem)
+        launch = prefill.launch_of(problem, *kvcache_tensors_of(problem), config)
+        tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
+        case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
+        yield spec_of(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)
+
+
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Every attention case for `arch`."""
     yield from _hopper_specs(arch)
     yield from _hopper_backward_specs(arch)
     yield from _kvcache_specs(arch)
     yield from _hopper_decode_specs(arch)
+    yield from _hopper_prefill_specs(arch)
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
+from diyfa.backends.cuda.attention.tile_io import CACHED, EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import LANES, arrive_per_lane, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate
 
@@ -35,7 +35,7 @@ class Tile:
     first_block: gl.tensor
     end_block: gl.tensor
     first_q: gl.tensor  # first row of the sequence in packed tensors
-    first_k: gl.tensor
+    first_k: gl.tensor  # in a contiguous cache its entry
     n_queries: gl.tensor  # of the sequence
     n_keys: gl.tensor
 
@@ -61,9 +61,11 @@ def _from_words(words, problem, LAYOUT: gl.constexpr):
         first_block = 0
     if problem.LENGTHS != PACKED:
         first_q = 0
+    if problem.LENGTHS_K != PACKED and problem.LENGTHS_K != CACHED:
         first_k = 0
     if problem.LENGTHS == EQUAL:
         n_queries = problem.seqlen_q
+    if problem.LENGTHS_K == EQUAL:
         n_keys = problem.seqlen_k
     return Tile(b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys)
 

@@ -9,11 +9,14 @@ A tile is BLOCK_M = 64 * CONSUMERS queries of one head. Keys come in blocks of B
 sees to the first, so that what a mask cuts comes first. K and V share one ring of STAGES buffers (`gluon/ring.py`).
 Where their tiles differ in shape, the ring's even stages are buffers for K and its odd ones for V. Tiles are powers of
 two wide, with zeros beyond the head dim; one of 129 to 192 columns comes in three TMA boxes of 64.
+
+Keys may lie in a cache, contiguous or in pages (`hopper/prefill.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton import constexpr_function
@@ -80,16 +83,18 @@ from diyfa.backends.cuda.hopper.softmax import (
     zero_sums,
 )
 from diyfa.backends.cuda.hopper.tiles import (
+    KeyCache,
     Problem,
     block_order,
     end_of,
     start_load,
+    start_load_pages,
     start_store,
     tile_of,
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch, kept
+from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class Sm90Constants(Constants):
     has_right: bool
     check_keys: bool  # see `Problem`
     lengths: int
+    lengths_k: int
+    page_size: int  # 0: no pages
     softcap: bool
     alibi: bool
     sinks: bool
@@ -204,6 +211,7 @@ def _producer(problem, shared, inputs):
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
+    RAGGED_K: gl.constexpr = problem.LENGTHS_K != EQUAL
     ring = shared.ring
     scheduler = inputs.scheduler
     item = 0
@@ -219,8 +227,8 @@ def _producer(problem, shared, inputs):
         h = tile.h
         n_keys = tile.n_keys
         end_q = end_of(b, tile.first_q, tile.n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
-        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS)
-        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS)
+        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS_K)
+        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS_K)
         hk = h // inputs.group_size
         for c in gl.static_range(config.CONSUMERS):
             shared.queries.wait_empty(c, used)
@@ -238,6 +246,9 @@ def _producer(problem, shared, inputs):
         if shared.tile_infos.is_last(turn, scheduler):  # a number that is drawn must be used
             asking = n_blocks
         drawn = 0
+        if config.PAGE_SIZE > 0:
+            table = problem.cache.table_of(b)
+            pages = problem.cache.pages(table, order.block(0) * config.BLOCK_N, n_keys, config.BLOCK_N)
         for i in range(n_blocks):
             if not config.FALLBACK:
                 if i == asking:
@@ -248,15 +259,31 @@ def _producer(problem, shared, inputs):
                         index = _find_tile(following, turn + 1, problem, shared, scheduler)
             row = order.block(i) * config.BLOCK_N
             ring.wait_empty(item)
-            start_load(
-                inputs.k_tensor, b, hk, row, end_k, n_keys,
-                ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, RAGGED,
-            )  # fmt: skip
+            if config.PAGE_SIZE > 0:
+                start_load_pages(
+                    inputs.k_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_kb, inputs.steps_kn,
+                    ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, config.BLOCK_N,
+                )  # fmt: skip
+            else:
+                start_load(
+                    inputs.k_tensor, b, hk, row, end_k, n_keys,
+                    ring.k_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES, RAGGED_K,
+                )  # fmt: skip
             ring.wait_empty(item + 1)
-            start_load(
-                inputs.v_tensor, b, hk, row, end_v, n_keys,
-                ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED,
-            )  # fmt: skip
+            if config.PAGE_SIZE > 0:
+                start_load_pages(
+                    inputs.v_tensor, problem.cache, pages, hk, row, n_keys, inputs.steps_vb, inputs.steps_vn,
+                    ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V,
+                    config.BLOCK_N,
+                )  # fmt: skip
+                # A block ahead: they come while this warp waits for buffers.
+                row = order.block(gl.minimum(i + 1, n_blocks - 1)) * config.BLOCK_N
+                pages = problem.cache.pages(table, row, n_keys, config.BLOCK_N)
+            else:
+                start_load(
+                    inputs.v_tensor, b, hk, row, end_v, n_keys,
+                    ring.v_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES_V, RAGGED_K,
+                )  # fmt: skip
             item += 2
         if config.FALLBACK:
             used += 1
@@ -604,12 +631,31 @@ def _attend(problem, shared, inputs, outputs):
 
 
 SIZES = (
+    "length", "added", "entries", "stride_table",
     "heads", "heads_q", "heads_at_once", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k",
     "window_left", "window_right", "group_size", "stride_slopeb",
     "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn",
 )  # fmt: skip
+CACHE_ARGUMENTS = (
+    "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr", "length", "added", "entries", "stride_table",
+)  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
-UNALIGNED_POINTERS = (*LENGTH_POINTERS, "slopes_ptr", "sinks_ptr")
+UNALIGNED_POINTERS = (
+    *LENGTH_POINTERS, "slopes_ptr", "sinks_ptr", "seqused_ptr", "block_table_ptr", "cache_batch_idx_ptr",
+)  # fmt: skip
+
+
+@constexpr_function
+def _with_rows(block, rows):
+    """The shape of a box, with so many rows."""
+    return [*block[:-2], rows, block[-1]]
+
+
+@gluon.jit
+def _key_buffers(tensor, COUNT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Buffers for tiles of keys or values, each of BLOCK_N rows of one box or of several below each other."""
+    SHAPE: gl.constexpr = _with_rows(tensor.block_shape, BLOCK_N)
+    return gl.allocate_shared_memory(tensor.dtype, [COUNT] + SHAPE, tensor.layout)
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
@@ -621,6 +667,7 @@ def _fwd_sm90_kernel(
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
+    seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table,  # `KeyCache`
     heads,  # of all samples together
     heads_q, heads_at_once, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     group_size,  # query heads that share one key head
@@ -637,12 +684,12 @@ def _fwd_sm90_kernel(
     q_buffers = gl.allocate_shared_memory(DTYPE, [Q_BUFFERS] + q_tensor.block_shape, q_tensor.layout)
     K_STAGES: gl.constexpr = config.STAGES if config.ONE_RING else config.STAGES // 2
     K_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES, config.ONE_RING)
-    k_buffers = gl.allocate_shared_memory(DTYPE, [K_BUFFERS] + k_tensor.block_shape, k_tensor.layout)
+    k_buffers = _key_buffers(k_tensor, K_BUFFERS, config.BLOCK_N)
     if config.ONE_RING:
         v_buffers = k_buffers
     else:
         V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
-        v_buffers = gl.allocate_shared_memory(DTYPE, [V_BUFFERS] + v_tensor.block_shape, v_tensor.layout)
+        v_buffers = _key_buffers(v_tensor, V_BUFFERS, config.BLOCK_N)
     if config.OWN_O:
         O_BUFFERS: gl.constexpr = buffer_count(config.CONSUMERS, config.BOXES_V, True)
         o_buffers = gl.allocate_shared_memory(DTYPE, [O_BUFFERS] + o_tensor.block_shape, o_tensor.layout)
@@ -667,7 +714,10 @@ def _fwd_sm90_kernel(
     problem = Problem(
         window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
         lengths_q_ptr, lengths_k_ptr,
-        config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
+        KeyCache(
+            seqused_ptr, block_table_ptr, cache_batch_idx_ptr, length, added, entries, stride_table, config.PAGE_SIZE
+        ),
+        config.LENGTHS, config.LENGTHS_K, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
     )  # fmt: skip
     shared = Shared(config, queries, ring, tile_infos, flags)
     inputs = Inputs(
@@ -712,6 +762,8 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
         check_keys=problem.window_right < 0
         and (ragged or problem.window_left >= 0 or problem.seqlen_k % config.block_n != 0),
         lengths=lengths_of(problem),
+        lengths_k=lengths_of(problem),
+        page_size=0,
         softcap=problem.softcap != 0.0,
         alibi=problem.alibi,
         sinks=problem.sinks,
@@ -726,24 +778,46 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
     )
 
 
+def key_arguments(
+    tensors: AttentionTensors | KVCacheTensors, config: Sm90Config, layout: str, ragged: bool, rows: int = 0
+) -> dict[str, Any]:
+    """Where keys and values (two tensors of this layout) lie. `ragged`: they have ends of their own. `rows` of a box;
+    0: of a tile."""
+    k, v = tensors[1:3]
+    described = ragged_descriptor if ragged else dense_descriptor
+    (kb, kn), (vb, vn) = (steps_of(x, layout) if ragged else (0, 0) for x in (k, v))
+    rows = rows or config.block_n
+    d, dv = k.shape[-1], v.shape[-1]
+    return {
+        "k_tensor": described(k, layout, rows, boxes_of(d, dv, config.box_columns)[0]),
+        "v_tensor": described(v, layout, rows, boxes_of(dv, d, config.box_columns)[0]),
+        "steps_kb": kb,
+        "steps_kn": kn,
+        "steps_vb": vb,
+        "steps_vn": vn,
+    }
+
+
 def launch_of(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: Sm90Config,
+    keys: dict[str, Any] | None = None,
 ) -> Launch:
-    """The launch that fills out and lse."""
-    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
+    """The launch that fills out and lse. `keys`: arguments that say where they lie, if not beside the queries."""
+    q, slopes = tensors.q, tensors.alibi_slopes
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
     width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
     has_lengths = problem.seq_lens or problem.varlen
-    described = ragged_descriptor if has_lengths else dense_descriptor
     lengths_q, lengths_k = (
         (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
     )
-    (qb, qm), (kb, kn), (vb, vn) = (steps_of(x, layout) if has_lengths else (0, 0) for x in (q, k, v))
+    qb, qm = steps_of(q, layout) if has_lengths else (0, 0)
     arguments = {
-        "q_tensor": described(q, layout, CONSUMER_ROWS, width),
-        "k_tensor": described(k, layout, config.block_n, width),
-        "v_tensor": described(v, layout, config.block_n, width_v),
+        "q_tensor": (ragged_descriptor if has_lengths else dense_descriptor)(q, layout, CONSUMER_ROWS, width),
         # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
         "o_tensor": (ragged_descriptor if problem.varlen else dense_descriptor)(out, layout, CONSUMER_ROWS, width_v),
         "lengths_q_ptr": lengths_q,
@@ -753,6 +827,7 @@ def launch_of(
         "slopes_ptr": slopes,
         "sinks_ptr": tensors.sinks,
         "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
+        **dict.fromkeys(CACHE_ARGUMENTS),
         "heads": problem.batch * problem.heads_q,
         "heads_q": problem.heads_q,
         "heads_at_once": heads_together(problem),
@@ -767,12 +842,9 @@ def launch_of(
         "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         "steps_qb": qb,
         "steps_qm": qm,
-        "steps_kb": kb,
-        "steps_kn": kn,
-        "steps_vb": vb,
-        "steps_vn": vn,
         "scale": scale,
         "softcap": problem.softcap,
+        **(key_arguments(tensors, config, layout, has_lengths) if keys is None else keys),
     }
     grid = grid_of(problem, config, q.device)
     values = {"config": constants(problem, config, negate)}

@@ -80,10 +80,16 @@ def _offset(box, boxes, tiles):
 
 
 @gluon.jit
-def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """The buffer of a box. `buffers` hold tiles of BOXES boxes: the first runs of all tiles, then the second ones."""
+def buffer_index(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """The number of a box's buffer. `buffers` hold tiles of BOXES boxes: first runs of all tiles, then second ones."""
     TILES: gl.constexpr = buffers.shape[0] // BOXES
-    return buffers.index(tile * _step(BOX, BOXES) + _offset(BOX, BOXES, TILES))
+    return tile * _step(BOX, BOXES) + _offset(BOX, BOXES, TILES)
+
+
+@gluon.jit
+def buffer_of(buffers, tile, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """The buffer of a box."""
+    return buffers.index(buffer_index(buffers, tile, BOX, BOXES))
 
 
 @gluon.jit

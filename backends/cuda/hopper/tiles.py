@@ -6,21 +6,86 @@ TMA descriptor knows the end of a tensor only, so for the last two it gets two d
 sequence end exactly there: what lies beyond is read as zeros and not written, without a mask. The dimensions in front
 bring the address back: 2^30 steps of 2^34 - stride elements are -2^30 * stride modulo 2^64 bytes, which cancels the
 bound; the other one goes to the sequence's first row and `length` rows further. `gluon/tma.py` makes them.
+
+Keys may lie in a cache (CACHED) whose rows have lengths of their own, beside queries that are EQUAL or PACKED. An entry
+of a contiguous cache is a sample that ends early. So is each page: a block of keys comes from one page, or from several
+that fill its rows one after another.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import optimisation_barrier
-from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, reinterpret
 from diyfa.backends.cuda.gluon.tile_info import Tile
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.hopper.mma import buffer_of
+from diyfa.backends.cuda.hopper.mma import buffer_index, buffer_of
 
 BOUND = gl.constexpr(ROW_BOUND)
+
+
+@aggregate
+class KeyCache:
+    """What a call with a cache says of its keys; all None without one, and a pointer that nobody needs."""
+
+    seqused_ptr: gl.tensor | gl.constexpr  # (B,) int32: keys of each sequence
+    block_table_ptr: gl.tensor | gl.constexpr
+    cache_batch_idx_ptr: gl.tensor | gl.constexpr
+    length: gl.tensor | gl.constexpr  # of each sequence, where nothing on the device says it
+    added: gl.tensor | gl.constexpr  # keys that the call has appended to each
+    entries: gl.tensor | gl.constexpr  # pages, or entries of a contiguous cache
+    stride_table: gl.tensor | gl.constexpr
+    PAGE_SIZE: gl.constexpr  # 0: contiguous
+
+    @gluon.jit
+    def keys_of(self, b, lengths_k_ptr, capacity):
+        """(Entry of sequence b in a contiguous cache, how many keys it has)."""
+        entry = b
+        n_keys = self.length
+        if self.seqused_ptr is not None:
+            n_keys = gl.minimum(gl.load(self.seqused_ptr + b), capacity)
+        elif lengths_k_ptr is not None:
+            n_keys = gl.load(lengths_k_ptr + b + 1) - gl.load(lengths_k_ptr + b)
+        n_keys = gl.minimum(gl.maximum(n_keys + self.added, 0), capacity)
+        if self.cache_batch_idx_ptr is not None:
+            entry = gl.load(self.cache_batch_idx_ptr + b)
+            exists = (entry >= 0) & (entry < self.entries)
+            n_keys = gl.where(exists, n_keys, 0)
+            entry = gl.where(exists, entry, 0)
+        return entry, n_keys
+
+    @gluon.jit
+    def table_of(self, b):
+        """Where sequence b's pages are listed."""
+        return self.block_table_ptr + b.to(gl.int64) * self.stride_table
+
+    @gluon.jit
+    def pages(self, table, row, n_keys, BLOCK_N: gl.constexpr):
+        """The page that keys [row, row + BLOCK_N) lie in, or several, one for each lane. -1: without keys."""
+        COUNT: gl.constexpr = pages_of_block(BLOCK_N, self.PAGE_SIZE)
+        number = row // self.PAGE_SIZE
+        if COUNT > 1:
+            number += _lanes()
+            wanted = (number * self.PAGE_SIZE < n_keys) & (_lanes() < COUNT)
+        else:
+            wanted = number * self.PAGE_SIZE < n_keys
+        return gl.load(table + number, mask=wanted, other=-1)
+
+
+@constexpr_function
+def pages_of_block(block_n, page_size):
+    """How many pages a block of keys comes from."""
+    return max(block_n // page_size, 1)
+
+
+@gluon.jit
+def _lanes():
+    """[32], for partitions of one warp: what is known of several pages takes a register of each lane."""
+    return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @aggregate
@@ -39,7 +104,9 @@ class Problem:
     batch: gl.tensor
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
+    cache: KeyCache
     LENGTHS: gl.constexpr
+    LENGTHS_K: gl.constexpr  # the same, or that of the cache
     CAUSAL: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -53,8 +120,8 @@ class Problem:
         seqlen_q = optimisation_barrier(self.seqlen_q)
         return Problem(
             self.window_left, self.window_right, heads_q, seqlen_q, self.seqlen_k, self.total_q, self.total_k,
-            self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr,
-            self.LENGTHS, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
+            self.heads, heads_at_once, self.batch, self.lengths_q_ptr, self.lengths_k_ptr, self.cache,
+            self.LENGTHS, self.LENGTHS_K, self.CAUSAL, self.HAS_LEFT, self.HAS_RIGHT, self.CHECK_KEYS,
         )  # fmt: skip
 
     @gluon.jit
@@ -110,9 +177,13 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     if problem.LENGTHS == PACKED:
         b, h, tile_m = _packed_tile(index, problem, BLOCK_M)
         first_q = _clamped(problem.lengths_q_ptr + b, problem.total_q)
-        first_k = _clamped(problem.lengths_k_ptr + b, problem.total_k)
+        if problem.LENGTHS_K == PACKED:
+            first_k = _clamped(problem.lengths_k_ptr + b, problem.total_k)
         n_queries = gl.maximum(_clamped(problem.lengths_q_ptr + b + 1, problem.total_q) - first_q, 0)
-        n_keys = gl.maximum(_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
+        if problem.LENGTHS_K == PACKED:
+            n_keys = gl.maximum(_clamped(problem.lengths_k_ptr + b + 1, problem.total_k) - first_k, 0)
+            if problem.cache.seqused_ptr is not None:
+                n_keys = _clamped(problem.cache.seqused_ptr + b, n_keys)
         tiles_m = gl.cdiv(n_queries, BLOCK_M)
         exists = (tile_m >= 0) & (tile_m < tiles_m)
     else:
@@ -128,6 +199,8 @@ def tile_of(index, problem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
             n_keys = _clamped(problem.lengths_k_ptr + b, problem.seqlen_k)
             n_queries = gl.minimum(n_keys, problem.seqlen_q)
         exists = True
+    if problem.LENGTHS_K == CACHED:
+        first_k, n_keys = problem.cache.keys_of(b, problem.lengths_k_ptr, problem.seqlen_k)
     if problem.HAS_RIGHT:
         tile_m = tiles_m - 1 - tile_m
     row0 = tile_m * BLOCK_M
@@ -214,6 +287,44 @@ def start_load(
 
 
 @gluon.jit
+def start_load_pages(
+    tensor, cache,
+    pages,  # `KeyCache.pages`
+    h, row, n_keys, sample_steps, row_steps, buffers, tile, full,
+    BOXES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The same for keys [row, row + BLOCK_N) of a sequence that lies in pages, each of which ends where its keys do.
+
+    Of small pages each fills some rows of the tile. A page that the cache does not have has none.
+    """
+    PAGE_SIZE: gl.constexpr = cache.PAGE_SIZE
+    COUNT: gl.constexpr = pages_of_block(BLOCK_N, PAGE_SIZE)
+    WIDTH: gl.constexpr = tensor.block_shape[-1]
+    SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * COUNT
+    mbarrier.expect(full, SIZE)
+    parts = buffers
+    if COUNT > 1:
+        PARTS: gl.constexpr = buffers.shape[0] * COUNT
+        parts = reinterpret(buffers, buffers.dtype, [PARTS] + tensor.block_shape, tensor.layout)
+    number = row // PAGE_SIZE
+    if COUNT > 1:
+        number += _lanes()
+    exists = (pages >= 0) & (pages < cache.entries)
+    length = gl.where(exists, gl.minimum(gl.maximum(n_keys - number * PAGE_SIZE, 0), PAGE_SIZE), 0)
+    end = gl.where(exists, pages, 0) * sample_steps + length * row_steps
+    for i in gl.static_range(COUNT):
+        if COUNT > 1:
+            own_end = gl.sum(gl.where(_lanes() == i, end, 0), 0)
+            first = BOUND - gl.sum(gl.where(_lanes() == i, length, 0), 0)
+        else:
+            own_end = end
+            first = BOUND - length + row - number * PAGE_SIZE
+        for j in gl.static_range(BOXES):
+            buffer = parts.index(buffer_index(buffers, tile, j, BOXES) * COUNT + i)
+            async_load(tensor, [BOUND, own_end, h, first, j * WIDTH], full, buffer)
+
+
+@gluon.jit
 def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.constexpr):
     """Start writing one box of a tile, as `start_load` reads them; rows beyond the end stay as they are."""
     if RAGGED:
@@ -226,12 +337,15 @@ def start_store(tensor, b, h, row, column, end, length, buffer, RAGGED: gl.const
 def end_of(b, first, length, sample_steps, row_steps, LENGTHS: gl.constexpr):
     """Where a sequence ends, in steps of its descriptor's second dimension.
 
-    Packed, a step is a row; of samples it is what both a sample and a row are a multiple of.
+    Packed, a step is a row; of samples it is what both a sample and a row are a multiple of. `first`: the sequence's
+    first row, or its entry in a cache.
     """
     if LENGTHS == PACKED:
         end = first + length
     elif LENGTHS == SEQ_LENS:
         end = b * sample_steps + length * row_steps
+    elif LENGTHS == CACHED:
+        end = first * sample_steps + length * row_steps
     else:
         end = 0
     return end

@@ -15,6 +15,7 @@ from .errors import InvalidOperand, Race, Uninitialised, location
 from .numerics import poison, stored
 
 MAX_BYTES = 232448  # that a program of sm_90 can have
+SWIZZLE_ROWS = 8  # after which every swizzle repeats
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:
@@ -114,16 +115,19 @@ class SharedView:
         self.array[...] = values
 
     def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
-        """The same bytes as tiles of as many rows and several times the columns.
+        """The same bytes as tiles of as many rows and several times the columns, or of as many columns and fewer rows.
 
-        A row fills the swizzle, so several tiles one behind another are what a wider tile of that swizzle consists of.
+        A row fills the swizzle, so several tiles one behind another are what a wider tile of that swizzle consists of,
+        and rows of one tile, as many as the swizzle repeats after, are a tile.
         """
         rows, columns = self.array.shape[-2:]
         count, rest = divmod(shape[-1], columns)
+        wider = rest == 0 and shape[-2] == rows
+        shorter = shape[-1] == columns and rows % shape[-2] == 0 and shape[-2] % SWIZZLE_ROWS == 0
         rules = {
             "as many bytes": math.prod(shape) == self.array.size,
             "memory without gaps": self.array.flags.c_contiguous,
-            "whole tiles": rest == 0 and shape[-2] == rows,
+            "whole tiles": wider or shorter,
             "the same element": layout.element_bitwidth == 8 * self.array.itemsize,
             "the same swizzle": layout.swizzle_byte_width == self.layout.swizzle_byte_width,
             "rows of one swizzle": columns * self.array.itemsize == layout.swizzle_byte_width,
@@ -131,6 +135,8 @@ class SharedView:
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise InvalidOperand(f"{self.array.shape} seen as {shape} at {location()} needs {'; '.join(broken)}")
+        if shorter:
+            return SharedView(self.allocation, self.array.reshape(shape), layout)
         tiles = self.array.reshape(*shape[:-2], count, rows, columns)
         return JoinedView(self.allocation, np.moveaxis(tiles, -3, -2), layout)
 

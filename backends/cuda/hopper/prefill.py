@@ -1,0 +1,106 @@
+"""The Hopper forward (`hopper/fwd.py`) over a cache: prompts, in chunks or whole, whose keys lie in pages or rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from diyfa.backends.cuda.attention import decode as portable
+from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
+from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
+from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.backends.cuda.gluon.tile_counter import counter_of
+from diyfa.backends.cuda.gluon.tma import has_few_steps
+from diyfa.backends.cuda.hopper import fwd
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.hopper.prefill_configs import as_forward, config_of
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import VARLEN, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch, is_aligned
+
+
+def _keys_layout(problem: KVCacheProblem) -> str:
+    return VARLEN if problem.packed_keys else "bshd"
+
+
+def launch_of(
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
+) -> Launch:
+    """The launch that fills out and lse."""
+    table, page = tensors.block_table, problem.page_size
+    keys = {
+        **fwd.key_arguments(tensors, config, _keys_layout(problem), True, min(page, config.block_n)),
+        "lengths_k_ptr": tensors.cu_seqlens_k,
+        "total_k": tensors.k_cache.shape[0],
+        "seqused_ptr": tensors.seqlens,
+        "block_table_ptr": table,
+        "cache_batch_idx_ptr": tensors.cache_batch_idx,
+        "length": tensors.length,
+        "added": tensors.added,
+        "entries": tensors.k_cache.shape[0],
+        "stride_table": 0 if table is None else table.stride(0),
+    }
+    queries = AttentionTensors(
+        *tensors[:3], tensors.sm_scale, cu_seqlens_q=tensors.cu_seqlens_q, alibi_slopes=tensors.alibi_slopes,
+        sinks=tensors.sinks,
+    )  # fmt: skip
+    # Queries are all there: only keys end early.
+    launch = fwd.launch_of(as_forward(problem).replace(seq_lens=False), queries, out, lse, config, keys)
+    constants = replace(
+        launch.constants["config"],
+        lengths_k=(PACKED if problem.packed_keys else CACHED).value,
+        page_size=page,
+        check_keys=problem.window_right < 0,
+    )
+    return launch._replace(constants={"config": constants})
+
+
+def _config(problem: KVCacheProblem) -> Sm90Config:
+    return forced_config("sm90", as_forward(problem)) or config_of(problem)
+
+
+def _is_in_place(q: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether out replaces the queries. Then tiles that are computed again would read what they have written."""
+    return out.data_ptr() == q.data_ptr()
+
+
+def _reaches(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor) -> bool:
+    """Whether TMA gets to the whole cache, and can write out."""
+    return has_few_steps(_keys_layout(problem), tensors.k_cache, tensors.v_cache) and is_aligned(out)
+
+
+def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Launch the kernel that fills out and lse: the portable ones where TMA does not serve."""
+    if not _reaches(problem, tensors, out):
+        portable.kvcache_forward(problem, tensors, out, lse)
+        return
+    config = _config(problem)
+    if _is_in_place(tensors.q, out):
+        config = replace(config, fixed_max=False)
+    with on_device(tensors.q), post_processing():
+        launch_kernel(launch_of(problem, tensors, out, lse, config))
+
+
+def repeat(
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
+) -> KVCacheRepeat | None:
+    """`Kernel.repeat`."""
+    if not _reaches(problem, tensors, out):
+        return portable.repeat(problem, tensors, out, lse)
+    if _is_in_place(tensors.q, out):
+        return None
+    config, tensors, out = _config(problem), own_objects(tensors), out.detach()
+    own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
+    with post_processing():
+        launch = launch_of(problem, tensors, out, lse, config)
+        again = kvcache_replay([launch], tensors, out, [lse], problem.varlen, own)
+
+    def unless_in_place(
+        length: int, out: torch.Tensor | None, *present: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if again is None or (out is not None and _is_in_place(present[0], out)):
+            return None
+        return again(length, out, *present)
+
+    return None if again is None else unless_in_place

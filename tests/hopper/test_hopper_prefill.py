@@ -1,0 +1,185 @@
+"""The Hopper forward over a cache without a GPU: right results from pages and rows, and nothing that is not a key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hopper_gluon import need_hopper_gluon
+
+need_hopper_gluon()
+
+from hopper_interpreted import interpret_prefill  # noqa: E402
+from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case  # noqa: E402
+
+import diyfa  # noqa: E402
+from diyfa import kvcache  # noqa: E402
+from diyfa.backends.cuda.gluon import tma  # noqa: E402
+from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
+from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
+from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
+from diyfa.problem import KVCacheProblem  # noqa: E402
+from diyfa.testing import poisoned_allocations  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+
+PERSISTENT = Sm90Config(2, 128, 4, True, 232, 40, persistent=True, scheduler="dynamic", pingpong=True, pairs=True)
+PLAIN = Sm90Config(1, 64, 4, True, 232, 24)
+
+
+def case(name: str, *lens: int, **changes) -> CacheCase:
+    return CacheCase(
+        name, lens, **{"seqlen_q": 130, "head_dim": 64, "heads": 2, "heads_kv": 1, "dtype": "bfloat16", **changes}
+    )
+
+
+def check(case: CacheCase) -> None:
+    with diyfa.use_backend("cuda"), poisoned_allocations(), torch.no_grad():
+        out, lse, k_cache, v_cache = run_case(case, "cpu")
+    assert_in_budget(case, out, lse)
+    assert_appended(case, k_cache, v_cache)
+
+
+PACKED = {"lens_q": (1, 130, 0, 30), "by": "used"}
+CASES = {
+    "pages_of_16": (case("pages_of_16", 200, 33, 0, 70, page_size=16), PERSISTENT),
+    "pages_of_64": (case("pages_of_64", 300, 65, page_size=64), PERSISTENT),
+    "pages_of_a_tile": (case("pages_of_a_tile", 300, 128, page_size=128, heads=3), PERSISTENT),
+    "larger_pages": (case("larger_pages", 300, 1, page_size=384, causal=False), PERSISTENT),
+    "shared_pages": (case("shared_pages", 150, 70, 90, page_size=32, shared=2, spare=100), PLAIN),
+    "packed": (case("packed", 150, 140, 7, 33, page_size=16, **PACKED), PERSISTENT),
+    "packed_offsets": (case("packed_offsets", 130, 90, 0, 33, page_size=64, **PACKED | {"by": "offsets"}), PLAIN),
+    "contiguous": (case("contiguous", 200, 33, 0, 150, spare=9), PERSISTENT),
+    "entries": (case("entries", 90, 33, 140, batch_idx=True, causal=False, spare=50), PLAIN),
+    "int_length": (case("int_length", 150, 150, by="int", spare=70), PLAIN),
+    "whole_cache": (case("whole_cache", 100, 100, by="none", causal=False), PLAIN),
+    "append": (case("append", 60, 0, added=130, page_size=64, rotary=16), PERSISTENT),
+    "more_queries_than_keys": (case("more_queries_than_keys", 30, 5, page_size=16), PLAIN),
+    "128": (case("128", 170, 20, head_dim=128, page_size=16, dtype="float16"), replace(PERSISTENT, box_columns=64)),
+    "128_wide_boxes": (case("128_wide_boxes", 170, 20, head_dim=128, page_size=32), replace(PLAIN, stages=3)),
+    "192_128": (
+        case("192_128", 90, 20, head_dim=192, head_dim_v=128, page_size=32, heads=1),
+        replace(PLAIN, own_o=False, direct=True),
+    ),
+    "256": (case("256", 90, head_dim=256, page_size=16, heads=1), replace(PLAIN, own_o=False, direct=True)),
+    "window": (case("window", 260, 40, window=(50, 9), causal=False, page_size=16), PERSISTENT),
+    "features": (
+        case("features", 200, 0, 40, page_size=64, softcap=3.0, alibi="bh", sinks=True, by="used", lens_q=(130, 3, 9)),
+        PERSISTENT,
+    ),
+    "gives_out": (case("gives_out", 100, 33, page_size=16, gives_out=True), PLAIN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_out_and_lse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, config = CASES[name]
+    kernel = interpret_prefill(monkeypatch, config, seed=3)
+    check(case)
+    assert kernel.launches == 1
+
+
+def test_a_cache_that_tma_cannot_reach_goes_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_prefill(monkeypatch, PLAIN)
+    monkeypatch.setattr(tma, "_STEPS", 64)
+    check(case("far", 80, page_size=16))
+    assert kernel.launches == 0
+
+
+def test_pages_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of a device may have anything: what lies outside of the cache is not read, and lengths end with it."""
+    interpret_prefill(monkeypatch, PLAIN)
+    monkeypatch.setattr(kvcache, "_check_values", lambda tensors: None)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 70, 1, 64, generator=generator).bfloat16()
+    pages = torch.full((5, 16, 1, 64), float("nan")).bfloat16()
+    pages[1:4] = torch.randn(3, 16, 1, 64, generator=generator).bfloat16()
+    table = torch.tensor([[3, 1, 2, 1, 3], [2, -1, 5, 2**30, 1]], dtype=torch.int32)
+    for lengths in ([99, 80], [-7, 70]):
+        with diyfa.use_backend("cuda"), poisoned_allocations():
+            out, lse = diyfa.flash_attn_with_kvcache(
+                q, pages, pages, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table,
+                return_softmax_lse=True,
+            )  # fmt: skip
+        assert out.isfinite().all()
+        assert lse[0].isposinf().all() if lengths[0] < 0 else lse.isfinite().all()
+        if lengths[0] > 0:  # no more than the table has room for
+            keys = pages[table[0].long()].reshape(1, 80, 1, 64).float()
+            want = diyfa.reference_attention(q[:1].float(), keys, keys, layout="bshd")
+            torch.testing.assert_close(out[:1].float(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_rows_of_a_cache_that_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_prefill(monkeypatch, PLAIN)
+    monkeypatch.setattr(kvcache, "_check_values", lambda tensors: None)
+    q, cache = (torch.randn(n, 70, 1, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (3, 2))
+    rows = torch.tensor([1, -1, 2], dtype=torch.int32)
+    with diyfa.use_backend("cuda"), poisoned_allocations():
+        out, lse = diyfa.flash_attn_with_kvcache(
+            q, cache, cache, cache_batch_idx=rows, cache_seqlens=50, return_softmax_lse=True
+        )
+    assert lse.isfinite().all((1, 2)).tolist() == [True, False, False]
+    assert not out[1:].any()
+
+
+def test_in_place_where_tiles_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that rise by hundreds overflow the sums of a fixed maximum; the queries must still be there then."""
+    kernel = interpret_prefill(monkeypatch, replace(PLAIN, block_n=64))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 64, generator=generator).bfloat16() for n in (64, 300, 300))
+    k[:, 70:180] = q[:, :1] * 60
+    call = {"cache_seqlens": torch.tensor([300], dtype=torch.int32)}
+    want = diyfa.reference_attention(q.double(), k.double(), v.double(), layout="bshd")
+    for out in (None, q):
+        with diyfa.use_backend("cuda"):
+            got = diyfa.flash_attn_with_kvcache(q, k, v, out=out, **call)
+        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+    assert kernel.launches == 2
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3, 4, 5))])
+def test_every_interleaving(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"page_size": 16, "lens_q": (70, 3), "by": "used", "heads": 1}
+    interpret_prefill(monkeypatch, replace(PLAIN, persistent=True, scheduler="dynamic"), seed, interleave=True)
+    check(case("small", 200, 30, **changes))
+
+
+REFUSED = {
+    "cache_leftpad": {"leftpad": True},
+    "batch_invariant": {"batch_invariant": True},
+    "num_splits": {"num_splits": 2},
+    "float8": {"cache_dtype": "float8_e4m3fn"},
+    "pages are multiples": {"page_size": 48},
+    "16 at least": {"page_size": 8},
+    "have 2 on average": {"layout": "thd", "total_q": 9},
+    "have 16 on average": {"seqlen_q": 16},
+    "16 bytes": {"aligned": False},
+    "sm_100": {"arch": "sm_100"},
+    "head_dim 33 to 256": {"head_dim": 576, "head_dim_v": 512, "latent": True},
+    "float32": {"dtype": "float32", "cache_dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_refuses(words: str) -> None:
+    problem = KVCacheProblem("cuda", "sm_90", "bfloat16", "bfloat16", "bshd", 4, 32, 8, 512, 4096, 128, 128, 64)
+    problem = problem.replace(lengths=True)
+    assert prefill_configs.refuses(problem) is None
+    assert words in (prefill_configs.refuses(problem.replace(**REFUSED[words])) or "")
+
+
+@pytest.mark.parametrize("page_size", [16, 8])
+def test_a_call_with_pages_is_explained(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "environment_refusal", lambda: None)
+    q, pages = torch.zeros(2048, 8, 128).bfloat16(), torch.zeros(4096 // page_size, page_size, 2, 128).bfloat16()
+    table = torch.arange(4096 // page_size, dtype=torch.int32)[None]
+    given = {"cu_seqlens_q": torch.tensor([0, 2048], dtype=torch.int32), "max_seqlen_q": 2048, "max_seqlen_k": 4096}
+    given |= {"block_table": table, "seqused_k": torch.tensor([4096], dtype=torch.int32)}
+    with diyfa.use_backend("cuda"):
+        told = diyfa.explain(q, pages, pages, causal=True, layout="thd", **given)
+        with pytest.raises(ValueError, match="cu_seqlens_q"):
+            diyfa.explain(q, pages, pages, layout="thd", **given | {"cu_seqlens_q": table})
+    reasons = {a.kernel: a.reason for a in told.alternatives if a.backend == "cuda"}
+    assert told.kernel == ("sm90_prefill" if page_size == 16 else "split_kv")
+    assert page_size == 16 or "divide it and are 16 at least, not 8" in reasons["sm90_prefill"]
