@@ -85,7 +85,7 @@ WIDE = [
         "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
     ),
     # Blocks that need a mask stand behind those that need none.
-    case("left", head_dim=64, head_dim_v=128, heads=1, seqlen_q=200, seqlen_k=131, window=(130, -1)),
+    case("left", head_dim=128, head_dim_v=64, heads=1, seqlen_q=200, seqlen_k=131, window=(66, -1)),
 ]
 MORE_WIDE = [
     case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
