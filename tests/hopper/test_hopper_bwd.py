@@ -47,7 +47,7 @@ CASES = [
     case("one_key", seqlen_q=64, seqlen_k=1),
     case("causal_more_keys", causal=True, seqlen_q=70, seqlen_k=330, head_dim=128),
     case("gqa_bshd", heads=4, heads_kv=2, layout="bshd", batch=2, seqlen_q=140, seqlen_k=140, causal=True),
-    case("window_both", seqlen_q=330, seqlen_k=300, window=(60, 30), head_dim=128),
+    case("window_both", seqlen_q=330, seqlen_k=300, window=(250, 30), head_dim=128, heads=1),
     case("softcap_128", softcap=5.0, causal=True, head_dim=128),
     case("sinks", sinks=True, causal=True),
     case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128, sinks=True),
@@ -87,7 +87,7 @@ WIDE = [
         "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
     ),
     # Blocks that need a mask stand behind those that need none.
-    case("left", head_dim=64, head_dim_v=128, heads=1, seqlen_q=200, seqlen_k=131, window=(130, -1)),
+    case("left", head_dim=128, head_dim_v=64, heads=1, seqlen_q=200, seqlen_k=131, window=(66, -1), softcap=5.0),
 ]
 MORE_WIDE = [
     case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
@@ -188,9 +188,11 @@ def test_deterministic(sizes: tuple[int, ...]) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
 
 
-def test_turns_where_queries_and_keys_end_with_blocks() -> None:
-    """A program that counted one too many before it, or programs without keys, would wait for ever."""
-    assert sums((1, 1, 256, 512, 64, -1, 0), 0, n_keys=384)[0].count_nonzero()
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "n_keys"), [(256, 512, 384), (128, 129, None)])
+def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: int | None) -> None:
+    """A program that counted one too many or too few before it, or programs without keys, would wait for ever: where
+    queries and keys end with blocks, and where one key of a block is seen by one query."""
+    assert sums((1, 1, seqlen_q, seqlen_k, 64, -1, 0), 0, n_keys=n_keys)[0].count_nonzero()
 
 
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
