@@ -199,10 +199,9 @@ class Timed:
         and the output from after, and gradients back."""
 
         def attend() -> Any:
-            if not through:
-                return diyfa.flash_attention(*self.leaves, self.causal)
-            converted = [x.to(DTYPES[through]) for x in self.leaves]
-            return diyfa.flash_attention(*converted, self.causal).to(DTYPES[self.dtype])  # type: ignore[union-attr]
+            q, k, v = (x.to(DTYPES[through]) if through else x for x in self.leaves)
+            out: Any = diyfa.flash_attention(q, k, v, self.causal)
+            return out.to(DTYPES[self.dtype]) if through else out
 
         def forward() -> None:
             with torch.no_grad():

@@ -200,7 +200,9 @@ def test_every_tile_over_a_cache_is_compiled() -> None:
             assert paged["ok"] and "bound, pipeline 4" in paged["notes"], _describe(paged)
             case = f"{dtype} D={head_dim} page=1 {features} batch_invariant {gathered[0]}x{gathered[1]}"
             alone = found[version, case]
-            assert alone["ok"] and ("bound, pipeline 4" in alone["notes"]) == version.startswith("1.1."), _describe(alone)
+            assert alone["ok"] and ("bound, pipeline 4" in alone["notes"]) == version.startswith("1.1."), _describe(
+                alone
+            )
 
 
 @needs_compilers

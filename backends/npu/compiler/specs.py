@@ -369,10 +369,10 @@ _LEAN_HEAD_DIMS = (40, 80, 192)
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """What is compiled for `target`.
 
-    Every kernel and tile once, with most of what runs in it, on a 910B those over a cache too. 910B, with the newest
-    compiler: also every row of the tile tables, every feature (float16, D = 128) and every kind of head dim; A3 has the same memories and gets the same
-    kernels from the front half, and the 950's compiler takes four times as long. `full`: every feature in every dtype
-    with every head-dim class, for each chip and compiler.
+    Every kernel and tile once, with most of what runs in it; on a 910B those over a cache too. 910B, with the newest
+    compiler: also every row of the tile tables, every feature (float16, D = 128) and every kind of head dim; A3 has the
+    same memories and gets the same kernels from the front half, and the 950's compiler takes four times as long.
+    `full`: every feature in every dtype with every head-dim class, for each chip and compiler.
     """
     jobs: Iterator[Job] = itertools.chain(
         tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
