@@ -166,7 +166,7 @@ def _compiler(machine: Machine) -> Finding:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(part, path, WRONG, f"it does not run: {error}")
-    version = re.search(r"bishengir-compile\s+(\d\S*)", done.stdout)
+    version = re.search(r"bishengir-compile\s+(?:version\s+)?(\d\S*)", done.stdout)
     date = re.search(r"\d{4}-\d\d-\d\d", done.stdout)
     if done.returncode or version is None:
         said = (done.stderr or done.stdout).strip().splitlines()

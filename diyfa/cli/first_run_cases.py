@@ -127,7 +127,7 @@ STAGES = {
     "float16": "every feature in float16 with the tiles in use",
     "bfloat16": "the same in bfloat16",
     "float32": "the same in float32",
-    "dtypes": "how long the dtypes take beside each other",
+    "dtypes": "how long the dtypes take beside each other, and bfloat16 by way of the others",
     "operator": "torch_npu.npu_fusion_attention and diyfa's own form of it on the same calls",
     "tiles": "the fastest tile of each kernel, kept as `diyfa tune` keeps it",
     "speed": "diyfa, with and without what was kept, beside npu_fusion_attention",
@@ -168,9 +168,11 @@ def steps(smoke: bool) -> Iterator[Step]:
         case = _case(f"equal from run to run, {dtype}", {"causal": True}, sizes, dtype=dtype)
         yield Step(dtype, case.name, "determinism", {"case": asdict(case)})
     timing = {"tokens": grid.tokens, "hidden": grid.hidden, "warmup": grid.warmup, "rep": grid.rep}
-    for dtype in DTYPES:
+    for dtype, through in (*((dtype, "") for dtype in DTYPES), ("bfloat16", "float32"), ("bfloat16", "float16")):
         arguments = {**timing, "head_dim": grid.head_dims[0], "seq_len": grid.tuned_at, "dtype": dtype}
-        yield Step("dtypes", dtype, "dtype", arguments)
+        if through:
+            arguments["through"] = through
+        yield Step("dtypes", f"{dtype} through {through}" if through else dtype, "dtype", arguments)
     for operator in OPERATOR_CASES:
         yield Step("operator", operator.name, "operator", {"case": asdict(operator), "sizes": asdict(sizes)})
     yield from _timed_steps(grid, timing)

@@ -74,9 +74,9 @@ def _tiles(document: dict[str, Any]) -> Iterator[str]:
 
 
 def dtype_times(document: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of the forward pass by dtype."""
+    """Milliseconds of the forward pass by dtype, and of "bfloat16 through float32"."""
     rows = [row for row in document["rows"] if row.get("table") == "dtypes" and row.get("pass") == "forward"]
-    return {row["dtype"]: row["ms"] for row in rows if "ms" in row}
+    return {row["implementation"].removeprefix("diyfa, "): row["ms"] for row in rows if "ms" in row}
 
 
 def _dtypes(document: dict[str, Any]) -> Iterator[str]:
@@ -85,15 +85,22 @@ def _dtypes(document: dict[str, Any]) -> Iterator[str]:
         return
     yield "[bold]Dtypes[/bold] (forward pass, the same size)"
     yield "  " + ", ".join(f"{name} {figure(ms)} ms" for name, ms in times.items())
-    half, bfloat, single = (times.get(name) for name in ("float16", "bfloat16", "float32"))
+    half, bfloat = times.get("float16"), times.get("bfloat16")
     if half is None or bfloat is None or bfloat < SLOW * half:
         return
     yield f"  [red]bfloat16 takes {figure(bfloat / half)} times as long as float16 here.[/red] Until that is mended:"
-    if single is not None and single < bfloat:
-        yield f"    exact, {figure(bfloat / single)} times as fast: through float32, which holds every bfloat16:"
-        yield "      out = diyfa.flash_attention(q.float(), k.float(), v.float(), ...).to(torch.bfloat16)"
-    yield f"    {figure(bfloat / half)} times as fast, where no value exceeds {FLOAT16_MOST}: through float16:"
-    yield "      out = diyfa.flash_attention(q.half(), k.half(), v.half(), ...).to(torch.bfloat16)"
+    ways = (
+        ("float32", "exact, as it holds every bfloat16", "float"),
+        ("float16", f"where no value exceeds {FLOAT16_MOST}", "half"),
+    )
+    faster = [way for way in ways if times.get(f"bfloat16 through {way[0]}", bfloat) < bfloat]
+    for name, exact, method in faster:
+        gain = bfloat / times[f"bfloat16 through {name}"]
+        yield f"    through {name}, {exact}: {figure(gain)} times as fast, conversions included:"
+        named = ", ".join(f"{x}.{method}()" for x in "qkv")
+        yield f"      out = diyfa.flash_attention({named}, ...).to(torch.bfloat16)"
+    if not faster:
+        yield "    nothing: through float32 or float16, conversions included, it is no faster"
 
 
 def _standing(document: dict[str, Any]) -> list[list[str]]:

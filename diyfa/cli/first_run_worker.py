@@ -194,18 +194,20 @@ class Timed:
             "dtype": self.dtype,
         }  # fmt: skip
 
-    def passes(self) -> dict[str, Callable[[], Any]]:
-        """The two passes of diyfa. Nothing is launched before."""
+    def passes(self, through: str = "") -> dict[str, Callable[[], Any]]:
+        """The two passes of diyfa. Nothing is launched before. `through`: the dtype that inputs are converted to before
+        and the output from after, and gradients back."""
 
-        q, k, v = self.leaves
+        def attend() -> Any:
+            q, k, v = (x.to(DTYPES[through]) if through else x for x in self.leaves)
+            out: Any = diyfa.flash_attention(q, k, v, self.causal)
+            return out.to(DTYPES[self.dtype]) if through else out
 
         def forward() -> None:
             with torch.no_grad():
-                diyfa.flash_attention(q, k, v, self.causal)
+                attend()
 
-        @cache
-        def output() -> Any:
-            return diyfa.flash_attention(q, k, v, self.causal)
+        output = cache(attend)
 
         def backward() -> Any:
             return torch.autograd.grad(output(), self.leaves, self.dout, retain_graph=True)
@@ -220,11 +222,12 @@ class Timed:
             yield {"pass": direction, "ms": ms, "ms_p20": p20, "ms_p80": p80, "tflops": tflops(work, ms)}
 
 
-def dtype(device: torch.device, **size: Any) -> Iterator[Row]:
-    """Both passes in one dtype."""
+def dtype(device: torch.device, through: str = "", **size: Any) -> Iterator[Row]:
+    """Both passes in one dtype, or of inputs in one dtype computed in another."""
     timed = Timed(device, size)
-    for found in timed.times(timed.passes()):
-        yield {"table": "dtypes", **timed.row, "implementation": f"diyfa, {timed.dtype}", **found}
+    how = f"diyfa, {timed.dtype}" + (f" through {through}" if through else "")
+    for found in timed.times(timed.passes(through)):
+        yield {"table": "dtypes", **timed.row, "through": through, "implementation": how, **found}
 
 
 def vendors_passes(leaves: list[torch.Tensor], causal: bool) -> dict[str, Callable[[], Any]]:

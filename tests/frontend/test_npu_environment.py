@@ -23,6 +23,7 @@ VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "triton-ascend": "
 DRIVER = "Version=25.0.rc1.1\nascendhal_version=7.35.23\ncompatible_version_fw=[6.4.0,6.4.99],[7.0.0,7.7.99]\n"
 FIRMWARE = "Version=7.7.0.1.231\nfirmware_version=1.0\n"
 COMPILER = "bishengir-compile 1.1.0 (/build 428ab8fdab46 2026-04-30) \nllvm 19.1.7 e4ce5939f6e1\n"
+COMPILER_8_5 = "bishengir-compile version 0.1.0 (e4e2ba9841d1 2026-01-16)\nOptimized build\n"  # of CANN 8.5.0
 
 
 def write(path: Path, text: str, mode: int = 0o644) -> None:
@@ -132,7 +133,7 @@ def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path:
     ("says", "status", "verdict", "words"),
     [
         (COMPILER.replace("1.1.0", "1.2.0"), 0, FINE, ("1.2.0",)),
-        (COMPILER.replace("1.1.0", "0.1.0"), 0, UNTESTED, ("refuses most tiles", "diyfa tune")),
+        (COMPILER_8_5, 0, UNTESTED, ("0.1.0 of 2026-01-16 in ", "refuses most tiles", "diyfa tune")),
         (COMPILER.replace("1.1.0", "0.9.3"), 0, UNTESTED, ("0.9.3", "proven with 1.1.0 and 1.2.0", "diyfa tune")),
         ("LLVM version 19\n", 0, UNTESTED, ("--version says 'LLVM version 19'",)),
         ("", 1, UNTESTED, ("--version says 'nothing'",)),

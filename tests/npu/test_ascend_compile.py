@@ -189,6 +189,24 @@ def test_decoding_is_bound_and_pipelined(target: str) -> None:
 
 @needs_compilers
 @pytest.mark.timeout(TIMEOUT_S)
+def test_every_tile_over_a_cache_is_compiled() -> None:
+    """With each release; with keys in pages bound and four deep. Gathered keys are bound with the older one only."""
+    found = {(r["compiler"].split()[1], r["case"]): r for r in reports(A2) if r["kernel"] == "kvcache_fwd/split_kv"}
+    features = "Sq=16 window softcap alibi sinks leftpad"
+    for (width, head_dim), (whole, gathered) in configs.DECODE_SHAPES.items():
+        dtype = {2: "float16", 4: "float32"}[width]
+        for version in releases(A2):
+            paged = found[version, f"{dtype} D={head_dim} page=128 {features} {whole[0]}x{whole[1]}"]
+            assert paged["ok"] and "bound, pipeline 4" in paged["notes"], _describe(paged)
+            case = f"{dtype} D={head_dim} page=1 {features} batch_invariant {gathered[0]}x{gathered[1]}"
+            alone = found[version, case]
+            assert alone["ok"] and ("bound, pipeline 4" in alone["notes"]) == version.startswith("1.1."), _describe(
+                alone
+            )
+
+
+@needs_compilers
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("target", [A2, A3])
 def test_forward_is_bound_and_pipelined(target: str) -> None:
     """Said once more without the table of exceptions: both vector cores, four workspace buffers."""

@@ -83,8 +83,10 @@ def test_faults(npu, tmp_path: Path) -> None:
     assert told["causal"]["reason"] == "the process ended with signal 11; last printed: EZ9999: inner error"
     assert "1 of 4 wrong or failed" in page and "EZ9999" in page
 
-    (_, bfloat, _) = (row for row in rows(document, "dtypes") if row["pass"] == "forward")
-    assert bfloat["dtype"] == "bfloat16" and bfloat["ms"] > 250
+    timed = {row["implementation"]: row["ms"] for row in rows(document, "dtypes") if row["pass"] == "forward"}
+    ways = [f"diyfa, bfloat16 through {dtype}" for dtype in ("float32", "float16")]
+    assert list(timed) == [*(f"diyfa, {dtype}" for dtype in ("float16", "bfloat16", "float32")), *ways]
+    assert timed["diyfa, bfloat16"] > 250 > max(timed[way] for way in ways)
     assert "bfloat16 takes" in page and "q.float()" in page and "q.half()" in page
 
     assert document["replaced"] and "conservative tile 64x64" in document["replaced"][0]
@@ -98,6 +100,26 @@ def test_faults(npu, tmp_path: Path) -> None:
     assert refused and {row["kernel"] for row in refused} == {"fwd"}
     assert {row["kernel"] for row in tiles if "ms" in row} == {"fwd", "dq", "dkdv"}
     assert {(row["block_m"], row["block_n"]) for row in tiles if "ms" in row and row["kernel"] == "fwd"} == {(64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("ways", "told", "untold"),
+    [
+        ({"float32": 3.0, "float16": 2.0}, ("q.float()", "3.33 times", "q.half()", "5.00 times"), ("no faster",)),
+        ({"float32": 11.0, "float16": 2.0}, ("q.half()",), ("q.float()", "no faster")),
+        ({"float32": 11.0, "float16": 12.0}, ("no faster",), ("q.float()", "q.half()")),
+    ],
+)
+def test_what_the_page_says_of_a_slow_bfloat16(
+    ways: dict[str, float], told: tuple[str, ...], untold: tuple[str, ...]
+) -> None:
+    from diyfa.cli.first_run_page import _dtypes
+
+    times = {"float16": 1.0, "bfloat16": 10.0, **{f"bfloat16 through {dtype}": ms for dtype, ms in ways.items()}}
+    shared = {"table": "dtypes", "pass": "forward"}
+    text = "\n".join(_dtypes({"rows": [{**shared, "implementation": f"diyfa, {x}", "ms": times[x]} for x in times]}))
+    assert "bfloat16 takes 10.0 times" in text
+    assert all(words in text for words in told) and not any(words in text for words in untold), text
 
 
 # A worker that computes nothing: what the command makes of its answers.

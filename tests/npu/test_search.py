@@ -218,11 +218,10 @@ def test_a_tile_of_dbias_holds_for_every_bias(named: None, monkeypatch: pytest.M
     assert search.Search(A2, Compiler(128 * 128, refuse), 1).row(at).block_m <= 32
 
 
-def test_a_row_changes_only_for_what_is_more_than_noise(named: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_changes_only_for_what_is_more_than_the_margin(named: None) -> None:
     """The table's 64x256 stays where 256x64, which moves less, is predicted better by too little."""
     better = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
-    monkeypatch.setattr(search, "MARGIN", 10.0)
-    kept = search.Search(A2, Compiler(128 * 128), 1).row(place(mode="causal"))
+    kept = search.Search(A2, Compiler(128 * 128), 1, margin=10.0).row(place(mode="causal"))
     assert better is not None and kept is not None
     assert (better.block_m, better.block_n) == (256, 64)
     assert (kept.block_m, kept.block_n) == (64, 256)

@@ -48,7 +48,7 @@ def stand_in(folder: Path) -> None:
 def forget_requirements() -> None:
     """Take CUDA's packages and NVIDIA's Triton out of torch's metadata, or pip installs them with the next package."""
     path = Path(str(distribution("torch").locate_file("")), f"torch-{distribution('torch').version}.dist-info/METADATA")
-    path.write_text(re.sub(r"^Requires-Dist: (nvidia-|triton).*\n", "", path.read_text(), flags=re.MULTILINE))
+    path.write_text(re.sub(r"^Requires-Dist: (nvidia-|cuda-|triton).*\n", "", path.read_text(), flags=re.MULTILINE))
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ KERNELS = ("fwd", "dq", "dkdv", "dbias")
 ROWS = (16, 32, 64, 128, 256)
 KEYS = (16, 32, 64, 128, 256, 512)
 SMALLEST = 1024  # scores in a tile that is worth trying, up to head dim 256
-MARGIN = 0.005  # how much better the prediction must be for a row to change: less is noise
+MARGIN = 0.005  # how much better the prediction must be for a row to change, unless --margin says: less is noise
 # The part of the least vector work for a score, and of calls for a tile, among what a place has compiled, that the best
 # case of its other tiles reckons with.
 # The compiler gives every tile the same operations on scores, but for what it fuses and copies: on the 950 up to a
@@ -246,7 +246,7 @@ class Tried:
     """What a search has compiled, and what it has not."""
 
     candidates: list[Candidate]
-    pruned: int = 0  # at best not better than the best accepted one by MARGIN; or with options that changed nothing
+    pruned: int = 0  # at best not better than the best accepted one by the margin; or with options that changed nothing
     left: int = 0  # for the budget
 
     @property
@@ -255,14 +255,25 @@ class Tried:
 
 
 class Search:
-    """The search on one chip. `budget`: the most candidates to compile for a place, 0 for all that could win."""
+    """The search on one chip. `budget`: the most candidates to compile for a place, 0 for all that could win.
+    `margin`: the part by which the prediction must be better for a row to change.
+    """
 
-    def __init__(self, target: str, cache: Cache, jobs: int, budget: int = 0, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        target: str,
+        cache: Cache,
+        jobs: int,
+        budget: int = 0,
+        verbose: bool = False,
+        margin: float = MARGIN,
+    ) -> None:
         self.target = target
         self.cache = cache
         self.jobs = jobs
         self.budget = budget
         self.verbose = verbose
+        self.margin = margin
         self.pool = ThreadPoolExecutor(jobs)
         self.gate: dict[tuple[str, configs.TileKey], list[specs.Job]] = {}
         for job in specs.shipped_jobs(target, full=True):
@@ -337,7 +348,7 @@ class Search:
     ) -> list[configs.AttentionTile]:
         """Those of `waiting` that could be predicted better than the best accepted one, the best at best first."""
         accepted = [place.share(c, self.target) for c in tried if c.accepted and c.tile not in excluded]
-        goal = max(accepted, default=0.0) * (1.0 + MARGIN)
+        goal = max(accepted, default=0.0) * (1.0 + self.margin)
         vector = place.least_vector_cycles(tried)
         deep = [tile for tile in waiting if not accepted or self.deep(place, tile)]
         best = {tile: place.best_share(tile, vector) for tile in deep if not overflows(tile, tried)}
@@ -419,7 +430,7 @@ class Search:
         present = next((c for c in found if c.tile == table and c.accepted), None)
         if winner is not None and present is not None:
             gain = place.share(winner, self.target) / place.share(present, self.target) - 1.0
-            winner = winner if gain > MARGIN else present
+            winner = winner if gain > self.margin else present
         if winner is None:
             return None
         assert winner.module is not None
@@ -498,6 +509,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", action="append", choices=configs.MODES)
     parser.add_argument("--jobs", type=int, default=1, help="back halves at a time")
     parser.add_argument("--budget", type=int, default=0, help="the most candidates to compile for a row (0: no limit)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=MARGIN,
+        help=f"how much better, as a part, the prediction must be for a row to change ({MARGIN}); the cost model's "
+        "error against published figures is 0.13",
+    )
     parser.add_argument("--verbose", action="store_true", help="print each candidate")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder of finished compilations")
     parser.add_argument("--output", type=Path, default=tiles.PATH, help="the table to write")
@@ -514,7 +532,7 @@ def main(arguments: list[str] | None = None) -> int:
     except aot.CompilerMissing as missing:
         print(missing, file=sys.stderr)
         return 2
-    search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose)
+    search = Search(target, Cache(asked.cache, compilers), asked.jobs, asked.budget, asked.verbose, asked.margin)
     dtypes, head_dims = asked.dtype or ("float16",), asked.head_dim or (64, 128, 256)
     wanted = places(target, asked.kernel or KERNELS, dtypes, head_dims, asked.mode or configs.MODES)
     nothing = False

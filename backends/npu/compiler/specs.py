@@ -370,10 +370,10 @@ _LEAN_HEAD_DIMS = (40, 80, 192)
 def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     """What is compiled for `target`.
 
-    Every kernel and tile once, with most of what runs in it. 910B, with the newest compiler: also every row of the tile
-    tables, every feature (float16, D = 128) and every kind of head dim; A3 has the same memories and gets the same
-    kernels from the front half, and the 950's compiler takes four times as long. `full`: every feature in every dtype
-    with every head-dim class, for each chip and compiler.
+    Every kernel and tile once, with most of what runs in it; on a 910B those over a cache too. 910B, with the newest
+    compiler: also every row of the tile tables, every feature (float16, D = 128) and every kind of head dim; A3 has the
+    same memories and gets the same kernels from the front half, and the 950's compiler takes four times as long.
+    `full`: every feature in every dtype with every head-dim class, for each chip and compiler.
     """
     jobs: Iterator[Job] = itertools.chain(
         tile_jobs(target), narrower_jobs(target), always_masked_jobs(target), v1_jobs(target, ("float16", "float32")),
@@ -382,7 +382,7 @@ def shipped_jobs(target: str, full: bool = False) -> Iterator[Job]:
     if full or configs.family(target) is NPUArch.A2:
         more = (every_job(target, full), v1_jobs(target, ("bfloat16",)), kvcache_jobs(target, lean=False))
         newest_only = (replace(job, newest_only=not full) for job in itertools.chain(*more))
-        jobs = itertools.chain(jobs, newest_only)
+        jobs = itertools.chain(jobs, kvcache_row_jobs(target), newest_only)
     seen: set[str] = set()
     for job in jobs:
         compiled = f"{job.kernel} {job.case} {job.signature} {job.constants}"
@@ -496,18 +496,22 @@ KVCACHE_EXTRAS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def kvcache_row_jobs(target: str) -> Iterator[Job]:
+    """Every row of the decode kernel's tile table with all features, with keys in pages and gathered one by one."""
+    for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
+        row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
+        for case in ({"page_size": 128}, {"page_size": 1, "batch_invariant": True}):
+            yield from kvcache_jobs_of(kvcache_example(target, **row, **case))
+
+
 def kvcache_jobs(target: str, lean: bool) -> Iterator[Job]:
-    """Attention over a cache: a decoding step with each size of pages, every row of its tile table with all features,
-    with keys in pages and gathered one by one; and appending. `lean`: a few of them."""
+    """Attention over a cache: a decoding step with each size of pages, and appending. `lean`: a few of them."""
     cases: list[dict[str, Any]] = []
     for head_dim, page_size in itertools.product((128,) if lean else (64, 128), (0, 16, 32, 64, 128, 256)):
         cases.append({"head_dim": head_dim, "page_size": page_size})
     cases += [{"dtype": "bfloat16", "page_size": 128}, {"layout": VARLEN, "page_size": 128}]
     cases.append({"seqlen_q": 4, "page_size": 64, "window_right": 0})
     if not lean:
-        for dtype, head_dim in itertools.product(("float16", "float32"), configs.HEAD_DIM_CLASSES):
-            row = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": min(head_dim, 512), **KVCACHE_EXTRAS}
-            cases += [{**row, "page_size": 128}, {**row, "page_size": 1, "batch_invariant": True}]
         cases += [
             {"page_size": 1},
             {"layout": VARLEN, "packed_keys": True, "seqlen_q": 512, "window_right": 0, "batch_invariant": True},
