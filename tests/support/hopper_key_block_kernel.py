@@ -39,8 +39,10 @@ def run(
 ) -> torch.Tensor:
     """(begin, full_begin, full_end, end) of each row (first key, queries, keys, left, right)."""
     constants = Sm90BwdConstants(
-        block_m, block_n, 1, 1, 1, 1, 2, has_left, has_right, EQUAL.value, False, deterministic, 240, 24
-    )
+        block_m=block_m, block_n=block_n, boxes=1, boxes_v=1, used_boxes=1, used_boxes_v=1, stages=2,
+        has_left=has_left, has_right=has_right, lengths=EQUAL.value, softcap=False, deterministic=deterministic,
+        direct=False, consumer_registers=240, producer_registers=24,
+    )  # fmt: skip
     out = torch.full((len(cases), 4), -1, dtype=torch.int32)
     kernel = InterpretedKernel(_key_blocks_kernel)
     kernel[(-(-len(cases) // MANY),)](cases, out, len(cases), MANY=MANY, config=constants)
