@@ -86,12 +86,17 @@ def test_accepts(changes: dict) -> None:
             {"batch": 1, "heads_q": 4, "seqlen_q": 500, "seqlen_k": 500, "window_left": 99, "window_right": 0},
             "16384 elements of K",
         ),
-        ({"seqlen_q": 63, "batch": 64}, "tiles of 64 queries, which 63 would not fill"),
+        ({"seqlen_q": 63, "seqlen_k": 512, "batch": 64}, "tiles of 64 queries, which 63 would not fill"),
+        ({"seqlen_q": 63, "batch": 64, "seq_lens": True}, "tiles of 64 queries, which 63 would not fill"),
     ],
     ids=str,
 )
 def test_refuses_with_a_reason(changes: dict, reason: str) -> None:
     assert reason in hopper_configs.refuses(problem(**changes))
+
+
+def test_takes_few_queries_of_many_keys() -> None:
+    assert hopper_configs.refuses(problem(seqlen_q=1, seqlen_k=4096)) is None
 
 
 @pytest.mark.parametrize("head_dim", range(40, 257, 8))

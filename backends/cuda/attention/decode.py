@@ -28,10 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.decode_configs import (
     PART_KEYS,
-    SMALL_CALLS,
     DecodeConfig,
     decode_config,
     feature_blocks,
+    is_small_call,
     is_split,
     is_widened,
     parts_apart,
@@ -951,8 +951,6 @@ def unsupported(problem: KVCacheProblem) -> str | None:
 
 def attention_unsupported(problem: AttentionProblem) -> str | None:
     """Why a forward pass does not run by these kernels, or None."""
-    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    is_small = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
-    if not problem.batch_invariant and not is_small:
+    if not problem.batch_invariant and not is_small_call(problem):
         return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
     return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

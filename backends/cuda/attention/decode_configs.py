@@ -9,7 +9,7 @@ import torch
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.problem import KVCacheProblem, kept
+from diyfa.problem import AttentionProblem, KVCacheProblem, kept
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -153,13 +153,22 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
     return None
 
 
-# (at most so many queries of a head of keys, of all its query heads, at least so many keys): forward passes that these
-# kernels run, too, because they share the keys of a head among programs and its query heads share a tile. Not measured.
-SMALL_CALLS: tuple[tuple[int, int], ...] = ((64, 2048),)
+# (at most so many queries of a head of keys, of all its query heads, at least so many keys): forward passes with fewer
+# tiles than multiprocessors that these kernels run, too, because they share the keys of a head among programs. H100,
+# 2026-11-25, 32 heads of 128, us for 1 / 4 / 16 / 32 / 48 queries of 8192 keys: 55 / 56 / 59 / 64 / 87, the portable
+# forward 137 / 138 / 87 / 86 / 87, the Hopper forward 79 to 80; of 1024 keys 11 / 12 / 15 / 19 / 30, 21 to 23, and 12.
+SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
+
+
+def is_small_call(problem: AttentionProblem) -> bool:
+    """Whether a forward pass is one of `SMALL_CALLS`."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    listed = any(rows <= most and problem.seqlen_k >= least for most, least in SMALL_CALLS)
+    return listed and problem.batch * problem.heads_q < FULL_GPU
 
 
 def is_split(problem: KVCacheProblem) -> bool:

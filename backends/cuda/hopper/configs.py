@@ -24,6 +24,8 @@ ROW_BOUND = 1 << 30  # where a descriptor of sequences of different lengths has 
 # Keys times head_dim from which on the kernel pays in dense calls of any size: it costs the host 2 us more than the
 # portable one. Packed calls have other descriptors for each number of tokens; with lengths neither was measured.
 LONG_KV_LOOP = 1 << 14
+# The same for calls of fewer queries than a tile has. Figures: `SMALL_CALLS` in attention/decode_configs.py.
+FEW_QUERIES_KV_LOOP = 1 << 17
 SHORT_KV_LOOP = 128  # keys for a query, with heads of 64 columns: the portable kernel takes 0.7 of the time
 # One program fills a multiprocessor, of which an H200 has 132: with fewer tiles than that, smaller ones spread better.
 FULL_GPU = 132
@@ -174,10 +176,10 @@ def keys_seen(problem: AttentionProblem) -> int:
     return min(problem.window_left + 1 + right, problem.seqlen_k)
 
 
-def has_long_kv_loop(problem: AttentionProblem) -> bool:
-    """Whether the KV loop is so long that the kernel pays however few tiles there are."""
+def has_long_kv_loop(problem: AttentionProblem, elements: int = LONG_KV_LOOP) -> bool:
+    """Whether the KV loop is so long, in elements of K, that the kernel pays however few tiles there are."""
     with_lengths = problem.seq_lens or problem.varlen
-    return not with_lengths and keys_seen(problem) * widest(problem) >= LONG_KV_LOOP
+    return not with_lengths and keys_seen(problem) * widest(problem) >= elements
 
 
 def schedule_of(config: Sm90Config) -> dict[str, int]:
@@ -289,8 +291,11 @@ def refuses(problem: AttentionProblem) -> str | None:
     if widest(problem) <= 64 and keys_seen(problem) <= SHORT_KV_LOOP:
         return f"sm90 pays from {SHORT_KV_LOOP + 1} keys for a query on where heads have 64 columns"
     config = config_of(problem)
-    if problem.seqlen_q < config.consumers * CONSUMER_ROWS:
-        return f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill"
+    if problem.seqlen_q < config.consumers * CONSUMER_ROWS and not has_long_kv_loop(problem, FEW_QUERIES_KV_LOOP):
+        return (
+            f"sm90 has tiles of {config.consumers * CONSUMER_ROWS} queries, which {problem.seqlen_q} would not fill; it"
+            f" pays from {FEW_QUERIES_KV_LOOP} elements of K for a query on, without seq_lens and not packed"
+        )
     return None
 
 
