@@ -53,7 +53,6 @@ FACTS = {
 OTHERS = {
     "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
     "backends/cuda/gluon/tile_counter.py:_counters": "device memory: eight bytes for each stream",
-    "diyfa/cli/first_run_worker.py:output": "a forward pass for one timing of the backward pass",
     "diyfa/integrations/npu_fusion_arguments.py:compressed_mask": "device memory: the 4 MiB that an operator wants",
     "diyfa/integrations/seams.py:_on": "what is switched on, until its handle is removed",
     "diyfa/testing.py:expected_results": "the oracle: every backend is compared with the same results",
