@@ -136,9 +136,8 @@ def blocks_of(
     by_sequence = _by_sequence(keys)
     for sequence, own in _by_sequence(queries).items():
         theirs = by_sequence.get(sequence, [])
-        if (
-            own == theirs and window == (-1, 0) and (len(own) == 1 or not apart)
-        ):  # held in the order of their positions: causal as they lie
+        # Held in the order of their positions: causal as they lie.
+        if own == theirs and window == (-1, 0) and (len(own) == 1 or not apart):
             rows = own[0][1], own[-1][1] + own[-1][0].rows
             first = own[0][0].start
             found.append(Block(rows, rows, window, True, Origin(sequence, first, first)))
