@@ -137,11 +137,11 @@ def test_misplaced_dtensors_are_refused(workers):
         assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told
 
 
+@pytest.mark.parametrize("dropout_p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])
-def test_blocks_of_a_model(workers, how):
+def test_blocks_of_a_model(workers, how, dropout_p):
     for method in ("ring", "ulysses", "both"):
-        for dropout_p in (0.0, 0.3):
-            assert all(workers.run(run_block, method, how, dropout_p)), (method, dropout_p)
+        assert all(workers.run(run_block, method, how, dropout_p)), method
 
 
 def test_compiled_calls(workers):

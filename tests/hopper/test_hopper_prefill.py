@@ -72,7 +72,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("128_wide_boxes", "192_128")  # what they add to the others is compiled by the gate
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
 def test_out_and_lse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, config = CASES[name]
     kernel = interpret_prefill(monkeypatch, config, seed=3)
