@@ -178,10 +178,11 @@ def test_ranks_that_disagree_are_named(workers):
 
 
 def test_compiled_ranks_that_disagree_are_named(workers):
-    alike = {"compiled": True, "method": "ring"}
+    alike = {"compiled": True, "method": "ring", "dropout_p": 0.1}
     for odd, told in (
         ({"grad": True}, "gradients: rank 2 has q, the others none"),
         ({"softcap": 3.0}, "softcap: rank 2 has 3.0, the others 0.0"),
+        ({"rng_state": torch.tensor([1, 2])}, "rng_state: rank 2 has (2,) int64 on cpu, the others None"),
     ):
         messages = workers.run(call_with, alike, alike, alike | odd, alike)
         assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and told in messages[0], messages

@@ -116,6 +116,15 @@ def test_a_part_with_origins_has_the_bits_of_the_whole() -> None:
         dropout_mask(1, 2, 20, 33, 0.5, seed=0, origins=origins)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.float64])
+def test_origins_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    """In narrow integers a position times the step wraps where it must not."""
+    with pytest.raises(TypeError, match="origins must be int64"):
+        dropout_mask(1, 2, 5, 7, 0.5, seed=0, origins=torch.ones(1, 4, dtype=dtype))
+    with pytest.raises(TypeError, match="origins must be a torch.Tensor"):
+        dropout_mask(1, 2, 5, 7, 0.5, seed=0, origins=[(0, 0, 0, 0)])  # type: ignore[arg-type]
+
+
 def test_larger_probabilities_drop_more_of_the_same() -> None:
     masks = [dropout_mask(1, 2, 40, 40, p, seed=5) for p in PROBABILITIES]
     for some, more in itertools.pairwise(masks):
