@@ -51,6 +51,8 @@ from collections.abc import Sequence
 
 import torch
 
+from diyfa import validation
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -173,7 +175,7 @@ def dropout_mask(
 
     Raises:
         ValueError: a negative size; dropout_p outside [0, 1); seed or offset of more than 64 bits.
-        TypeError: a size is no integer.
+        TypeError: a size is no integer; origins are no int64 tensor.
     """
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
@@ -183,8 +185,12 @@ def dropout_mask(
             raise ValueError(f"{name} must not be negative, got {size}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if origins is not None and origins.shape != (batch, 4):
-        raise ValueError(f"origins must have shape {(batch, 4)}, got {tuple(origins.shape)}")
+    if origins is not None:
+        validation.check_tensors(origins=origins)
+        if origins.dtype != torch.int64:
+            raise TypeError(f"origins must be int64, got {origins.dtype}")
+        if origins.shape != (batch, 4):
+            raise ValueError(f"origins must have shape {(batch, 4)}, got {tuple(origins.shape)}")
     for name, value in (("seed", seed), ("offset", offset)):
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"dropout needs a {name} of 64 bits, got {value}")

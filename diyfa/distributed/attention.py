@@ -256,6 +256,8 @@ def agreed_call(
     wanted = given.get("gradients") or wanted_gradients(q, k, v, given["sinks"])
     modes = {"gradients": wanted, "batch_invariant": registry.is_batch_invariant()}
     compared = {"q": q, "k": k, "v": v} | {name: x for name, x in given.items() if name not in INTERNAL} | modes
+    if given.get("drawn"):  # in the graph: no argument, and only ranks that have none exchange theirs
+        compared["rng_state"] = None
     choice = agree(groups, compared, refusal, METHODS.index(call.method) if call else 0)
     assert call is not None, "a refusal was raised"
     return with_one_state(call._replace(method=METHODS[choice]), groups, given)

@@ -121,7 +121,7 @@ def test_origins_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
     """In narrow integers a position times the step wraps where it must not."""
     with pytest.raises(TypeError, match="origins must be int64"):
         dropout_mask(1, 2, 5, 7, 0.5, seed=0, origins=torch.ones(1, 4, dtype=dtype))
-    with pytest.raises(TypeError, match="origins must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"origins must be a torch\.Tensor"):
         dropout_mask(1, 2, 5, 7, 0.5, seed=0, origins=[(0, 0, 0, 0)])  # type: ignore[arg-type]
 
 
