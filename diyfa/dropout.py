@@ -51,8 +51,6 @@ from collections.abc import Sequence
 
 import torch
 
-from diyfa import validation
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -186,7 +184,8 @@ def dropout_mask(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if origins is not None:
-        validation.check_tensors(origins=origins)
+        if not isinstance(origins, torch.Tensor):
+            raise TypeError(f"origins must be a torch.Tensor, got {type(origins).__name__}")
         if origins.dtype != torch.int64:
             raise TypeError(f"origins must be int64, got {origins.dtype}")
         if origins.shape != (batch, 4):
