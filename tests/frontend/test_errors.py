@@ -322,6 +322,22 @@ def test_explain_raises_what_the_call_raises() -> None:
         diyfa.explain(Q, K.float(), V, backend="cpu")
 
 
+def test_explain_ignores_nothing_that_the_call_would_not_take() -> None:
+    """Pages belong to packed queries, which take no bias and no lengths of samples."""
+    table, used = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for given in ({"block_table": table}, {"seqused_k": used}):
+        with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
+            diyfa.explain(Q, K, V, backend="cpu", **given)
+    pages = torch.zeros(8, 16, KP.shape[1], KP.shape[2], dtype=KP.dtype)
+    call = {"layout": "thd", "cu_seqlens_q": CU_Q, "seqused_k": used, "block_table": table, "backend": "cpu"}
+    call |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
+    for given in ({"seq_lens": used}, {"attn_bias": torch.zeros(1, 1, 1, 1)}):
+        with pytest.raises(ValueError, match="takes no seq_lens and no attn_bias"):
+            diyfa.explain(QP, pages, pages, **call, **given)
+    with pytest.raises(ValueError, match="max_seqlen_q"):
+        diyfa.explain(QP, pages, pages, **call | {"max_seqlen_q": -5})
+
+
 def test_lengths_are_read_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them waits for the device."""
     given, reads, read = lens(8, 5), [], torch.Tensor.cpu
