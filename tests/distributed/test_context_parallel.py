@@ -36,6 +36,7 @@ from context_parallel_cases import (
     run_under_pytorch,
     run_with_common_key,
     run_with_gaps,
+    run_without_common_key,
     train_gpt,
 )
 from gloo_workers import Workers
@@ -273,6 +274,12 @@ def test_with_sinks_it_costs_what_the_guide_says(workers, score):
     worse = score * 2**-24 * common * scale * gradients
     assert dq[0] <= dq[1] + worse and dk[0] <= dk[1] + 4 * worse  # dK: of the four query heads that share a key
     assert score < 1000 or dq[0] > dq[1], "it costs nothing any more: say so"
+
+
+@pytest.mark.parametrize(("softcap", "infinite"), [(2.0, False), (0.0, True)], ids=["softcap", "infinite"])
+def test_keys_whose_common_part_stays(workers, softcap, infinite):
+    """A softcap is no sum that a part could be taken from, and a key that is infinite is no part of any mean."""
+    assert all(error < 1e-5 for errors in workers.run(run_without_common_key, softcap, infinite) for error in errors)
 
 
 def test_values_that_cancel_between_ranks(workers):

@@ -72,11 +72,16 @@ def test_origins_move_a_mask(backend, transposed) -> None:
     from diyfa.dropout import drop_threshold, element_levels, philox4x32, position_words
 
     for state in STATES:
-        for b0, h0, i0, j0 in ((5, 2, 77, 1000), (2**31 - 1, 2**20, 2**31, 2**32 - 30), (0, 0, 2**40 + 3, 2**45 + 1)):
+        for b0, h0, i0, j0 in (
+            (5, 2, 77, 1000),
+            (2**31 - 1, 2**20, 2**31, 2**32 - 30),
+            (0, 0, 2**40 + 3, 2**45 + 1),
+            (2**35 + 3, 2**33 + 2, 0, 0),
+        ):
             origins = ((9, 9, 9, 9), (b0, h0, i0, j0))
             keep = mask_in_tiles(backend, state, 1, 3, (16, 0, 70, 50), 16, 32, transposed, origins)
             seed, offset = state
-            counter = (h0 + 3, b0, offset % 2**32, offset >> 32)
+            counter = ((h0 + 3) % 2**32, b0 % 2**32, offset % 2**32, offset >> 32)
             keys = philox4x32(tuple(torch.tensor(x) for x in counter), (seed % 2**32, seed >> 32))
             i, j = torch.arange(70) + 16 + i0 % 2**32, torch.arange(50) + j0 % 2**32
             words = [position_words(key, x) for key, x in zip(keys, (i, i, j, j), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
 import re
@@ -381,6 +382,25 @@ def run_choices() -> list[bool]:
     options = attend.call_args.args[0].options
     seen = options.deterministic, options.window_left, options.window_right, options.softcap
     return [*found, seen == (True, 3, 5, 2.0)]
+
+
+def run_without_common_key(softcap: float, infinite: bool) -> list[float]:
+    """float32 keys with a part in common that may not, or cannot, be taken off: errors of out and lse, and whether
+    the same of them is finite."""
+    q, k, v = (x.detach().clone() for x in _small(21)[:3])
+    k += 1.0
+    if infinite:
+        k[:, :, -1, 3] = math.inf  # of the last query only, with causal
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "softcap": softcap, "backend": "cpu"}
+    whole = flash_attention(q, k, v, **options)
+    own = [shard_sequence(x, None, 2) for x in (q, k, v)]
+    parts = context_parallel_attention(*own, method="ring", **options)
+    errors = []
+    for part, exact in zip(parts, whole, strict=True):
+        found = unshard_sequence(part, None, 2)
+        seen = exact.isfinite()
+        errors.append(float((found - exact)[seen].abs().max()) if torch.equal(found.isfinite(), seen) else math.inf)
+    return errors
 
 
 def run_cancelling() -> list[tuple[float, float]]:
