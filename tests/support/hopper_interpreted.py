@@ -139,6 +139,7 @@ def interpret_backward(
     for name, kernel in found.items():
         monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
+    monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: MULTIPROCESSORS)
     if config is not None:
         monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
     return found["_bwd_wide_kernel" if wide else "_bwd_sm90_kernel"]

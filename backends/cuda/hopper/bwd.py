@@ -33,7 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import (
+    LANES,
     WARPS,
+    arrive_per_lane,
     idle_warps,
     optimisation_barrier,
     order_lanes,
@@ -43,6 +45,7 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_full,
 )
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add
+from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
 from diyfa.backends.cuda.hopper.epilogue import _by_chunks, matrix, offset_of, store_float32
@@ -231,6 +234,63 @@ def _key_block(pid, sizes, config):
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 
+WORDS = gl.constexpr(16)  # of a key block in shared memory: a power of two
+
+
+@aggregate
+class KeyBlocks:
+    """The key blocks of a program, one after the other: the producer finds them and tells the others.
+
+    Each adder counts itself on `done` when it has read a block, and each consumer when it has done with its keys.
+    """
+
+    words: gl.shared_memory_descriptor  # [WORDS]
+    written: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def init(self):
+        mbarrier.init(self.written, count=LANES)
+        mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
+
+    @gluon.jit
+    def write(self, keys, exists):
+        """The producer leaves a key block; none `exists` behind the last."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        values = (
+            keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
+            keys.begin, keys.full_begin, keys.full_end, keys.end,
+        )  # fmt: skip
+        words = gl.where(field == 11, exists.to(gl.int32), 0)
+        for i in gl.static_range(11):
+            words = gl.where(field == i, values[i], words)
+        self.words.store(words)
+        arrive_per_lane(self.written)
+
+    @gluon.jit
+    def read(self, turn, sizes, config: gl.constexpr, NUM_WARPS: gl.constexpr):
+        """The turn-th block, as soon as it is there -> (whether there is one, the block)."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
+        if NUM_WARPS == WARPS:
+            wait_full(self.written, turn & 1)
+        else:
+            mbarrier.wait(self.written, turn & 1)
+        words = self.words.load(LAYOUT)
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        values = ()
+        for i in gl.static_range(12):
+            values += (gl.sum(gl.where(field == i, words, 0), 0),)
+        b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, exists = values
+        if config.LENGTHS == EQUAL:
+            first_q = 0
+            first_k = 0
+            n_queries = sizes.seqlen_q
+            n_keys = sizes.seqlen_k
+        keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+        return exists, keys
+
+
 @aggregate
 class QueryRing:
     """The stages through which the producer hands blocks of queries, statistics and dO to the consumers.
@@ -362,60 +422,105 @@ class Outputs:
     sm_scale: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
+    buffers: gl.shared_memory_descriptor | gl.constexpr  # through which a consumer's dV leaves, and then its dK
 
 
 # ---- the producer, and the warp that adds dQ
 
 
 @gluon.jit
-def _producer(keys, sizes, shared, inputs):
-    """One warp: copy the keys once, then block after block of queries as soon as a stage is free."""
+def _load_keys(keys, shared, inputs):
+    """Start copying a block of keys: K, then V."""
     config: gl.constexpr = shared.config
-    ring = shared.queries
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
-    hk = keys.hk
     end_k = end_of(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
     end_v = end_of(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
-    end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
-    end_do = end_of(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
-            inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
+            inputs.k_tensor, b, keys.hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
             shared.k_buffers, c, shared.k_full.index(c), config.BOXES, RAGGED,
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
-            inputs.v_tensor, b, hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
+            inputs.v_tensor, b, keys.hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
             shared.v_buffers, c, shared.v_full.index(c), config.BOXES_V, RAGGED,
         )  # fmt: skip
+
+
+@gluon.jit
+def _load_queries(keys, h, i, item, sizes, shared, inputs):
+    """Start copying the i-th block of queries of a head, its statistics and dO, as soon as a stage is free."""
+    config: gl.constexpr = shared.config
+    ring = shared.queries
+    RAGGED: gl.constexpr = config.LENGTHS != EQUAL
+    b = keys.b
+    end_q = end_of(b, keys.first_q, keys.n_queries, inputs.steps_qb, inputs.steps_qm, config.LENGTHS)
+    end_do = end_of(b, keys.first_q, keys.n_queries, inputs.steps_dob, inputs.steps_dom, config.LENGTHS)
+    first = _first_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+    block = keys.block(i)
+    row = block * config.BLOCK_M
+    stage = ring.stage(item)
+    full = ring.full.index(stage)
+    ring.wait_empty(item)
+    mbarrier.expect(full, 2 * config.BLOCK_M * 4)
+    for j in gl.static_range(2):
+        async_load(inputs.statistics_tensor, [2 * (first + block) + j, 0], full, shared.statistics.index(2 * stage + j))
+    start_load(
+        inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED
+    )
+    start_load(
+        inputs.do_tensor, b, h, row, end_do, keys.n_queries,
+        shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _producer_of_one(keys, sizes, shared, inputs):
+    """One warp: copy the keys once, then block after block of queries as soon as a stage is free."""
+    _load_keys(keys, shared, inputs)
     item = 0
     for g in range(sizes.group_size):
-        h = hk * sizes.group_size + g
-        first = _first_block(b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         for i in range(keys.end - keys.begin):
-            block = keys.block(i)
-            row = block * config.BLOCK_M
-            stage = ring.stage(item)
-            full = ring.full.index(stage)
-            ring.wait_empty(item)
-            mbarrier.expect(full, 2 * config.BLOCK_M * 4)
-            for j in gl.static_range(2):
-                async_load(
-                    inputs.statistics_tensor, [2 * (first + block) + j, 0], full, shared.statistics.index(2 * stage + j)
-                )
-            start_load(
-                inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED
-            )
-            start_load(
-                inputs.do_tensor, b, h, row, end_do, keys.n_queries,
-                shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
-            )  # fmt: skip
+            _load_queries(keys, keys.hk * sizes.group_size + g, i, item, sizes, shared, inputs)
             item += 1
 
 
 @gluon.jit
-def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor, semaphores_ptr):
+def _producer(sizes, shared, inputs, key_blocks, scheduler):
+    """One warp: find block after block of keys, tell the others, and copy what they read as soon as a buffer is free.
+
+    The first queries come before the keys, whose buffers are free later.
+    """
+    config: gl.constexpr = shared.config
+    blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
+    index = gl.program_id(0)
+    item = 0
+    turn = 0
+    while index < blocks:
+        keys = _key_block(index, sizes, config)
+        exists = index < blocks
+        if config.LENGTHS == PACKED:
+            exists = keys.col0 < keys.n_keys
+        if exists:
+            n = keys.end - keys.begin
+            if n > 0:
+                _load_queries(keys, keys.hk * sizes.group_size, 0, item, sizes, shared, inputs)
+            mbarrier.wait(key_blocks.done, (turn & 1) ^ 1)
+            key_blocks.write(keys, exists)
+            _load_keys(keys, shared, inputs)
+            for g in range(sizes.group_size):
+                for i in range(gl.where(g == 0, 1, 0), n):
+                    _load_queries(keys, keys.hk * sizes.group_size + g, i, item + g * n + i, sizes, shared, inputs)
+            item += sizes.group_size * n
+            turn += 1
+        index = scheduler.next_tile(index, scheduler.draw())
+    mbarrier.wait(key_blocks.done, (turn & 1) ^ 1)
+    key_blocks.write(_key_block(0, sizes, config), index < blocks)
+
+
+@gluon.jit
+def _adder(CONSUMER: gl.constexpr, sizes, shared, dq_tensor, semaphores_ptr, key_blocks):
     """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory.
 
     DETERMINISTIC: when it is this program's turn.
@@ -425,22 +530,28 @@ def _adder(CONSUMER: gl.constexpr, keys, sizes, shared, dq_tensor, semaphores_pt
     full = ring.dq_full.index(CONSUMER)
     empty = ring.dq_empty.index(CONSUMER)
     item = 0
-    for g in range(sizes.group_size):
-        h = keys.hk * sizes.group_size + g
-        first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
-        for i in range(keys.end - keys.begin):
-            block = keys.block(i)
-            half = (first + block) * CONSUMER_COUNT + CONSUMER
-            mbarrier.wait(full, item & 1)
-            if config.DETERMINISTIC:
-                wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
-            async_reduce_add(dq_tensor, [half * DQ_ROWS, 0], ring.dq_buffers.index(CONSUMER))
-            tma.store_wait(0)
-            mbarrier.arrive(empty, count=1)
-            if config.DETERMINISTIC:
-                wait_for_stores()
-                end_turn(semaphores_ptr + half)
-            item += 1
+    turn = 0
+    exists, keys = key_blocks.read(turn, sizes, config, 1)
+    while exists != 0:
+        mbarrier.arrive(key_blocks.done, count=1)
+        for g in range(sizes.group_size):
+            h = keys.hk * sizes.group_size + g
+            first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+            for i in range(keys.end - keys.begin):
+                block = keys.block(i)
+                half = (first + block) * CONSUMER_COUNT + CONSUMER
+                mbarrier.wait(full, item & 1)
+                if config.DETERMINISTIC:
+                    wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
+                async_reduce_add(dq_tensor, [half * DQ_ROWS, 0], ring.dq_buffers.index(CONSUMER))
+                tma.store_wait(0)
+                mbarrier.arrive(empty, count=1)
+                if config.DETERMINISTIC:
+                    wait_for_stores()
+                    end_turn(semaphores_ptr + half)
+                item += 1
+        turn += 1
+        exists, keys = key_blocks.read(turn, sizes, config, 1)
 
 
 # ---- the consumers
@@ -590,54 +701,58 @@ def _wait_for_other():
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
-    """One warpgroup: dK and dV of its 64 keys, and half of what all 128 add to dQ."""
+def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
+    """One warpgroup: dK and dV of its 64 keys of each block, and half of what all 128 add to dQ."""
     config: gl.constexpr = shared.config
     B: gl.constexpr = config.BOXES
     D: gl.constexpr = B * BOX
-    DTYPE: gl.constexpr = shared.k_buffers.dtype
     if config.SOFTCAP:
         scale = outputs.scale * (2.0 * LOG2E)
     else:
         scale = outputs.scale * LOG2E
-    consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
-    dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
-    dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     item = 0
-    for j in gl.static_range(CONSUMER_COUNT):
-        wait_full(shared.k_full.index(j), 0)
-    wait_full(shared.v_full.index(INDEX), 0)
-    masked = keys.masked_count()
-    for _ in range(sizes.group_size):
-        dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
-        dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
+    turn = 0
+    exists, keys = key_blocks.read(turn, sizes, config, 4)
+    while exists != 0:
+        consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
+        dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+        dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+        for j in gl.static_range(CONSUMER_COUNT):
+            wait_full(shared.k_full.index(j), turn & 1)
+        wait_full(shared.v_full.index(INDEX), turn & 1)
+        masked = keys.masked_count()
+        for _ in range(sizes.group_size):
+            dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
+            dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
+        release(key_blocks.done)
 
-    key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
-    exists = (key < keys.n_keys)[:, None]
-    dk = gl.where(exists, dk * outputs.sm_scale, 0.0)
-    dv = gl.where(exists, dv, 0.0)
-    if config.DIRECT:
-        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
-        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
-    else:
-        # They leave through the buffers of K, which both consumers have read, and of V.
-        _wait_for_other()
-        run_of(shared.k_buffers, INDEX, B, 0, B).store(dk.to(DTYPE))
-        run_of(shared.v_buffers, INDEX, B, 0, B).store(dv.to(DTYPE))
-        fence_async_shared()
-        end = keys.first_k + keys.n_keys
-        for j in gl.static_range(B):
-            k_box = buffer_of(shared.k_buffers, INDEX, j, B).reshape(outputs.dk_tensor.block_shape)
-            v_box = buffer_of(shared.v_buffers, INDEX, j, B).reshape(outputs.dv_tensor.block_shape)
-            start_store(
-                outputs.dk_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, k_box,
-                config.LENGTHS == PACKED,
-            )  # fmt: skip
-            start_store(
-                outputs.dv_tensor, keys.b, keys.hk, keys.col0 + INDEX * ROWS, j * BOX, end, keys.n_keys, v_box,
-                config.LENGTHS == PACKED,
-            )  # fmt: skip
-        tma.store_wait(0)
+        key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
+        there = (key < keys.n_keys)[:, None]
+        dv = gl.where(there, dv, 0.0)
+        dk = gl.where(there, dk * outputs.sm_scale, 0.0)
+        if config.DIRECT:
+            _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
+            _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
+        else:
+            _store_rows(dv, outputs.dv_tensor, keys, outputs.buffers, INDEX, config)
+            _store_rows(dk, outputs.dk_tensor, keys, outputs.buffers, INDEX, config)
+        turn += 1
+        exists, keys = key_blocks.read(turn, sizes, config, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_rows(x, tensor, keys, buffers, c: gl.constexpr, config: gl.constexpr):
+    """Write a consumer's x [64, D] through its buffer, as soon as that is free. It is read later."""
+    B: gl.constexpr = config.BOXES
+    tma.store_wait(0)
+    run_of(buffers, c, B, 0, B).store(x.to(buffers.dtype))
+    fence_async_shared()
+    for j in gl.static_range(B):
+        start_store(
+            tensor, keys.b, keys.hk, keys.col0 + c * ROWS, j * BOX, keys.first_k + keys.n_keys, keys.n_keys,
+            buffer_of(buffers, c, j, B).reshape(tensor.block_shape), config.LENGTHS == PACKED,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -651,7 +766,7 @@ def _store_direct(x, pointer, tensor, keys, sizes, row: gl.constexpr, column: gl
 
 
 @gluon.jit
-def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr):
+def _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_blocks, scheduler):
     """Run both consumers, the producer and the adders. The first consumer runs on the warps that the kernel is launched
     with and takes the registers that are left."""
     config: gl.constexpr = shared.config
@@ -659,16 +774,16 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [
-            (_consumer, (0, keys, sizes, shared, outputs)),
-            (_consumer, (1, keys, sizes, shared, outputs)),
-            (_producer, (keys, sizes, shared, inputs)),
-            (_adder, (0, keys, sizes, shared, dq_tensor, semaphores_ptr)),
-            (_adder, (1, keys, sizes, shared, dq_tensor, semaphores_ptr)),
+            (_consumer, (0, sizes, shared, outputs, key_blocks)),
+            (_consumer, (1, sizes, shared, outputs, key_blocks)),
+            (_producer, (sizes, shared, inputs, key_blocks, scheduler)),
+            (_adder, (0, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
+            (_adder, (1, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
             (idle_warps, ()),
         ],
         [4, 1, 1, 1, 1],
         [R, P, P, P, P],
-    )
+    )  # fmt: skip
 
 
 SIZES = (
@@ -686,6 +801,7 @@ def _bwd_sm90_kernel(
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
+    counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
@@ -721,6 +837,15 @@ def _bwd_sm90_kernel(
     for c in gl.static_range(CONSUMER_COUNT):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
+    written = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    key_blocks = KeyBlocks(words, written, done)
+    key_blocks.init()
+    if config.DIRECT:
+        buffers = None
+    else:
+        buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + k_tensor.block_shape, k_tensor.layout)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -728,18 +853,14 @@ def _bwd_sm90_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr,
     )  # fmt: skip
-    keys = _key_block(gl.program_id(0), sizes, config)
     shared = Shared(config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, gradients)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
-    if config.LENGTHS == PACKED:
-        if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
-    else:
-        _specialise(keys, sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap, buffers)
+    scheduler = TileScheduler(counter_ptr, "dynamic")
+    _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_blocks, scheduler)
 
 
 # ---- before and after
@@ -749,6 +870,7 @@ def _bwd_sm90_kernel(
 def _prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
     statistics_ptr, dq_ptr, semaphores_ptr,
+    counter_ptr,
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
@@ -769,6 +891,8 @@ def _prepare_kernel(
     b = pid // blocks_m // heads_q
     first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
     row0 = block * M
+    if pid == 0:
+        gl.store(counter_ptr, 0)
     rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:

@@ -25,9 +25,10 @@ from diyfa.backends.cuda.hopper.bwd import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, is_wide
+from diyfa.backends.cuda.hopper.configs import FULL_GPU
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
 from diyfa.backends.cuda.hopper.mma import ROWS
-from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
 
 
@@ -51,8 +52,9 @@ class Sm90Backward:
         of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
         of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
         # One allocation, of which the parts begin at multiples of 16 bytes.
-        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores)
-        dq, statistics, semaphores = self.workspace.split((of_dq, of_statistics, of_semaphores))
+        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores + 4)
+        dq, statistics, semaphores, counter = self.workspace.split((of_dq, of_statistics, of_semaphores, 4))
+        self.counter = counter.view(torch.int32)
         self.dq = dq.view(-1, DQ_COLUMNS.value)
         self.statistics = statistics.view(-1, config.block_m)
         self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
@@ -97,6 +99,7 @@ class Sm90Backward:
             "statistics_ptr": self.statistics,
             "dq_ptr": self.dq,
             "semaphores_ptr": self.semaphores,
+            "counter_ptr": self.counter,
             "delta_ptr": delta,
             **strides(problem.layout, o=out, do=dout),
             **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
@@ -124,6 +127,7 @@ class Sm90Backward:
         of_dq = {
             "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
             "semaphores_ptr": self.semaphores,
+            "counter_ptr": self.counter,
         }
         if self.is_wide:
             of_dq = {"dq_ptr": self.dq}
@@ -177,6 +181,8 @@ class Sm90Backward:
             direct=direct,
         )
         grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
+        if not self.is_wide:
+            grid = min(grid, multiprocessors(q.device) or FULL_GPU)
         kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel
         return Launch(kernel, grid, arguments, {"config": values}, OPTIONS)
 
