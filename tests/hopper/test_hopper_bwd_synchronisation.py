@@ -30,6 +30,7 @@ SYNCHRONISING = (
     "tma.store_wait",
     "wait_full",
     "release",
+    "arrive_per_lane",
     "_wait_for_other",
     "wait_for_previous_kernels",
 )
@@ -69,7 +70,7 @@ def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest
     """From now on the backward runs with this source of a module."""
     modules = WIDE_BACKWARD_MODULES[: WIDE_BACKWARD_MODULES.index(name) + 1]
     kernels = load_kernel({name: ast.unparse(tree)}, folder, modules)
-    interpret_backward(monkeypatch, seed=3, kernels=kernels)
+    interpret_backward(monkeypatch, seed=3, kernels=kernels, multiprocessors=1)  # a program with several blocks of keys
 
 
 @pytest.mark.parametrize(("name", "head_dim"), [("hopper.bwd", 64), ("hopper.bwd_wide", 136)])

@@ -128,6 +128,7 @@ def interpret_backward(
     kernels: ModuleType = hopper_bwd,
     wide: bool = False,
     fixed_order: bool = False,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
     """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
     of wide heads. `fixed_order`: dQ must be added up in one."""
@@ -139,7 +140,7 @@ def interpret_backward(
     for name, kernel in found.items():
         monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
-    monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: multiprocessors)
     if config is not None:
         monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
     return found["_bwd_wide_kernel" if wide else "_bwd_sm90_kernel"]

@@ -234,14 +234,15 @@ def _key_block(pid, sizes, config):
     return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
 
 
-WORDS = gl.constexpr(16)  # of a key block in shared memory: a power of two
+FIELDS = gl.constexpr(12)
+WORDS = gl.constexpr(16)  # a power of two
 
 
 @aggregate
 class KeyBlocks:
-    """The key blocks of a program, one after the other: the producer finds them and tells the others.
+    """How the producer tells the others which block of keys comes next: one after another in the same words.
 
-    Each adder counts itself on `done` when it has read a block, and each consumer when it has done with its keys.
+    It writes them when all have done with the block before: adders when they have read them, consumers with the keys.
     """
 
     words: gl.shared_memory_descriptor  # [WORDS]
@@ -254,23 +255,24 @@ class KeyBlocks:
         mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
 
     @gluon.jit
-    def write(self, keys, exists):
-        """The producer leaves a key block; none `exists` behind the last."""
+    def write(self, turn, keys, exists):
+        """The producer leaves the block of this turn; `exists`: 0 behind the last."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
-        field = gl.arange(0, WORDS, layout=LAYOUT)
-        values = (
-            keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
+        fields = (
+            exists, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
             keys.begin, keys.full_begin, keys.full_end, keys.end,
         )  # fmt: skip
-        words = gl.where(field == 11, exists.to(gl.int32), 0)
-        for i in gl.static_range(11):
-            words = gl.where(field == i, values[i], words)
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        words = gl.zeros_like(field)
+        for i in gl.static_range(FIELDS):
+            words = gl.where(field == i, fields[i], words)
+        mbarrier.wait(self.done, (turn & 1) ^ 1)
         self.words.store(words)
         arrive_per_lane(self.written)
 
     @gluon.jit
-    def read(self, turn, sizes, config: gl.constexpr, NUM_WARPS: gl.constexpr):
-        """The turn-th block, as soon as it is there -> (whether there is one, the block)."""
+    def read(self, turn, sizes, LENGTHS: gl.constexpr, NUM_WARPS: gl.constexpr):
+        """The block of this turn, as soon as it is there, for a partition of NUM_WARPS warps -> (exists, block)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
         if NUM_WARPS == WARPS:
             wait_full(self.written, turn & 1)
@@ -278,11 +280,11 @@ class KeyBlocks:
             mbarrier.wait(self.written, turn & 1)
         words = self.words.load(LAYOUT)
         field = gl.arange(0, WORDS, layout=LAYOUT)
-        values = ()
-        for i in gl.static_range(12):
-            values += (gl.sum(gl.where(field == i, words, 0), 0),)
-        b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end, exists = values
-        if config.LENGTHS == EQUAL:
+        fields = ()
+        for i in gl.static_range(FIELDS):
+            fields += (gl.sum(gl.where(field == i, words, 0), 0),)
+        exists, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
+        if LENGTHS == EQUAL:  # what is the same for all blocks takes no registers
             first_q = 0
             first_k = 0
             n_queries = sizes.seqlen_q
@@ -388,6 +390,7 @@ class Shared:
     statistics: gl.shared_memory_descriptor  # [2 * STAGES, 1, BLOCK_M]: lse and delta
     k_full: gl.shared_memory_descriptor  # of the keys of each consumer
     v_full: gl.shared_memory_descriptor
+    out_buffers: gl.shared_memory_descriptor | gl.constexpr  # through which a consumer's dV leaves, and then its dK
     queries: QueryRing
     gradients: GradientRing
 
@@ -422,7 +425,6 @@ class Outputs:
     sm_scale: gl.tensor
     scale: gl.tensor
     softcap: gl.tensor
-    buffers: gl.shared_memory_descriptor | gl.constexpr  # through which a consumer's dV leaves, and then its dK
 
 
 # ---- the producer, and the warp that adds dQ
@@ -476,8 +478,8 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
 
 
 @gluon.jit
-def _producer_of_one(keys, sizes, shared, inputs):
-    """One warp: copy the keys once, then block after block of queries as soon as a stage is free."""
+def _producer(keys, sizes, shared, inputs):
+    """One warp: copy a block of keys, then block after block of queries as soon as a stage is free."""
     _load_keys(keys, shared, inputs)
     item = 0
     for g in range(sizes.group_size):
@@ -487,36 +489,35 @@ def _producer_of_one(keys, sizes, shared, inputs):
 
 
 @gluon.jit
-def _producer(sizes, shared, inputs, key_blocks, scheduler):
-    """One warp: find block after block of keys, tell the others, and copy what they read as soon as a buffer is free.
+def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
+    """The same for block after block of keys, which it draws and tells the others.
 
-    The first queries come before the keys, whose buffers are free later.
+    The first queries of a block come before its keys, whose buffers are free later.
     """
     config: gl.constexpr = shared.config
-    blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
+    count = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
     index = gl.program_id(0)
     item = 0
     turn = 0
-    while index < blocks:
+    while index < count:
         keys = _key_block(index, sizes, config)
-        exists = index < blocks
+        exists = True
         if config.LENGTHS == PACKED:
             exists = keys.col0 < keys.n_keys
         if exists:
             n = keys.end - keys.begin
+            h = keys.hk * sizes.group_size
             if n > 0:
-                _load_queries(keys, keys.hk * sizes.group_size, 0, item, sizes, shared, inputs)
-            mbarrier.wait(key_blocks.done, (turn & 1) ^ 1)
-            key_blocks.write(keys, exists)
+                _load_queries(keys, h, 0, item, sizes, shared, inputs)
+            key_blocks.write(turn, keys, 1)
             _load_keys(keys, shared, inputs)
             for g in range(sizes.group_size):
                 for i in range(gl.where(g == 0, 1, 0), n):
-                    _load_queries(keys, keys.hk * sizes.group_size + g, i, item + g * n + i, sizes, shared, inputs)
+                    _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
             item += sizes.group_size * n
             turn += 1
         index = scheduler.next_tile(index, scheduler.draw())
-    mbarrier.wait(key_blocks.done, (turn & 1) ^ 1)
-    key_blocks.write(_key_block(0, sizes, config), index < blocks)
+    key_blocks.write(turn, _key_block(0, sizes, config), 0)
 
 
 @gluon.jit
@@ -531,7 +532,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq_tensor, semaphores_ptr, key
     empty = ring.dq_empty.index(CONSUMER)
     item = 0
     turn = 0
-    exists, keys = key_blocks.read(turn, sizes, config, 1)
+    exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
     while exists != 0:
         mbarrier.arrive(key_blocks.done, count=1)
         for g in range(sizes.group_size):
@@ -551,7 +552,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq_tensor, semaphores_ptr, key
                     end_turn(semaphores_ptr + half)
                 item += 1
         turn += 1
-        exists, keys = key_blocks.read(turn, sizes, config, 1)
+        exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
 
 
 # ---- the consumers
@@ -712,7 +713,7 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
         scale = outputs.scale * LOG2E
     item = 0
     turn = 0
-    exists, keys = key_blocks.read(turn, sizes, config, 4)
+    exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
     while exists != 0:
         consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
         dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
@@ -734,10 +735,10 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
             _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, INDEX * ROWS, 0, config)
             _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, INDEX * ROWS, 0, config)
         else:
-            _store_rows(dv, outputs.dv_tensor, keys, outputs.buffers, INDEX, config)
-            _store_rows(dk, outputs.dk_tensor, keys, outputs.buffers, INDEX, config)
+            _store_rows(dv, outputs.dv_tensor, keys, shared.out_buffers, INDEX, config)
+            _store_rows(dk, outputs.dk_tensor, keys, shared.out_buffers, INDEX, config)
         turn += 1
-        exists, keys = key_blocks.read(turn, sizes, config, 4)
+        exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
     tma.store_wait(0)
 
 
@@ -776,7 +777,7 @@ def _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_b
         [
             (_consumer, (0, sizes, shared, outputs, key_blocks)),
             (_consumer, (1, sizes, shared, outputs, key_blocks)),
-            (_producer, (sizes, shared, inputs, key_blocks, scheduler)),
+            (_persistent_producer, (sizes, shared, inputs, key_blocks, scheduler)),
             (_adder, (0, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
             (_adder, (1, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
             (idle_warps, ()),
@@ -843,9 +844,9 @@ def _bwd_sm90_kernel(
     key_blocks = KeyBlocks(words, written, done)
     key_blocks.init()
     if config.DIRECT:
-        buffers = None
+        out_buffers = None
     else:
-        buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + k_tensor.block_shape, k_tensor.layout)
+        out_buffers = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * B] + k_tensor.block_shape, k_tensor.layout)
     fence_async_shared()
     wait_for_previous_kernels()
 
@@ -853,12 +854,14 @@ def _bwd_sm90_kernel(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
         lengths_q_ptr, lengths_k_ptr,
     )  # fmt: skip
-    shared = Shared(config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, queries, gradients)
+    shared = Shared(
+        config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, out_buffers, queries, gradients
+    )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap, buffers)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")
     _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_blocks, scheduler)
 

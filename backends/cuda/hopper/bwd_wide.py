@@ -50,7 +50,7 @@ from diyfa.backends.cuda.hopper.bwd import (
     _first_block,
     _in_register_order,
     _key_block,
-    _producer_of_one,
+    _producer,
     _start_scores,
     _store_direct,
     _weights,
@@ -364,7 +364,7 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
         [
             (_consumer, (0, keys, sizes, shared, outputs, dq_ptr)),
             (_consumer, (1, keys, sizes, shared, outputs, dq_ptr)),
-            (_producer_of_one, (keys, sizes, shared, inputs)),
+            (_producer, (keys, sizes, shared, inputs)),
             (idle_warps, ()),
             (idle_warps, ()),
         ],
@@ -430,7 +430,7 @@ def _bwd_wide_kernel(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
         steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
-    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap, None)
+    outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
             _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)
