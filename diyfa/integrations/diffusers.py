@@ -6,6 +6,8 @@ name. The UNets of Stable Diffusion call PyTorch's `scaled_dot_product_attention
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from diyfa.integrations.eager_attention import attend, causal_from_the_top_left
@@ -69,15 +71,17 @@ def use_in_diffusers() -> Handle:
     # The dispatcher knows backends by the members of an enumeration, which has no way to add one.
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
-    names._member_map_[member.name] = names._value2member_map_[NAME] = member
-    registry.register(member)(attention)
 
-    def undo() -> None:
+    def forget() -> None:
         if registry._active_backend == member:
             registry.set_active_backend(names.NATIVE)
-        for table in (registry._constraints, registry._supported_arg_names):
+        for table in (registry._backends, registry._constraints, registry._supported_arg_names):
             table.pop(member, None)
-        registry._backends.pop(member, None)
-        del names._member_map_[member.name], names._value2member_map_[NAME]
 
-    return switch_on(SEAM, undo)
+    with ExitStack() as undo:
+        for members, key in ((names._member_map_, member.name), (names._value2member_map_, NAME)):
+            members[key] = member
+            undo.callback(members.pop, key)
+        undo.callback(forget)
+        registry.register(member)(attention)
+        return switch_on(SEAM, undo.pop_all())

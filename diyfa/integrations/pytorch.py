@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.attention
+from torch.nn import attention
 
 from diyfa.integrations import torch_operators
 from diyfa.integrations.seams import Handle, handle_of, switch_on
@@ -41,32 +42,64 @@ def _override_whole_attention(library: torch.library.Library, key: str) -> None:
         library.impl("scaled_dot_product_attention", attention, of_key)
 
 
-def _override(device_type: str) -> Handle:
-    """Kernels of PyTorch's operators for one device type. Its registry takes the handle as its own."""
+def _override(device_type: str, and_then: Callable[[], None] = lambda: None) -> Handle:
+    """Kernels of PyTorch's operators for one device type; `and_then` follows their removal."""
+    handle = handle_of(SEAM)
+    if handle is not None:
+        raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")
     key = DISPATCH_KEYS[device_type]
-    libraries = [torch.library.Library("aten", "IMPL")]  # the overrides live as long as the object
-    with warnings.catch_warnings():
+    with ExitStack() as undo, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*verrid.*", UserWarning)  # what is meant here
+        undo.callback(and_then)
+        library = torch.library.Library("aten", "IMPL")
+        undo.callback(library._destroy)
         for operator in torch_operators.FLASH_OPERATORS:
             if hasattr(torch.ops.aten, operator.__name__):
-                libraries[0].impl(operator.__name__, operator, key)
+                library.impl(operator.__name__, operator, key)
         if device_type != "cuda":
-            _override_whole_attention(libraries[0], key)
-
-    def undo() -> None:
-        libraries.clear()
-        if device_type == "cuda" and _registry_uses_diyfa():
-            torch.nn.attention.restore_flash_attention_impl()  # it removes the handle, which is gone already
-
-    return switch_on(SEAM, undo, device_type)
+            _override_whole_attention(library, key)
+        return switch_on(SEAM, undo.pop_all(), device_type)
 
 
-def _has_registry() -> bool:
-    return hasattr(torch.nn.attention, "register_flash_attention_impl")  # 2.10
+class _Registered:
+    """diyfa in PyTorch's registry, which calls `remove()` when it activates something else or its own kernels."""
+
+    def __init__(self, before: str | None = None) -> None:
+        self._before = before
+        self._replaced = False
+        self._handle = _override("cuda", self._bring_back)
+
+    def remove(self) -> None:
+        self._replaced = True
+        self._handle.remove()
+
+    def _bring_back(self) -> None:
+        """What was active before, unless the registry knows better."""
+        if self._replaced or attention.current_flash_attention_impl() != NAME:
+            return
+        attention.restore_flash_attention_impl()
+        if self._before is not None:
+            try:
+                attention.activate_flash_attention_impl(self._before)
+            except Exception as error:
+                raise RuntimeError(
+                    f"diyfa is out of PyTorch's attention, but {self._before!r}, which was there before, did not come "
+                    "back: PyTorch's own flash attention is in its place"
+                ) from error
 
 
-def _registry_uses_diyfa() -> bool:
-    return _has_registry() and torch.nn.attention.current_flash_attention_impl() == NAME
+def _activate() -> None:
+    """diyfa by PyTorch's registry, which forgets what was active as soon as it activates something else."""
+    before = attention.current_flash_attention_impl()
+    attention.register_flash_attention_impl(NAME, register_fn=lambda: _Registered(before))
+    try:
+        attention.activate_flash_attention_impl(NAME)
+    except BaseException:
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+        raise
+    finally:
+        attention.register_flash_attention_impl(NAME, register_fn=_Registered)
 
 
 def use_in_pytorch(device_type: str = "cuda") -> Handle:
@@ -74,16 +107,17 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
 
     Args:
         device_type:
-            "cuda": the flash attention operators, through PyTorch's registry where it has one (2.10 and later), under
-            the name "diyfa": `torch.nn.attention.activate_flash_attention_impl("diyfa")` puts it back after another.
+            "cuda": the flash attention operators, by PyTorch's registry (where it can restore one: 2.11), under the
+            name "diyfa": `torch.nn.attention.activate_flash_attention_impl("diyfa")` puts it back after another.
             "npu": `scaled_dot_product_attention` itself, and the flash operators for `varlen_attn`. Calls that are not
             diyfa's (other dtypes than float16, bfloat16 and float32, other ranks than 4, a last stride other than 1)
             go where they went before; the handle's `calls` say how many and why.
             "cpu": as "npu", for CPU tensors inside `diyfa.use_backend("cpu")`, to try it.
 
     Returns:
-        A handle whose `remove()` gives the operators back: PyTorch's own, also where another implementation of its
-        registry was active before. A second call returns the same handle.
+        A handle whose `remove()` gives the operators back to what had them: PyTorch, or the implementation of its
+        registry that was active before this call. Where the registry has activated another one since, it does nothing.
+        The name stays in the registry, which cannot forget one. A second call returns the same handle.
 
     Raises:
         ValueError: another device type.
@@ -93,9 +127,8 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
         raise ValueError(f"device_type must be one of {', '.join(DISPATCH_KEYS)}, got {device_type!r}")
     handle = handle_of(SEAM)
     if handle is None:
-        if device_type == "cuda" and _has_registry():
-            torch.nn.attention.register_flash_attention_impl(NAME, register_fn=lambda: _override("cuda"))
-            torch.nn.attention.activate_flash_attention_impl(NAME)
+        if device_type == "cuda" and hasattr(attention, "restore_flash_attention_impl"):  # 2.11
+            _activate()
         else:
             _override(device_type)
         handle = handle_of(SEAM)

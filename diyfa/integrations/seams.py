@@ -6,7 +6,7 @@ A seam is a place of other software where diyfa can be put in. Each is on once a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -16,7 +16,7 @@ _on: dict[str, Handle] = {}
 class Handle:
     """What one integration changed; `remove()` takes it back."""
 
-    def __init__(self, seam: str, undo: Callable[[], None], detail: str) -> None:
+    def __init__(self, seam: str, undo: ExitStack, detail: str) -> None:
         self.seam = seam
         self.detail = detail
         self.calls: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class Handle:
         """Everything as before; a second time does nothing."""
         if self.active:
             del _on[self.seam]
-            self._undo()
+            self._undo.close()
 
 
 def handle_of(seam: str) -> Handle | None:
@@ -39,8 +39,8 @@ def handle_of(seam: str) -> Handle | None:
     return _on.get(seam)
 
 
-def switch_on(seam: str, undo: Callable[[], None], detail: str = "") -> Handle:
-    """A handle of a seam that was off."""
+def switch_on(seam: str, undo: ExitStack, detail: str = "") -> Handle:
+    """A handle of a seam that was off; `undo` takes everything back, also where switching on fails half-way."""
     assert seam not in _on, f"{seam} is on already"
     _on[seam] = Handle(seam, undo, detail)
     return _on[seam]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -357,13 +358,12 @@ def use_in_transformers() -> Handle:
         return handle
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(f"paged|{NAME}", paged_attention)
-    AttentionMaskInterface.register(NAME, attention_mask_of)
-
-    def undo() -> None:
-        for interface, names in ((AttentionInterface, (NAME, f"paged|{NAME}")), (AttentionMaskInterface, (NAME,))):
-            for name in names:
-                interface._global_mapping.pop(name, None)
-
-    return switch_on(SEAM, undo)
+    with ExitStack() as undo:
+        for interface, name, function in (
+            (AttentionInterface, NAME, attention),
+            (AttentionInterface, f"paged|{NAME}", paged_attention),
+            (AttentionMaskInterface, NAME, attention_mask_of),
+        ):
+            interface.register(name, function)
+            undo.callback(interface._global_mapping.pop, name, None)
+        return switch_on(SEAM, undo.pop_all())

@@ -329,3 +329,143 @@ def test_the_registry_of_pytorch() -> None:
         "False None", "TTTTT diyfa True", "True None False", "TTTTT diyfa True", "True None False",
     ]  # fmt: skip
     assert len(FLASH_OPERATORS) == 5
+
+
+RIVAL = """
+import sys, torch, diyfa.integrations.pytorch as ours
+from diyfa.integrations import use_in_pytorch
+from torch.nn import attention
+NAMES = [operator.__name__ for operator in ours.torch_operators.FLASH_OPERATORS]
+class Rival:  # another implementation, of two operators
+    def __init__(self):
+        self.library = torch.library.Library("aten", "IMPL", "CUDA")
+        for name in NAMES[:2]:
+            self.library.impl(name, lambda *given: None)
+    def remove(self):
+        self.library = None
+def show(handle=None):
+    has = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA") for name in NAMES]
+    print("".join(str(x)[0] for x in has), attention.current_flash_attention_impl(), handle and handle.active)
+attention.register_flash_attention_impl("rival", register_fn=Rival)
+"""
+ORDERS = {
+    "before": (
+        """
+attention.activate_flash_attention_impl("rival")
+handle = use_in_pytorch()
+show(handle)
+handle.remove()
+show(handle)
+handle.remove()
+show(handle)
+again = use_in_pytorch()
+handle.remove()
+show(again)
+again.remove()
+attention.restore_flash_attention_impl()
+show(again)
+""",
+        ["TTTTT diyfa True", "TTFFF rival False", "TTFFF rival False", "TTTTT diyfa True", "FFFFF None False"],
+    ),
+    "after": (
+        """
+handle = use_in_pytorch()
+attention.activate_flash_attention_impl("rival")
+show(handle)
+handle.remove()
+show(handle)
+attention.activate_flash_attention_impl("diyfa")
+handle.remove()
+show(use_in_pytorch())
+use_in_pytorch().remove()
+show()
+""",
+        ["TTFFF rival False", "TTFFF rival False", "TTTTT diyfa True", "FFFFF None None"],
+    ),
+    "restored by the registry": (
+        """
+attention.activate_flash_attention_impl("rival")
+handle = use_in_pytorch()
+attention.restore_flash_attention_impl()
+show(handle)
+handle.remove()
+show(handle)
+""",
+        ["FFFFF None False", "FFFFF None False"],
+    ),
+    "replaced by the one before": (
+        """
+attention.activate_flash_attention_impl("rival")
+handle = use_in_pytorch()
+attention.activate_flash_attention_impl("rival")
+show(handle)
+attention.restore_flash_attention_impl()
+show(handle)
+""",
+        ["TTFFF rival False", "FFFFF None False"],
+    ),
+    "an error half-way": (
+        """
+attention.activate_flash_attention_impl("rival")
+impl, seen = torch.library.Library.impl, []
+def fail(library, name, *given, **options):
+    seen.append(name)
+    if len(seen) == 4:
+        raise OSError("half-way")
+    return impl(library, name, *given, **options)
+for device_type in ("cuda", "cpu"):
+    seen.clear()
+    torch.library.Library.impl = fail
+    try:
+        use_in_pytorch(device_type)
+    except OSError as error:  # its traceback keeps every frame alive
+        torch.library.Library.impl = impl
+        show()
+        print([torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU") for name in NAMES[:2]])
+use_in_pytorch().remove()
+show()
+""",
+        ["TTFFF rival None", "[False, False]"] * 2 + ["TTFFF rival None"],
+    ),
+    "the other is gone": (
+        """
+attention.activate_flash_attention_impl("rival")
+handle = use_in_pytorch()
+def gone():
+    raise OSError("gone")
+attention.register_flash_attention_impl("rival", register_fn=gone)
+try:
+    handle.remove()
+except RuntimeError as error:
+    print(error, repr(error.__cause__))
+show(handle)
+""",
+        [
+            "diyfa is out of PyTorch's attention, but 'rival', which was there before, did not come back: PyTorch's "
+            "own flash attention is in its place OSError('gone')",
+            "FFFFF None False",
+        ],
+    ),
+    "for another device type": (
+        """
+handle = use_in_pytorch()
+handle.remove()
+handle = use_in_pytorch("cpu")
+try:
+    attention.activate_flash_attention_impl("diyfa")
+except RuntimeError as error:
+    print(error)
+show(handle)
+""",
+        ["diyfa is under PyTorch's attention for cpu; remove that handle first", "FFFFF None True"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch has kernels of its own")
+@pytest.mark.parametrize("order", ORDERS)
+def test_another_implementation_in_the_registry(order: str) -> None:
+    """What was active before diyfa is active after it, whoever takes which one away; nothing stays half-way."""
+    pytest.importorskip("torch.nn.attention._registry")
+    code, expected = ORDERS[order]
+    assert run_python(RIVAL + code).splitlines() == expected
