@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from subprocesses import run_python
 import diyfa
 from diyfa.dropout import kept, keys_of
 from diyfa.integrations import Handle, use_in_pytorch
-from diyfa.integrations.torch_operators import FLASH_OPERATORS
 
 aten = torch.ops.aten
 LENS_Q, LENS_K = (17, 0, 30, 6), (17, 5, 40, 3)
@@ -32,6 +33,15 @@ def offsets(lens: tuple[int, ...]) -> torch.Tensor:
 
 def packed(dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
     return leaves((sum(LENS_Q), 4, 32), (sum(LENS_K), 2, 32), (sum(LENS_K), 2, 32), dtype=dtype)
+
+
+def varlen_with(*options: str) -> Any:
+    """PyTorch's module of `varlen_attn`, if that takes these options."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    absent = set(options) - set(inspect.signature(varlen.varlen_attn).parameters)
+    if absent:
+        pytest.skip(f"varlen_attn of this PyTorch has no {' and '.join(sorted(absent))}")
+    return varlen
 
 
 PACKED = {"cu_seqlens_q": offsets(LENS_Q), "cu_seqlens_k": offsets(LENS_K), "layout": "thd"}
@@ -168,7 +178,7 @@ def test_blocks_of_keys_as_context_parallel_calls(handle: Handle) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (4, 9)])
 def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    varlen = varlen_with("window_size", "enable_gqa")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return varlen.varlen_attn(
@@ -181,7 +191,7 @@ def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
 
 def test_varlen_attn_over_pages(handle: Handle) -> None:
     """Pages, into a given tensor, with the log-sum-exp, and independent of the batch with one split."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    varlen = varlen_with("block_table", "num_splits")
     q, k, v = (x.detach() for x in packed())
     pages = 8
     table = torch.tensor([[3, -1, -1], [2, -1, -1], [1, 4, 0], [5, -1, -1]], dtype=torch.int32)
@@ -214,7 +224,7 @@ def test_varlen_attn_over_pages(handle: Handle) -> None:
 
 
 def test_a_compiled_graph(handle: Handle) -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    varlen = varlen_with("enable_gqa")
     lengths = (offsets(LENS_Q), offsets(LENS_K), *LONGEST)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -274,6 +284,8 @@ def test_refused(handle: Handle, case: str) -> None:
 @pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
 def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
     """A gradient that would be of another attention."""
+    if name == "block_table":
+        varlen_with("block_table")
     inputs = leaves((9, 2, 16), (1, 16, 2, 16), (1, 16, 2, 16)) if name == "block_table" else leaves(*[(9, 2, 16)] * 3)
     given = {"alibi_slopes": torch.ones(2), "seqused_k": torch.tensor([7], dtype=torch.int32)}
     options = {name: given.get(name, torch.zeros((1, 1), dtype=torch.int32)), "seqused_k": given["seqused_k"]}
@@ -301,41 +313,12 @@ def test_removal_gives_the_operators_back() -> None:
         use_in_pytorch("xpu")
 
 
-REGISTRY = """
-import torch, diyfa, diyfa.integrations.pytorch
-from torch.nn import attention
-print("diyfa" in attention.list_flash_attention_impls(), attention.current_flash_attention_impl())
-def kernels():
-    return [str(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"))[0] for name in NAMES]
-NAMES = [operator.__name__ for operator in diyfa.integrations.torch_operators.FLASH_OPERATORS]
-before = kernels()
-handle = diyfa.integrations.use_in_pytorch()
-print("".join(kernels()), attention.current_flash_attention_impl(), handle.active)
-attention.restore_flash_attention_impl()
-print(kernels() == before, attention.current_flash_attention_impl(), handle.active)
-attention.activate_flash_attention_impl("diyfa")
-handle = diyfa.integrations.use_in_pytorch("cuda")
-print("".join(kernels()), attention.current_flash_attention_impl(), handle.active)
-handle.remove()
-print(kernels() == before, attention.current_flash_attention_impl(), handle.active)
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch has kernels of its own")
-def test_the_registry_of_pytorch() -> None:
-    """Nothing happens on import; the registry and the handle undo each other's work."""
-    pytest.importorskip("torch.nn.attention._registry")
-    assert run_python(REGISTRY).splitlines() == [
-        "False None", "TTTTT diyfa True", "True None False", "TTTTT diyfa True", "True None False",
-    ]  # fmt: skip
-    assert len(FLASH_OPERATORS) == 5
-
-
 RIVAL = """
 import sys, torch, diyfa.integrations.pytorch as ours
 from diyfa.integrations import use_in_pytorch
 from torch.nn import attention
 NAMES = [operator.__name__ for operator in ours.torch_operators.FLASH_OPERATORS]
+NAMES = [name if hasattr(torch.ops.aten, name) else NAMES[3] for name in NAMES]  # the fifth is new
 class Rival:  # another implementation, of two operators
     def __init__(self):
         self.library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -343,12 +326,29 @@ class Rival:  # another implementation, of two operators
             self.library.impl(name, lambda *given: None)
     def remove(self):
         self.library = None
+def whose(name, key="CUDA"):  # the kernel that runs: diyfa's, the rival's, or PyTorch's
+    found = torch._C._dispatch_dump(f"aten::{name}").partition(f"\\n{key}: ")[2].partition(" ::")[0]
+    return "d" if "integrations/pytorch.py" in found else "r" if "<string>" in found else "-"
 def show(handle=None):
-    has = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA") for name in NAMES]
-    print("".join(str(x)[0] for x in has), attention.current_flash_attention_impl(), handle and handle.active)
+    print("".join(map(whose, NAMES)), attention.current_flash_attention_impl(), handle and handle.active)
 attention.register_flash_attention_impl("rival", register_fn=Rival)
 """
 ORDERS = {
+    "alone": (
+        """
+print("diyfa" in attention.list_flash_attention_impls(), attention.current_flash_attention_impl())
+handle = use_in_pytorch()
+show(handle)
+attention.restore_flash_attention_impl()
+show(handle)
+attention.activate_flash_attention_impl("diyfa")
+handle = use_in_pytorch("cuda")
+show(handle)
+handle.remove()
+show(handle)
+""",
+        ["False None", "ddddd diyfa True", "----- None False", "ddddd diyfa True", "----- None False"],
+    ),
     "before": (
         """
 attention.activate_flash_attention_impl("rival")
@@ -365,7 +365,7 @@ again.remove()
 attention.restore_flash_attention_impl()
 show(again)
 """,
-        ["TTTTT diyfa True", "TTFFF rival False", "TTFFF rival False", "TTTTT diyfa True", "FFFFF None False"],
+        ["ddddd diyfa True", "rr--- rival False", "rr--- rival False", "ddddd diyfa True", "----- None False"],
     ),
     "after": (
         """
@@ -380,7 +380,7 @@ show(use_in_pytorch())
 use_in_pytorch().remove()
 show()
 """,
-        ["TTFFF rival False", "TTFFF rival False", "TTTTT diyfa True", "FFFFF None None"],
+        ["rr--- rival False", "rr--- rival False", "ddddd diyfa True", "----- None None"],
     ),
     "restored by the registry": (
         """
@@ -391,7 +391,7 @@ show(handle)
 handle.remove()
 show(handle)
 """,
-        ["FFFFF None False", "FFFFF None False"],
+        ["----- None False", "----- None False"],
     ),
     "replaced by the one before": (
         """
@@ -402,7 +402,7 @@ show(handle)
 attention.restore_flash_attention_impl()
 show(handle)
 """,
-        ["TTFFF rival False", "FFFFF None False"],
+        ["rr--- rival False", "----- None False"],
     ),
     "an error half-way": (
         """
@@ -421,11 +421,11 @@ for device_type in ("cuda", "cpu"):
     except OSError as error:  # its traceback keeps every frame alive
         torch.library.Library.impl = impl
         show()
-        print([torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU") for name in NAMES[:2]])
+        print(*[whose(name, "CPU") for name in NAMES[:2]])
 use_in_pytorch().remove()
 show()
 """,
-        ["TTFFF rival None", "[False, False]"] * 2 + ["TTFFF rival None"],
+        ["rr--- rival None", "- -"] * 2 + ["rr--- rival None"],
     ),
     "the other is gone": (
         """
@@ -443,7 +443,7 @@ show(handle)
         [
             "diyfa is out of PyTorch's attention, but 'rival', which was there before, did not come back: PyTorch's "
             "own flash attention is in its place OSError('gone')",
-            "FFFFF None False",
+            "----- None False",
         ],
     ),
     "for another device type": (
@@ -457,15 +457,15 @@ except RuntimeError as error:
     print(error)
 show(handle)
 """,
-        ["diyfa is under PyTorch's attention for cpu; remove that handle first", "FFFFF None True"],
+        ["diyfa is under PyTorch's attention for cpu; remove that handle first", "----- None True"],
     ),
 }  # fmt: skip
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch has kernels of its own")
 @pytest.mark.parametrize("order", ORDERS)
 def test_another_implementation_in_the_registry(order: str) -> None:
     """What was active before diyfa is active after it, whoever takes which one away; nothing stays half-way."""
-    pytest.importorskip("torch.nn.attention._registry")
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip("PyTorch's registry restores nothing before 2.11")
     code, expected = ORDERS[order]
     assert run_python(RIVAL + code).splitlines() == expected
