@@ -42,8 +42,9 @@ def _override_whole_attention(library: torch.library.Library, key: str) -> None:
         library.impl("scaled_dot_product_attention", attention, of_key)
 
 
-def _override(device_type: str, and_then: Callable[[], None] = lambda: None) -> Handle:
-    """Kernels of PyTorch's operators for one device type; `and_then` follows their removal."""
+def _override(device_type: str, whole: bool, and_then: Callable[[], None] = lambda: None) -> Handle:
+    """Kernels of PyTorch's operators for one device type, or of all of its attention; `and_then` follows their
+    removal."""
     handle = handle_of(SEAM)
     if handle is not None:
         raise RuntimeError(f"diyfa is under PyTorch's attention for {handle.detail}; remove that handle first")
@@ -56,7 +57,7 @@ def _override(device_type: str, and_then: Callable[[], None] = lambda: None) -> 
         for operator in torch_operators.FLASH_OPERATORS:
             if hasattr(torch.ops.aten, operator.__name__):
                 library.impl(operator.__name__, operator, key)
-        if device_type != "cuda":
+        if whole:
             _override_whole_attention(library, key)
         return switch_on(SEAM, undo.pop_all(), device_type)
 
@@ -67,7 +68,7 @@ class _Registered:
     def __init__(self, before: str | None = None) -> None:
         self._before = before
         self._replaced = False
-        self._handle = _override("cuda", self._bring_back)
+        self._handle = _override("cuda", whole=False, and_then=self._bring_back)
 
     def remove(self) -> None:
         self._replaced = True
@@ -130,7 +131,7 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
         if device_type == "cuda" and hasattr(attention, "restore_flash_attention_impl"):  # 2.11
             _activate()
         else:
-            _override(device_type)
+            _override(device_type, whole=device_type != "cuda")
         handle = handle_of(SEAM)
         assert handle is not None, "it was switched on above"
     elif handle.detail != device_type:

@@ -11,6 +11,20 @@ from diyfa import reference_attention
 from diyfa.testing import error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
+NAMES = ("out", "dq", "dk", "dv", "dbias")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where clients are tried; what they are compared with is computed on the CPU."""
+
+
+def on_device(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of CPU tensors by way of DEVICE; of several results the first."""
+
+    def moved(*inputs: torch.Tensor) -> torch.Tensor:
+        found = call(*(x.to(DEVICE) for x in inputs))
+        return (found[0] if isinstance(found, tuple) else found).cpu()
+
+    return moved
+
 
 def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0) -> list[torch.Tensor]:
     """Random tensors that want a gradient."""
@@ -19,25 +33,36 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: i
 
 
 def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    """attend(*inputs, **options) and the gradients of all inputs, for a gradient of the output that is always the
-    same."""
+    """attend(*inputs, **options) and the gradients of all inputs that want one, for a gradient of the output that is
+    always the same."""
     out = attend(*inputs, **options)
     out = out[0] if isinstance(out, tuple) else out
+    learning = [x for x in inputs if x.requires_grad]
+    if not learning:
+        return [out]
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.device))]
+    return [out.detach(), *torch.autograd.grad(out, learning, dout.to(out.device))]
+
+
+def _with_bias(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, bias, **options: call(q, k, v, attn_bias=bias, **options)
 
 
 def assert_like_the_reference(
     attend: Callable[..., Any], inputs: list[torch.Tensor], layout: str = "bhsd", **options: Any
 ) -> None:
-    """attend(q, k, v) is the attention that `options` of `reference_attention` describe, gradients included."""
+    """attend(q, k, v) is the attention that `options` of `reference_attention` describe, gradients included; a fourth
+    input is an additive bias that learns."""
+    reference, yardstick_of = reference_attention, plain_flash_attention
+    if len(inputs) == 4:
+        reference, yardstick_of = (_with_bias(call) for call in (reference, yardstick_of))
     actual = with_gradients(attend, inputs)
-    double = [x.detach().double().requires_grad_() for x in inputs]
-    expected = with_gradients(reference_attention, double, layout=layout, **options)
-    plain = [x.detach().clone().requires_grad_() for x in inputs]
-    yardstick = with_gradients(plain_flash_attention, plain, layout=layout, **options)
-    for name, got, want, low in zip(("out", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
+    double = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    expected = with_gradients(reference, double, layout=layout, **options)
+    plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    yardstick = with_gradients(yardstick_of, plain, layout=layout, **options)
+    for name, got, want, low in zip(NAMES[: len(actual)], actual, expected, yardstick, strict=True):
         assert got.dtype == low.dtype, f"{name} is {got.dtype}, expected {low.dtype}"
         error = measure_error(got.cpu(), want)
         allowed = error_budget(measure_error(low, want), rounding_unit(want, low.dtype))
