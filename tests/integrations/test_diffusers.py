@@ -1,28 +1,43 @@
-"""Pipelines of diffusers by diyfa beside PyTorch's attention: a diffusion transformer, and a UNet."""
+"""Pipelines of diffusers by diyfa beside PyTorch's attention: a diffusion transformer, and a UNet; on the GPU where
+there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from eager_budget import leaves, with_gradients
+from eager_budget import DEVICE, leaves, on_device, with_gradients
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diyfa
 from diyfa.integrations import use_in_diffusers, use_in_pytorch
+from diyfa.testing import error_budget, measure_error, rounding_unit
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions() -> Iterator[None]:
+    """Those around the attention: a GPU's otherwise make more of a difference in the last bit."""
+    with torch.backends.cudnn.flags(allow_tf32=False, deterministic=True):
+        yield
 
 
 @pytest.fixture
 def handle() -> Iterator[Any]:
     handle = use_in_diffusers()
-    with diyfa.use_backend("cpu"):
+    with diyfa.use_backend(DEVICE):
         yield handle
     handle.remove()
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def vae(channels: int) -> Any:
@@ -43,14 +58,14 @@ def flux() -> Any:
         diffusers.FlowMatchEulerDiscreteScheduler(), vae(4), None, None, None, None, transformer
     )
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return pipeline.to(DEVICE)
 
 
 def draw_by_flux(pipeline: Any) -> torch.Tensor:
-    words = torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(1))
+    words = torch.randn(1, 7, 24, generator=seeded(1)).to(DEVICE)
     return pipeline(
         prompt_embeds=words, pooled_prompt_embeds=words[:, 0, :20], height=16, width=24, num_inference_steps=2,
-        output_type="pt", generator=torch.Generator().manual_seed(2),
+        output_type="pt", generator=seeded(2),
     ).images  # fmt: skip
 
 
@@ -69,10 +84,11 @@ def test_training_a_diffusion_transformer(handle: Any) -> None:
         model = flux().transformer
         model.set_attention_backend(backend)
         torch.manual_seed(3)
-        out = model(
-            torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
-            torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
-        )[0]  # fmt: skip
+        with torch.device(DEVICE):
+            out = model(
+                torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
+                torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
+            )[0]  # fmt: skip
         out.square().sum().backward()
         found.append({name: x.grad for name, x in model.named_parameters()})
     native, ours = found
@@ -82,43 +98,69 @@ def test_training_a_diffusion_transformer(handle: Any) -> None:
     assert handle.calls == {"attention: diyfa": 2}
 
 
-def test_a_unet() -> None:
-    """It calls PyTorch's attention itself."""
+def unet() -> Any:
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
+    model = diffusers.UNet2DConditionModel(
         sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1,
         norm_num_groups=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=24, attention_head_dim=4,
     )  # fmt: skip
     pipeline = diffusers.StableDiffusionPipeline(
-        vae(4), None, None, unet, diffusers.DDIMScheduler(), None, None, requires_safety_checker=False
+        vae(4), None, None, model, diffusers.DDIMScheduler(), None, None, requires_safety_checker=False
     )
     pipeline.set_progress_bar_config(disable=True)
-    words = torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(1))
+    return pipeline.to(DEVICE)
 
-    def draw() -> torch.Tensor:
-        return pipeline(
-            prompt_embeds=words, negative_prompt_embeds=-words, num_inference_steps=2, output_type="pt",
-            generator=torch.Generator().manual_seed(2),
-        ).images  # fmt: skip
 
-    expected = draw()
+def draw_by_unet(pipeline: Any) -> torch.Tensor:
+    words = torch.randn(1, 7, 24, generator=seeded(1)).to(DEVICE, pipeline.unet.dtype)
+    return pipeline(
+        prompt_embeds=words, negative_prompt_embeds=-words, num_inference_steps=2, output_type="pt", generator=seeded(2)
+    ).images
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there PyTorch takes flash attention for half precision only")
+def test_a_unet() -> None:
+    """It calls PyTorch's attention itself."""
+    pipeline = unet()
+    expected = draw_by_unet(pipeline)
     handle = use_in_pytorch("cpu")
     try:
         with diyfa.use_backend("cpu"):
-            torch.testing.assert_close(draw(), expected, **TOLERANCE)
+            torch.testing.assert_close(draw_by_unet(pipeline), expected, **TOLERANCE)
         assert handle.calls["scaled_dot_product_attention: diyfa"] >= 12
     finally:
         handle.remove()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_a_unet_in_half_precision() -> None:
+    """As near to the images of float32 as PyTorch's own flash attention is."""
+    expected = draw_by_unet(unet())
+    pipeline = unet().to(torch.float16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        native = draw_by_unet(pipeline)
+        handle = use_in_pytorch("cuda")
+        try:
+            found = draw_by_unet(pipeline)
+            assert handle.calls["_scaled_dot_product_flash_attention: diyfa"] >= 12
+        finally:
+            handle.remove()
+    error = measure_error(found.cpu(), expected.cpu().double())
+    allowed = error_budget(
+        measure_error(native.cpu(), expected.cpu().double()), rounding_unit(expected.cpu().double(), torch.float16)
+    )
+    assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{error}, budget {allowed}"
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True, "scale": 0.3},
-    "padding": {"attn_mask": torch.arange(23) < torch.tensor([[23], [9]])},
-    "boolean": {"attn_mask": torch.rand(2, 1, 17, 23, generator=torch.Generator().manual_seed(0)) > 0.3},
-    "additive": {"attn_mask": torch.randn(2, 2, 17, 23, generator=torch.Generator().manual_seed(0))},
+    "padding": {"attn_mask": (torch.arange(23) < torch.tensor([[23], [9]])).to(DEVICE)},
+    "boolean": {"attn_mask": (torch.rand(2, 1, 17, 23, generator=seeded(0)) > 0.3).to(DEVICE)},
+    "additive": {"attn_mask": torch.randn(2, 2, 17, 23, generator=seeded(0)).to(DEVICE)},
     "grouped": {"enable_gqa": True},
 }
 
@@ -128,7 +170,9 @@ def test_calls(handle: Any, name: str) -> None:
     heads = 1 if name == "grouped" else 2
     inputs = leaves((2, 17, 2, 16), (2, 23, heads, 16), (2, 23, heads, 16), dtype=torch.float32)
     native, ours = (
-        with_gradients(dispatch_attention_fn, inputs, backend=AttentionBackendName(backend), **CALLS[name])
+        with_gradients(
+            on_device(partial(dispatch_attention_fn, backend=AttentionBackendName(backend), **CALLS[name])), inputs
+        )
         for backend in ("native", "diyfa")
     )
     for got, want in zip(ours, native, strict=True):
@@ -137,7 +181,7 @@ def test_calls(handle: Any, name: str) -> None:
 
 
 def test_dropout_and_compiled_graphs(handle: Any) -> None:
-    q, k, v = (x.detach() for x in leaves(*[(1, 9, 2, 16)] * 3, dtype=torch.float32))
+    q, k, v = (x.detach().to(DEVICE) for x in leaves(*[(1, 9, 2, 16)] * 3, dtype=torch.float32))
 
     def attend(q: torch.Tensor) -> torch.Tensor:
         return dispatch_attention_fn(q * 1.0, k, v, dropout_p=0.3, backend=AttentionBackendName("diyfa"))
@@ -155,14 +199,16 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "return_lse=True of diffusers": lambda x: dispatch_attention_fn(x, x, x, attention_kwargs={"return_lse": True}),
     "context parallelism of diffusers": lambda x: dispatch_attention_fn(x, x, x, parallel_config=object()),
     "need enable_gqa=True": lambda x: dispatch_attention_fn(x, x[:, :, :1], x[:, :, :1]),
-    "exclude each other": lambda x: dispatch_attention_fn(x, x, x, torch.ones(1, 5, dtype=torch.bool), is_causal=True),
+    "exclude each other": lambda x: dispatch_attention_fn(
+        x, x, x, torch.ones(1, 5, dtype=torch.bool, device=DEVICE), is_causal=True
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refused(handle: Any, reason: str) -> None:
     with diffusers.attention_backend("diyfa"), pytest.raises(ValueError, match=reason):
-        REFUSED[reason](torch.zeros(1, 5, 2, 16))
+        REFUSED[reason](torch.zeros(1, 5, 2, 16, device=DEVICE))
 
 
 def test_removal() -> None:
@@ -172,7 +218,7 @@ def test_removal() -> None:
     model.set_attention_backend("diyfa")
     handle.remove()
     assert not handle.active
-    with diyfa.use_backend("cpu"), pytest.raises((KeyError, TypeError)):
+    with diyfa.use_backend(DEVICE), pytest.raises((KeyError, TypeError)):
         dispatch_attention_fn(
             *[torch.zeros(1, 5, 2, 16)] * 3, backend=model.transformer_blocks[0].attn.processor._attention_backend
         )
