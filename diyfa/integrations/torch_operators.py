@@ -78,8 +78,8 @@ def _flash_attention_forward(
     left, right = _bounds(window_size_left, window_size_right)
     with _splits(num_splits):
         if cum_seq_q is None:
-            if seqused_k is not None or block_table is not None:
-                raise ValueError("seqused_k and block_table need packed queries, with cum_seq_q")
+            if cum_seq_k is not None or seqused_k is not None or block_table is not None:
+                raise ValueError("cum_seq_k, seqused_k and block_table need packed queries, with cum_seq_q")
             out, lse, _, rng_state = interface._flash_attn_forward(
                 query, key, value, dropout_p, scale, is_causal, left, right, 0.0, alibi_slopes, False
             )
@@ -91,9 +91,14 @@ def _flash_attention_forward(
     return out, lse, *_auxiliary(query, rng_state)
 
 
-def _flash_attention_forward_no_dropout_inplace(out: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+def _flash_attention_forward_no_dropout_inplace(
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
     """`_flash_attention_forward` that writes into `out` -> lse."""
-    result, lse, *_ = _flash_attention_forward(*arguments, **options)
+    wanted, given = (*query.shape[:-1], value.shape[-1]), tuple(out.shape)
+    if given != wanted or out.dtype != query.dtype:  # copy_ would stretch and convert
+        raise ValueError(f"out must be {wanted} of {query.dtype}, got {given} of {out.dtype}")
+    result, lse, *_ = _flash_attention_forward(query, key, value, *arguments, **options)
     out.copy_(result)
     return lse
 

@@ -256,6 +256,14 @@ def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pyt
     assert seen == [False, False, True, True]
 
 
+def _write_into(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    if not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"):
+        pytest.skip("not of this PyTorch")
+    cu = offsets((9,))
+    q, k, v = (x[0].transpose(0, 1) for x in inputs)
+    return aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, cu, cu, 9, 9, 0.0, False, False)
+
+
 REFUSED = {
     "debug mask": (
         lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True),
@@ -265,7 +273,19 @@ REFUSED = {
         lambda q, k, v: aten._flash_attention_forward(
             q, k, v, None, None, 9, 9, 0.0, False, False, seqused_k=offsets((9,))
         ),
-        "seqused_k and block_table need packed queries",
+        "cum_seq_k, seqused_k and block_table need packed queries",
+    ),
+    "offsets of the keys alone": (
+        lambda q, k, v: aten._flash_attention_forward(q, k, v, None, offsets((9,)), 9, 9, 0.0, False, False),
+        "cum_seq_k, seqused_k and block_table need packed queries",
+    ),
+    "an output of another shape": (
+        lambda q, k, v: _write_into(torch.empty(3, 9, 2, 16, dtype=q.dtype), q, k, v),
+        r"out must be \(9, 2, 16\) of torch.float16, got \(3, 9, 2, 16\) of torch.float16",
+    ),
+    "an output of another dtype": (
+        lambda q, k, v: _write_into(torch.empty(9, 2, 16), q, k, v),
+        "out must be .* of torch.float16",
     ),
     "heads": (
         lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k[:, :1], v),
