@@ -17,6 +17,7 @@ from subprocesses import SUPPORT, run_python
 import diyfa
 from diyfa.integrations import use_in_transformers
 from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
+from diyfa.testing import error_budget, measure_error, rounding_unit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -180,7 +181,7 @@ def test_compiled_training(masked: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     def make(attention: str) -> Any:
@@ -190,6 +191,26 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
 
     mask = MASKS["padded left"]
     side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss"])
+def test_half_precision(name: str, autocast: bool, dtype: torch.dtype) -> None:
+    """As near to float32 as eager attention of the same dtype is."""
+    mask = MASKS["padded left"]
+    assert mask is not None
+
+    def logits(how: str, dtype: torch.dtype) -> torch.Tensor:
+        model = decoder(name, how)
+        with torch.autocast(DEVICE, dtype, enabled=autocast and dtype != torch.float32):
+            model = model if autocast else model.to(dtype)
+            return model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask].detach().to("cpu", dtype)
+
+    want = logits("eager", torch.float32).double()
+    eager, ours = (measure_error(logits(how, dtype), want) for how in ("eager", "diyfa"))
+    allowed = error_budget(eager, rounding_unit(want, dtype))
+    assert ours.max_abs <= allowed.max_abs and ours.rms <= allowed.rms, f"{ours}, budget {allowed}"
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "Mistral"])
@@ -296,8 +317,21 @@ def test_whisper() -> None:
     """Self-attention both ways, causal, and to the encoder."""
     sound = torch.randn(2, 8, 40, generator=seeded(0))
     side_by_side(whisper, lambda model: model(sound, decoder_input_ids=tokens(2, 9), use_cache=False).logits)
-    found = [whisper(how).generate(sound, max_new_tokens=8, do_sample=False, num_beams=2) for how in ("eager", "diyfa")]
-    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_whisper_generates(cache: str, beams: int) -> None:
+    sound, found = torch.randn(2, 8, 40, generator=seeded(0)), []
+    for how in ("eager", "diyfa"):
+        model = whisper(how)
+        model.generation_config.update(output_logits=True, return_dict_in_generate=True, disable_compile=True)
+        options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "cache_implementation": cache}
+        found.append(model.generate(sound, **options))
+    eager, ours = found
+    assert torch.equal(eager.sequences, ours.sequences)
+    for want, got in zip(eager.logits, ours.logits, strict=True):
+        torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 def test_bart(handle: Any) -> None:
@@ -428,25 +462,37 @@ class Pages:
         self.key_cache, self.value_cache = ([torch.randn(8 * 16, 2, 16, generator=seeded(i))] for i in range(2))
 
 
-def test_decoding_over_pages(handle: Any) -> None:
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("window", [9, 20, None])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_decoding_over_pages(
+    handle: Any, groups: int, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
     """The way with a block table: each request's new token is appended and attends to its pages."""
-    cache, lengths = Pages(), [5, 33]
+    cache, lengths, heads = Pages(), [5, 33], 2 * groups
     table = torch.tensor([[[3, -1, -1], [1, 7, 2]]], dtype=torch.int32)
-    q, k, v = (torch.randn(1, heads, 2, 16) for heads in (4, 2, 2))
-    module = SimpleNamespace(layer_idx=0, scaling=0.3, sliding_window=9)
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (heads, 2, 2))
+    sinks = torch.randn(heads) * 3 if with_sinks else None
+    module = SimpleNamespace(layer_idx=0, scaling=0.3, sliding_window=window)
+    kind = "sliding_attention" if window else "full_attention"
     with torch.no_grad():
         out, _ = paged_attention(
             module, q, k, v, None, cache, cu_seq_lens_q=torch.tensor([0, 1, 2]),
-            cu_seq_lens_k={"sliding_attention": torch.tensor([0, 5, 38])}, max_seqlen_q=1,
-            max_seqlen_k={"sliding_attention": 33}, block_table=table,
+            cu_seq_lens_k={kind: torch.tensor([0, 5, 38])}, max_seqlen_q=1, max_seqlen_k={kind: 33},
+            block_table=table, softcap=softcap, s_aux=sinks,
         )  # fmt: skip
     for b, length in enumerate(lengths):
         rows = [int(table[0, b, j // 16]) * 16 + j % 16 for j in range(length)]
         keys, values = cache.key_cache[0][rows], cache.value_cache[0][rows]
         assert torch.equal(keys[-1], k[0, :, b]) and torch.equal(values[-1], v[0, :, b])
-        scores = torch.einsum("hd,jhd->hj", q[0, :, b] * 0.3, keys.repeat_interleave(2, 1))
-        scores[:, : max(0, length - 9)] = float("-inf")
-        want = torch.einsum("hj,jhd->hd", scores.softmax(-1), values.repeat_interleave(2, 1))
+        scores = torch.einsum("hd,jhd->hj", q[0, :, b] * 0.3, keys.repeat_interleave(groups, 1))
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        scores[:, : max(0, length - (window or length))] = float("-inf")
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None]), 1)
+        weights = scores.softmax(-1)[:, :length]
+        want = torch.einsum("hj,jhd->hd", weights, values.repeat_interleave(groups, 1))
         torch.testing.assert_close(out[b], want, **TOLERANCE)
     assert handle.calls == {"paged attention over pages: diyfa": 1}
 
