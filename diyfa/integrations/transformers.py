@@ -306,7 +306,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Continuous batching: (1, H, T, D) of all requests together over a paged cache -> (T, H, D)."""
     _check(module, None, None, given)
-    window, lengths, longest = getattr(module, "sliding_window", None), given["cu_seq_lens_k"], given["max_seqlen_k"]
+    window = given.get("sliding_window") or getattr(module, "sliding_window", None)  # as the model has it
+    lengths, longest = given["cu_seq_lens_k"], given["max_seqlen_k"]
     if isinstance(lengths, dict):
         kind = "sliding_attention" if window else "full_attention"
         lengths, longest = lengths[kind], longest[kind]
