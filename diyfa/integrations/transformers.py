@@ -222,6 +222,13 @@ def _attend_one_token(
     return out
 
 
+def _no_window(module: Any) -> str:
+    return (
+        f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
+        "attn_implementation='eager'"
+    )
+
+
 def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: dict[str, Any]) -> None:
     if extras.get("output_attentions"):
         raise ValueError(
@@ -231,10 +238,7 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
     if mask is not None and mask.dim() == 2 and (mask.dtype in OF_WINDOWS) > bool(window):
-        raise ValueError(
-            f"{type(module).__name__} masks with a sliding window but does not hand it to its attention: use "
-            "attn_implementation='eager'"
-        )
+        raise ValueError(_no_window(module))
     pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
         raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
@@ -307,6 +311,9 @@ def paged_attention(
     """Continuous batching: (1, H, T, D) of all requests together over a paged cache -> (T, H, D)."""
     _check(module, None, None, given)
     window = given.get("sliding_window") or getattr(module, "sliding_window", None)  # as the model has it
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    if getattr(cache.group_cache_managers[group], "sliding_window", None) and not window:
+        raise ValueError(_no_window(module))
     lengths, longest = given["cu_seq_lens_k"], given["max_seqlen_k"]
     if isinstance(lengths, dict):
         kind = "sliding_attention" if window else "full_attention"
@@ -327,7 +334,6 @@ def paged_attention(
             int(given["max_seqlen_q"]), int(longest), sm_scale=module.scaling, window=band, **options,
         )  # fmt: skip
         return out, None  # type: ignore[return-value]
-    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
     k_cache, v_cache = (x[layer].view(shape) for x in (cache.key_cache, cache.value_cache))
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))  # a new token of each request

@@ -458,7 +458,8 @@ class Pages:
     layer_index_to_group_indices: ClassVar = {0: (0, 0)}
     block_size, num_key_value_heads, head_dim = 16, 2, 16
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None) -> None:
+        self.group_cache_managers = [SimpleNamespace(sliding_window=window)]
         self.key_cache, self.value_cache = ([torch.randn(8 * 16, 2, 16, generator=seeded(i))] for i in range(2))
 
 
@@ -470,7 +471,7 @@ def test_decoding_over_pages(
     handle: Any, groups: int, window: int | None, softcap: float | None, with_sinks: bool
 ) -> None:
     """The way with a block table: each request's new token is appended and attends to its pages."""
-    cache, lengths, heads = Pages(), [5, 33], 2 * groups
+    cache, lengths, heads = Pages(window), [5, 33], 2 * groups
     table = torch.tensor([[[3, -1, -1], [1, 7, 2]]], dtype=torch.int32)
     q, k, v = (torch.randn(1, n, 2, 16) for n in (heads, 2, 2))
     sinks = torch.randn(heads) * 3 if with_sinks else None
@@ -502,6 +503,8 @@ def test_refusals() -> None:
     x = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match="masks with a sliding window but does not hand it to its attention"):
         attention(torch.nn.Linear(1, 1), x, x, x, sliding)
+    with pytest.raises(ValueError, match="SimpleNamespace masks with a sliding window but does not hand it"):
+        paged_attention(SimpleNamespace(layer_idx=0), x, x, x, None, Pages(5))
     with pytest.raises(ValueError, match="position_bias cannot go with packed sequences"):
         attention(None, x, x, x, torch.zeros((1, 3), dtype=torch.int32), position_bias=torch.zeros(1, 2, 3, 3))
     with pytest.raises(TypeError, match="must be a floating-point tensor"):
