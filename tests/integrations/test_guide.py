@@ -1,8 +1,10 @@
-"""The blocks of docs/integrations.md, one after another, on the CPU."""
+"""The blocks of docs/integrations.md, one after another, on the CPU; and its table, with the tests behind it."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from subprocesses import ROOT, run_python
@@ -25,3 +27,87 @@ for row in integrations.status():
         "pytorch False False", "transformers True True", "diffusers True True", "flash_attn True True",
         "flash_attn_3 True True", "flash_attn_npu True True",
     ]  # fmt: skip
+
+
+# For each row of the table, a column after another: what shows that the cell is true, by its letter or "refused".
+FILES = {
+    "f": "integrations/test_pytorch_flash.py",
+    "w": "integrations/test_pytorch_whole.py",
+    "t": "integrations/test_transformers.py",
+    "d": "integrations/test_diffusers.py",
+    "3": "frontend/test_flash_attn_3.py",
+    "n": "npu/test_torch_attention.py",
+}
+F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_a_layer_of_transformers"
+W_MASKS, W_CAUSAL = (
+    "c=w:test_masks n=n:test_masks",
+    "c=w:test_causal_from_the_top_left n=n:test_causal_from_the_top_left",
+)
+T_DECODERS, T_BOTH = "c=t:test_decoders", f"c=t:test_decoders {N_LAYER}"
+D_CALLS, D_REFUSED, T_REFUSED = "c=d:test_calls", "refused=d:test_refused", "refused=t:test_refusals"
+THREE, THREE_PACKED, THREE_ABSENT = (
+    "c=3:test_dense_and_packed_projections",
+    "c=3:test_packed_sequences",
+    "3:test_what_is_absent",
+)
+THREE_PAGES = "c=3:test_packed_queries_as_ascends_training_consistency_calls n=n:test_flash_attn_npu_v3_over_pages"
+EVIDENCE = {
+    "forward and gradients": (f"{F_BOTH} {N_VARLEN}", W_MASKS, T_BOTH, D_CALLS, THREE),
+    "causal, equal lengths": (f"c=f:test_scaled_dot_product {N_VARLEN}", W_CAUSAL, T_DECODERS, D_CALLS, THREE),
+    "causal, other lengths": (
+        F_BOTH, W_CAUSAL, f"c=t:test_generation {N_LAYER}", D_CALLS, THREE_PACKED,
+    ),
+    "grouped heads": (f"{F_BOTH} {N_VARLEN}", W_CAUSAL, T_BOTH, D_CALLS, THREE),
+    "padding": ("", W_MASKS, T_BOTH, D_CALLS, ""),
+    "any mask, additive bias": ("", W_MASKS, T_DECODERS, D_CALLS, ""),
+    "gradient of a bias": ("", "c=w:test_a_learned_bias", "c=t:test_t5", "", ""),
+    "packed sequences": (f"c=f:test_varlen_attn {N_VARLEN}", "", T_DECODERS, "", THREE_PACKED),
+    "window": (f"{F_BOTH} {N_VARLEN}", "", T_BOTH, "", THREE),
+    "softcap": ("", "", T_BOTH, "", THREE),
+    "sinks": ("", "", T_BOTH, "", ""),
+    "half precision": (f"c=f:test_scaled_dot_product {N_VARLEN}", W_CAUSAL, "c=t:test_half_precision", "", THREE),
+    "autocast": ("", "c=w:test_autocast", "c=t:test_half_precision", "", ""),
+    "dropout": (
+        "c=f:test_dropout_travels_in_rng_state", "c=w:test_dropout", "c=t:test_dropout",
+        "c=d:test_dropout_and_compiled_graphs", "",
+    ),
+    "static and dynamic caches, generated tokens": ("", "", "c=t:test_generation", "", ""),
+    "gradient checkpointing": ("", "", "c=t:test_gradient_checkpointing", "", ""),
+    "pages, KV cache": (
+        "c=f:test_varlen_attn_over_pages", "", "c=t:test_continuous_batching", "", THREE_PAGES,
+    ),
+    "one split: batch invariance": ("c=f:test_varlen_attn_over_pages", "", "", "", THREE_PAGES),
+    "blocks of keys with a global log-sum-exp, as `context_parallel` calls": (
+        "c=f:test_blocks_of_keys_as_context_parallel_calls", "", "", D_REFUSED, "",
+    ),
+    "torch.compile": (
+        "c=f:test_a_compiled_graph", "c=w:test_modules_and_compiled_graphs", "c=t:test_compiled_training",
+        "c=d:test_dropout_and_compiled_graphs", "",
+    ),
+    "the weights": ("refused=f:test_refused", "", T_REFUSED, "", ""),
+    "float8": ("", "", "", "", f"refused={THREE_ABSENT}"),
+    "qv, chunks, scheduler metadata": ("", "", "", "", f"refused={THREE_ABSENT}"),
+}  # fmt: skip
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    tree = ast.parse((Path(ROOT) / "tests" / FILES[file]).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_table() -> None:
+    """Every cell says what tests show, and every test that it counts on exists."""
+    lines = PAGE.read_text(encoding="utf-8").partition("\n## What is checked")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == list(EVIDENCE)
+    for feature, *cells in rows[2:]:
+        assert len(cells) == len(rows[0]) - 1 == len(EVIDENCE[feature])
+        for client, cell, evidence in zip(rows[0][1:], cells, EVIDENCE[feature], strict=True):
+            shown = dict(part.split("=") for part in evidence.split())
+            said = set(re.findall(r"\b[cn]\b|refused", cell))
+            assert said == set(shown), f"{feature}, {client}: the page says {cell!r}, the tests show {evidence!r}"
+            assert said or cell in ("–", "not tried"), f"{feature}, {client}: {cell!r}"
+            for where in shown.values():
+                file, name = where.split(":")
+                assert name in names_in(file), f"{feature}, {client}: there is no {name} in {FILES[file]}"

@@ -77,6 +77,28 @@ def test_dropout(handle: Handle) -> None:
     assert torch.equal(found, diyfa.flash_attention(q, k, v, dropout_p=0.3))
 
 
+def test_autocast(handle: Handle) -> None:
+    """The inputs become bfloat16 before diyfa sees them, the mask too, and the gradients float32 again."""
+    inputs = leaves(*[(2, 4, 19, 32)] * 3, dtype=torch.float32)
+    mask = torch.randn(19, 19, generator=torch.Generator().manual_seed(3))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return attention(q, k, v, attn_mask=mask.to(DEVICE))
+
+    found = with_gradients(on_device(attend), inputs)
+    assert [x.dtype for x in found] == [torch.bfloat16] + 3 * [torch.float32]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    given = mask.bfloat16().to(DEVICE)
+    assert_like_the_reference(
+        on_device(lambda q, k, v: attention(q, k, v, attn_mask=given)), rounded, attn_bias=mask.bfloat16()
+    )
+    for got, want in zip(
+        found, with_gradients(on_device(lambda q, k, v: attention(q, k, v, attn_mask=given)), rounded), strict=True
+    ):
+        assert torch.equal(got.to(want.dtype), want)
+
+
 def test_modules_and_compiled_graphs(handle: Handle) -> None:
     """nn.MultiheadAttention and nn.TransformerEncoderLayer in training, as they are and compiled."""
     torch.manual_seed(0)
