@@ -68,7 +68,7 @@ EVIDENCE = {
     "half precision": (f"c=f:test_scaled_dot_product {N_VARLEN}", W_CAUSAL, "c=t:test_half_precision", "", THREE),
     "autocast": ("", "c=w:test_autocast", "c=t:test_half_precision", "", ""),
     "dropout": (
-        "c=f:test_dropout_travels_in_rng_state", "c=w:test_dropout", "c=t:test_dropout",
+        "c=f:test_dropout_travels_in_rng_state", "c=w:test_dropout", "c=t:test_dropout_under_gradient_checkpointing",
         "c=d:test_dropout_and_compiled_graphs", "",
     ),
     "static and dynamic caches, generated tokens": ("", "", "c=t:test_generation", "", ""),
@@ -84,6 +84,7 @@ EVIDENCE = {
         "c=f:test_a_compiled_graph", "c=w:test_modules_and_compiled_graphs", "c=t:test_compiled_training",
         "c=d:test_dropout_and_compiled_graphs", "",
     ),
+    "torch.export": ("", "c=w:test_export", "c=t:test_export", "", ""),
     "the weights": ("refused=f:test_refused", "", T_REFUSED, "", ""),
     "float8": ("", "", "", "", f"refused={THREE_ABSENT}"),
     "qv, chunks, scheduler metadata": ("", "", "", "", f"refused={THREE_ABSENT}"),

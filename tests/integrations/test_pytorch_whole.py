@@ -119,6 +119,21 @@ def test_modules_and_compiled_graphs(handle: Handle) -> None:
         torch.testing.assert_close(again, want, atol=1e-4, rtol=1e-4)
 
 
+def test_export(handle: Handle) -> None:
+    """Lengths that are not known before."""
+
+    class Causal(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, is_causal=True)
+
+    length = torch.export.Dim("length", min=2, max=64)
+    q, k, v = (x.detach().to(DEVICE) for x in leaves(*[(2, 4, 19, 32)] * 3))
+    shapes = {name: {2: length} for name in "qkv"}
+    exported = torch.export.export(Causal(), (q, k, v), dynamic_shapes=shapes).module()
+    for inputs in ((q, k, v), tuple(x[:, :, :7] for x in (q, k, v))):
+        assert torch.equal(exported(*inputs), diyfa.flash_attention(*inputs, causal=True))
+
+
 LEFT = {
     "dtype": lambda x: attention(x.double(), x.double(), x.double()),
     "not (B, H, S, D)": lambda x: attention(x[0], x[0], x[0]),

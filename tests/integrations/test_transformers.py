@@ -181,6 +181,25 @@ def test_compiled_training(masked: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["Gemma3", "gpt-oss"])
+def test_export(name: str) -> None:
+    """What was exported with a whole batch computes a padded one."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = decoder(name, "diyfa")
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    mask = MASKS["padded left"]
+    assert mask is not None
+    exported = torch.export.export(Logits(), (tokens(), torch.ones_like(mask).long()), strict=False).module()
+    want = decoder(name, "eager")(tokens(), attention_mask=mask.long(), use_cache=False).logits
+    torch.testing.assert_close(exported(tokens(), mask.long())[mask], want[mask], **TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
@@ -394,6 +413,24 @@ def test_one_token_over_padded_keys(mask: torch.Tensor) -> None:
     torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 1, 9, 9), (2, 1, 1, 9), (2, 6, 9, 9)], ids=str)
+@pytest.mark.parametrize("boolean", [True, False])
+def test_masks_of_four_dimensions(shape: tuple[int, ...], boolean: bool) -> None:
+    """They say everything, as for sdpa: the module's causality does not count."""
+    q, k, v = (torch.randn(2, heads, 9, 20, generator=seeded(heads)).requires_grad_() for heads in (6, 2, 2))
+    mask = torch.randn(shape, generator=seeded(3))
+    mask = (mask > -0.5) | (torch.arange(9) == 0) if boolean else mask
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, mask, scaling=0.3, sliding_window=3)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
+    weights = torch.randn(want.shape, generator=seeded(5))
+    for got, expected in zip(
+        (found.transpose(1, 2), *torch.autograd.grad((found.transpose(1, 2) * weights).sum(), (q, k, v))),
+        (want, *torch.autograd.grad((want * weights).sum(), (q, k, v))),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
 def test_one_token_that_learns() -> None:
     """The kernels that divide the keys have no gradient."""
     q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (1, 17, 17))
@@ -419,6 +456,31 @@ def test_dropout() -> None:
     torch.manual_seed(5)
     want = diyfa.flash_attention(q, k, v, causal=True, dropout_p=0.3)
     assert torch.equal(found, want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dropout_under_gradient_checkpointing(padded: bool, reentrant: bool) -> None:
+    """The second forward drops what the first did: checkpointing changes no gradient."""
+    mask = MASKS["padded left"]
+    assert mask is not None
+    inputs = {"attention_mask": mask.long()} if padded else {}
+    found = []
+    for checkpointed in (False, True):
+        model = decoder("Llama", "diyfa").train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.4
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(6)
+        model(tokens(), use_cache=False, **inputs).logits[mask].square().sum().backward()
+        found.append([x.grad for x in model.parameters()])
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    model.eval()(tokens(), use_cache=False, **inputs).logits[mask].square().sum().backward()
+    for once, twice, without in zip(*found, [x.grad for x in model.parameters()], strict=True):
+        torch.testing.assert_close(twice, once, **TOLERANCE)
+        assert not torch.allclose(twice, without, **TOLERANCE)
 
 
 PAGED = """
