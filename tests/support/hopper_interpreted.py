@@ -17,6 +17,7 @@ from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
+from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
@@ -48,6 +49,7 @@ BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd,
     "_bwd_sm90_kernel": hopper_bwd,
     "_bwd_wide_kernel": hopper_bwd_wide,
+    "_bwd_mla_kernel": hopper_bwd_mla,
     "_convert_kernel": hopper_bwd,
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes

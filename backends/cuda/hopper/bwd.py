@@ -798,8 +798,10 @@ def _prepare_kernel(
         in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(statistics + in_block, lse * LOG2E)
         gl.store(statistics + M + in_block, delta)
-        zeros = gl.zeros([M * D], gl.float32, FLAT)
-        gl.store(dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, layout=FLAT), zeros)
+        zeros = gl.zeros([HALF_DQ], gl.float32, FLAT)
+        for part in gl.static_range(M * D // HALF_DQ):
+            at = dq_ptr + number.to(gl.int64) * (M * D) + part * HALF_DQ
+            gl.store(at + gl.arange(0, HALF_DQ, layout=FLAT), zeros)
         if config.DETERMINISTIC:
             for half in gl.static_range(CONSUMER_COUNT):
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)

@@ -24,6 +24,8 @@ class Sm90BwdConfig:
     block_m: int  # queries of a block
     block_n: int  # keys of a program
     stages: int  # buffers of blocks of Q and dO
+    form: str = "keys"  # which kernel: "keys" (`bwd.py`), "columns" (`bwd_wide.py`), "mla" (`bwd_mla.py`)
+    padded: bool = True  # "columns": three boxes of Q and K become four
     consumer_registers: int = 240
     producer_registers: int = 24
     measured: str = ""  # device, date, TFLOP/s
@@ -33,7 +35,7 @@ class Sm90BwdConfig:
 CONFIGS: dict[int, Sm90BwdConfig] = {
     64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-24: 389/507/519, 516"),
     128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-24: 429/544/562, 564"),
-    256: Sm90BwdConfig(64, 64, 2, measured="H200, 2026-11-24: 341/417/416, 419"),
+    256: Sm90BwdConfig(64, 64, 2, form="columns", measured="H200, 2026-11-24: 341/417/416, 419"),
 }
 
 

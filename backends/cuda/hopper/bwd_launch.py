@@ -24,7 +24,8 @@ from diyfa.backends.cuda.hopper.bwd import (
     _convert_kernel,
     _prepare_kernel,
 )
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, is_wide
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
+from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
@@ -45,8 +46,9 @@ class Sm90Backward:
         self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor
     ) -> None:
         self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
-        self.is_wide = is_wide(problem)
         self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
+        if config.form == "mla":
+            self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
         blocks = blocks_of(problem, config.block_m)
         of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
         of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
@@ -62,7 +64,8 @@ class Sm90Backward:
 
     def _boxes(self, head_dim: int) -> int:
         """TMA boxes of a tile: a power of two, and for each consumer of the wide kernel the same number."""
-        return max(1 << (cdiv(head_dim, BOX_COLUMNS) - 1).bit_length(), CONSUMERS if self.is_wide else 1)
+        least = 1 if self.config.form == "keys" else CONSUMERS
+        return max(1 << (cdiv(head_dim, BOX_COLUMNS) - 1).bit_length(), least)
 
     def _sizes(self) -> dict[str, int]:
         problem = self.problem
@@ -124,7 +127,7 @@ class Sm90Backward:
             "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
             "semaphores_ptr": self.semaphores,
         }
-        if self.is_wide:
+        if config.form != "keys":
             of_dq = {"dq_ptr": self.dq}
         arguments = {
             "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
@@ -172,7 +175,7 @@ class Sm90Backward:
             producer_registers=config.producer_registers,
         )
         grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
-        kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel
+        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_kernel, "mla": _bwd_mla_kernel}[config.form]
         return Launch(kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self, dq: torch.Tensor) -> Launch:
