@@ -65,7 +65,8 @@ class Sm90Backward:
     def _boxes(self, head_dim: int) -> int:
         """TMA boxes of a tile: a power of two, and for each consumer of the wide kernel the same number."""
         least = 1 if self.config.form == "keys" else CONSUMERS
-        return max(1 << (cdiv(head_dim, BOX_COLUMNS) - 1).bit_length(), least)
+        boxes = cdiv(head_dim, BOX_COLUMNS)
+        return boxes if boxes == 3 and not self.config.padded else max(1 << (boxes - 1).bit_length(), least)
 
     def _sizes(self) -> dict[str, int]:
         problem = self.problem
@@ -76,7 +77,7 @@ class Sm90Backward:
         values = QueryConstants(
             block_m=self.config.block_m,
             block_d=self.boxes * BOX_COLUMNS,
-            block_dv=self.boxes_v * BOX_COLUMNS,
+            block_dv=BOX_COLUMNS << (self.boxes_v - 1).bit_length(),
             lengths=lengths_of(self.problem),
             has_dlse=has_dlse,
             keep_delta=keep_delta,
