@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,7 @@ from diyfa import registry  # noqa: E402
 from diyfa.backends.cuda.gluon import tma  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd  # noqa: E402
 from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
+from diyfa.backends.cuda.hopper.bwd_configs import Sm90BwdConfig  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
@@ -102,6 +104,31 @@ def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.Monkey
     kernel = interpret_backward(monkeypatch, seed=3, interleave=True, wide=True)
     assert not run_backward(case)
     assert kernel.launches == 1
+
+
+# Configs that no row of the table has yet, for 192 columns of Q and K and 128 of V.
+FORMS = {"mla": Sm90BwdConfig(64, 128, 2, form="mla"), "unpadded": replace(bwd_configs.CONFIGS[256], padded=False)}
+OF_FORMS = [
+    case("causal", head_dim=192, head_dim_v=128, seqlen_q=100, seqlen_k=150, causal=True, sm_scale=1.0),
+]
+MORE_OF_FORMS = [
+    case("left", head_dim=192, head_dim_v=128, heads=1, seqlen_q=330, seqlen_k=300, window=(250, 30), dtype="float16"),
+    case("samples", head_dim=136, head_dim_v=72, batch=2, seq_lens=(130, 65), seqlen_k=150, softcap=5.0, sinks=True),
+    case(
+        "sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 130, 5),
+        sinks=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", [
+    *(pytest.param(c, id=c.name) for c in OF_FORMS),
+    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_OF_FORMS),
+])  # fmt: skip
+def test_gradients_of_other_forms(case: AttentionCase, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_backward(monkeypatch, FORMS[form], seed=3, interleave=True)
+    assert not run_backward(case)
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])

@@ -44,7 +44,7 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
-WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_mla")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd,
     "_bwd_sm90_kernel": hopper_bwd,

@@ -85,7 +85,7 @@ class ScoreGradients:
 
     @gluon.jit
     def wait(self, item, CONSUMER: gl.constexpr):
-        """Wait until the item's dS of a consumer is there, of all its warps."""
+        """Wait until the item's dS of a consumer, the other one, is there."""
         wait_full(self.full.index(item % DS_STAGES * CONSUMER_COUNT + CONSUMER), (item // DS_STAGES) & 1)
 
 
@@ -196,7 +196,9 @@ def _blocks(
         ring.wait_do(item)
         dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(unpaired(p, DTYPE, OPERAND), run_of(shared.do_buffers, stage, BOXES_V, 0, BOXES_V), dv, is_async=True)
+        dv = warpgroup_mma(
+            unpaired(p, DTYPE, OPERAND), run_of(shared.do_buffers, stage, BOXES_V, 0, BOXES_V), dv, is_async=True
+        )
 
         delta = shared.statistics.index(2 * stage + 1).load(S_LAYOUT)
         ds = (unpaired(derivative, DTYPE, S_LAYOUT).to(gl.float32) * (dp - delta)).to(DTYPE)
@@ -207,11 +209,10 @@ def _blocks(
         dk_last = warpgroup_mma(ds, box_of(shared.q_buffers, stage, BOXES - 1, BOXES), dk_last, is_async=True)
         dv, dk, dk_last = warpgroup_mma_wait(0, deps=[dv, dk, dk_last])
         ring.release(item)
-        shared.score_gradients.wait(item, c)
         dq = consumer.start_own_dq(item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
         consumer.add_dq(dq, first + block, BOXES - 1)
-        # In between comes dK: the additions read their registers for a while.
+        # The additions read their registers for a while: without a wait in between the next product would need others.
         shared.score_gradients.wait(item, 1 - c)
         dq = consumer.start_dq(item, zero)
         dq = warpgroup_mma_wait(0, deps=[dq])
@@ -244,9 +245,7 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
         h = keys.hk * sizes.group_size + g
         first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
         dk, dk_last, dv, item = _blocks(consumer, first, 0, masked, dk, dk_last, dv, item, True)
-        dk, dk_last, dv, item = _blocks(
-            consumer, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False
-        )
+        dk, dk_last, dv, item = _blocks(consumer, first, keys.full_begin, keys.full_end, dk, dk_last, dv, item, False)
 
     # dK and dV leave through the buffers of K, which both consumers have read, and of V.
     _wait_for_other()

@@ -347,7 +347,9 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     _part(shared.v_buffers, 0, 1 - INDEX, config.BOXES_V).store(dv.to(DTYPE))
     fence_async_shared()
     _store_part(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
-    _store_part(outputs.dv_tensor, keys, shared.v_buffers, 1 - INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS)
+    _store_part(
+        outputs.dv_tensor, keys, shared.v_buffers, 1 - INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS
+    )
     tma.store_wait(0)
 
 
