@@ -405,10 +405,10 @@ def _bwd_wide_kernel(
     OF_V: gl.constexpr = buffer_count(1, config.BOXES_V, True)
     k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
     v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
-    q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * config.BOXES] + q_tensor.block_shape, q_tensor.layout)
-    do_buffers = gl.allocate_shared_memory(
-        DTYPE, [config.STAGES * config.BOXES_V] + do_tensor.block_shape, do_tensor.layout
-    )
+    OF_Q: gl.constexpr = buffer_count(config.STAGES, config.BOXES, True)
+    OF_DO: gl.constexpr = buffer_count(config.STAGES, config.BOXES_V, True)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [OF_Q] + q_tensor.block_shape, q_tensor.layout)
+    do_buffers = gl.allocate_shared_memory(DTYPE, [OF_DO] + do_tensor.block_shape, do_tensor.layout)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
     ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
