@@ -468,9 +468,7 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
     mbarrier.expect(full, 2 * config.BLOCK_M * 4)
     for j in gl.static_range(2):
         async_load(inputs.statistics_tensor, [2 * (first + block) + j, 0], full, shared.statistics.index(2 * stage + j))
-    start_load(
-        inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED
-    )
+    start_load(inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED)
     start_load(
         inputs.do_tensor, b, h, row, end_do, keys.n_queries,
         shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
@@ -924,8 +922,10 @@ def _prepare_kernel(
         in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(statistics + in_block, lse * LOG2E)
         gl.store(statistics + M + in_block, delta)
-        zeros = gl.zeros([M * D], gl.float32, FLAT)
-        gl.store(dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, layout=FLAT), zeros)
+        zeros = gl.zeros([HALF_DQ], gl.float32, FLAT)
+        for part in gl.static_range(M * D // HALF_DQ):
+            at = dq_ptr + number.to(gl.int64) * (M * D) + part * HALF_DQ
+            gl.store(at + gl.arange(0, HALF_DQ, layout=FLAT), zeros)
         if config.DETERMINISTIC:
             for half in gl.static_range(CONSUMER_COUNT):
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
