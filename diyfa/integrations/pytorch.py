@@ -15,7 +15,7 @@ import torch
 import torch.nn.attention
 
 from diyfa.integrations import torch_operators
-from diyfa.integrations.seams import Handle, handle_of, switch_on
+from diyfa.integrations.seams import Handle, handle_of, switch_off, switch_on
 
 NAME = "diyfa"
 SEAM = torch_operators.SEAM
@@ -41,8 +41,8 @@ def _override_whole_attention(library: torch.library.Library, key: str) -> None:
         library.impl("scaled_dot_product_attention", attention, of_key)
 
 
-def _override(device_type: str) -> Handle:
-    """Kernels of PyTorch's operators for one device type. Its registry takes the handle as its own."""
+def _override(device_type: str) -> list[torch.library.Library]:
+    """Kernels of PyTorch's operators for one device type, there until the list is cleared."""
     key = DISPATCH_KEYS[device_type]
     libraries = [torch.library.Library("aten", "IMPL")]  # the overrides live as long as the object
     with warnings.catch_warnings():
@@ -53,20 +53,35 @@ def _override(device_type: str) -> Handle:
         if device_type != "cuda":
             _override_whole_attention(libraries[0], key)
 
-    def undo() -> None:
-        libraries.clear()
-        if device_type == "cuda" and _registry_uses_diyfa():
-            torch.nn.attention.restore_flash_attention_impl()  # it removes the handle, which is gone already
-
-    return switch_on(SEAM, undo, device_type)
+    return libraries
 
 
-def _has_registry() -> bool:
-    return hasattr(torch.nn.attention, "register_flash_attention_impl")  # 2.10
+class _Registered:
+    """What PyTorch's registry keeps while diyfa is active there."""
+
+    def __init__(self, before: str | None = None) -> None:
+        self.before = before
+        self.libraries = _override("cuda")
+        switch_on(SEAM, self.put_back, "cuda")
+
+    def remove(self) -> None:
+        """The registry makes way for another implementation, or for PyTorch's own."""
+        self.libraries.clear()
+        switch_off(SEAM)
+
+    def put_back(self) -> None:
+        """The handle is removed: the implementation that was active before diyfa comes back."""
+        torch.nn.attention.restore_flash_attention_impl()
+        if self.before is not None:
+            torch.nn.attention.activate_flash_attention_impl(self.before)
 
 
-def _registry_uses_diyfa() -> bool:
-    return _has_registry() and torch.nn.attention.current_flash_attention_impl() == NAME
+def _activate() -> None:
+    """Put diyfa in through the registry, where its name stays."""
+    before = torch.nn.attention.current_flash_attention_impl()
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=lambda: _Registered(before))
+    torch.nn.attention.activate_flash_attention_impl(NAME)
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_Registered)  # when it is activated by name
 
 
 def use_in_pytorch(device_type: str = "cuda") -> Handle:
@@ -82,8 +97,8 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
             "cpu": as "npu", for CPU tensors inside `diyfa.use_backend("cpu")`, to try it.
 
     Returns:
-        A handle whose `remove()` gives the operators back: PyTorch's own, also where another implementation of its
-        registry was active before. A second call returns the same handle.
+        A handle whose `remove()` gives the operators back, to the implementation of PyTorch's registry that was active
+        before or to PyTorch's own. A second call returns the same handle.
 
     Raises:
         ValueError: another device type.
@@ -93,11 +108,10 @@ def use_in_pytorch(device_type: str = "cuda") -> Handle:
         raise ValueError(f"device_type must be one of {', '.join(DISPATCH_KEYS)}, got {device_type!r}")
     handle = handle_of(SEAM)
     if handle is None:
-        if device_type == "cuda" and _has_registry():
-            torch.nn.attention.register_flash_attention_impl(NAME, register_fn=lambda: _override("cuda"))
-            torch.nn.attention.activate_flash_attention_impl(NAME)
+        if device_type == "cuda" and hasattr(torch.nn.attention, "register_flash_attention_impl"):  # 2.10
+            _activate()
         else:
-            _override(device_type)
+            switch_on(SEAM, _override(device_type).clear, device_type)
         handle = handle_of(SEAM)
         assert handle is not None, "it was switched on above"
     elif handle.detail != device_type:

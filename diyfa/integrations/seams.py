@@ -46,6 +46,11 @@ def switch_on(seam: str, undo: Callable[[], None], detail: str = "") -> Handle:
     return _on[seam]
 
 
+def switch_off(seam: str) -> None:
+    """Others have taken back what the seam's handle would."""
+    _on.pop(seam, None)
+
+
 def record(seam: str, where: str) -> None:
     """One call of a seam went there."""
     handle = _on.get(seam)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from eager_budget import assert_like_the_reference, leaves, with_gradients
+from eager_budget import DEVICE, assert_like_the_reference, with_gradients
+from eager_budget import leaves as leaves_on
 from subprocesses import run_python
 
 import diyfa
@@ -33,13 +36,21 @@ SIGNATURES = {
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with diyfa.use_backend("cpu"):
+def on_this_device() -> Iterator[None]:
+    """An NVIDIA GPU where there is one, else the CPU."""
+    with torch.device(DEVICE), diyfa.use_backend("cpu") if DEVICE == "cpu" else nullcontext():
         yield
 
 
+leaves = partial(leaves_on, device=DEVICE)
+
+
 def offsets(*lens: int) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+    return torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -95,8 +106,7 @@ def test_tuples() -> None:
 
 
 def cache(pages: int = 6, page: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    k, v = (torch.randn(pages, page, 2, 32, generator=generator).half() for _ in range(2))
+    k, v = (randn(pages, page, 2, 32, seed=seed).half() for seed in (2, 3))
     return k, v
 
 
@@ -125,9 +135,9 @@ def test_packed_queries_as_ascends_training_consistency_calls(paged: bool) -> No
     if not paged:
         where = {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)}
     found = flash_attn_3.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=used, cu_seqlens_q=cu_q, max_seqlen_q=torch.tensor(7), causal=True, window_size=[-1, -1],
-        rotary_interleaved=False, num_splits=1, softcap=0.0, attention_chunk=0, sm_margin=0, return_softmax_lse=False,
-        **where,
+        q, k, v, cache_seqlens=used, cu_seqlens_q=cu_q, max_seqlen_q=torch.tensor(7, device="cpu"), causal=True,
+        window_size=[-1, -1], rotary_interleaved=False, num_splits=1, softcap=0.0, attention_chunk=0, sm_margin=0,
+        return_softmax_lse=False, **where,
     )  # fmt: skip
     rows = [[3, 1, 0], [5, 2, 4]] if paged else [[2], [0]]
     keys, values = (torch.cat([x[rows[b]].flatten(0, 1)[: used[b]] for b in range(2)]) for x in (k, v))
@@ -136,7 +146,7 @@ def test_packed_queries_as_ascends_training_consistency_calls(paged: bool) -> No
     assert torch.equal(found, trained)
 
 
-X, CU = torch.zeros(1, 4, 2, 16), offsets(4)
+X, CU = torch.zeros(1, 4, 2, 16, device=DEVICE), offsets(4)
 ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
     "qv": (flash_attn_3.flash_attn_func, (X, X, X), {"qv": X}, "qv is not supported by diyfa"),
     "descale": (flash_attn_3.flash_attn_func, (X, X, X), {"k_descale": X}, "k_descale is not supported by diyfa"),
@@ -196,12 +206,11 @@ def test_imports() -> None:
 
 def test_packed_queries_over_a_part_of_each_row() -> None:
     """cache_seqlens as one number, with softcap: the same as without packing."""
-    q, k, v = (torch.randn(2, n, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 20, 20))
+    q, k, v = (randn(2, n, 2, 16, seed=n) for n in (3, 20, 20))
     options = {"cache_seqlens": 11, "causal": True, "softcap": 0.7}
     cu = torch.tensor([0, 3, 6], dtype=torch.int32)
-    with diyfa.use_backend("cpu"):
-        want = flash_attn_3.flash_attn_with_kvcache(q, k, v, **options)
-        found = flash_attn_3.flash_attn_with_kvcache(q.flatten(0, 1), k, v, cu_seqlens_q=cu, max_seqlen_q=3, **options)
-        whole = flash_attn_3.flash_attn_with_kvcache(q, k, v, causal=True)
+    want = flash_attn_3.flash_attn_with_kvcache(q, k, v, **options)
+    found = flash_attn_3.flash_attn_with_kvcache(q.flatten(0, 1), k, v, cu_seqlens_q=cu, max_seqlen_q=3, **options)
+    whole = flash_attn_3.flash_attn_with_kvcache(q, k, v, causal=True)
     torch.testing.assert_close(found.view_as(want), want, atol=2e-6, rtol=2e-6)
     assert not torch.allclose(want, whole, atol=1e-2)

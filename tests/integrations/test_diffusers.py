@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from eager_budget import leaves, with_gradients
+from eager_budget import DEVICE, leaves, with_gradients
 
 import diyfa
 from diyfa.integrations import use_in_diffusers, use_in_pytorch
@@ -20,7 +21,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
 @pytest.fixture
 def handle() -> Iterator[Any]:
     handle = use_in_diffusers()
-    with diyfa.use_backend("cpu"):
+    with diyfa.use_backend("cpu") if DEVICE == "cpu" else nullcontext():
         yield handle
     handle.remove()
 
@@ -43,11 +44,11 @@ def flux() -> Any:
         diffusers.FlowMatchEulerDiscreteScheduler(), vae(4), None, None, None, None, transformer
     )
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return pipeline.to(DEVICE)
 
 
 def draw_by_flux(pipeline: Any) -> torch.Tensor:
-    words = torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(1))
+    words = torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return pipeline(
         prompt_embeds=words, pooled_prompt_embeds=words[:, 0, :20], height=16, width=24, num_inference_steps=2,
         output_type="pt", generator=torch.Generator().manual_seed(2),
@@ -69,10 +70,11 @@ def test_training_a_diffusion_transformer(handle: Any) -> None:
         model = flux().transformer
         model.set_attention_backend(backend)
         torch.manual_seed(3)
-        out = model(
-            torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
-            torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
-        )[0]  # fmt: skip
+        with torch.device(DEVICE):
+            out = model(
+                torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
+                torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
+            )[0]  # fmt: skip
         out.square().sum().backward()
         found.append({name: x.grad for name, x in model.named_parameters()})
     native, ours = found
@@ -126,9 +128,10 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(handle: Any, name: str) -> None:
     heads = 1 if name == "grouped" else 2
-    inputs = leaves((2, 17, 2, 16), (2, 23, heads, 16), (2, 23, heads, 16), dtype=torch.float32)
+    inputs = leaves((2, 17, 2, 16), (2, 23, heads, 16), (2, 23, heads, 16), dtype=torch.float32, device=DEVICE)
+    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in CALLS[name].items()}
     native, ours = (
-        with_gradients(dispatch_attention_fn, inputs, backend=AttentionBackendName(backend), **CALLS[name])
+        with_gradients(dispatch_attention_fn, inputs, backend=AttentionBackendName(backend), **options)
         for backend in ("native", "diyfa")
     )
     for got, want in zip(ours, native, strict=True):
@@ -137,7 +140,7 @@ def test_calls(handle: Any, name: str) -> None:
 
 
 def test_dropout_and_compiled_graphs(handle: Any) -> None:
-    q, k, v = (x.detach() for x in leaves(*[(1, 9, 2, 16)] * 3, dtype=torch.float32))
+    q, k, v = (x.detach() for x in leaves(*[(1, 9, 2, 16)] * 3, dtype=torch.float32, device=DEVICE))
 
     def attend(q: torch.Tensor) -> torch.Tensor:
         return dispatch_attention_fn(q * 1.0, k, v, dropout_p=0.3, backend=AttentionBackendName("diyfa"))

@@ -166,6 +166,15 @@ def test_blocks_of_keys_as_context_parallel_calls(handle: Handle) -> None:
         torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+def has_pages() -> bool:
+    """Whether this PyTorch's operator and `varlen_attn` know page tables and grouped heads."""
+    return "block_table" in str(aten._flash_attention_forward.default._schema)
+
+
+of_torch_2_13 = pytest.mark.skipif(not has_pages(), reason="this PyTorch's varlen_attn has no grouped heads or pages")
+
+
+@of_torch_2_13
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (4, 9)])
 def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -179,6 +188,7 @@ def test_varlen_attn(handle: Handle, window: tuple[int, int]) -> None:
     assert handle.calls == {"_flash_attention_forward: diyfa": 1, "_flash_attention_backward: diyfa": 1}
 
 
+@of_torch_2_13
 def test_varlen_attn_over_pages(handle: Handle) -> None:
     """Pages, into a given tensor, with the log-sum-exp, and independent of the batch with one split."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -213,6 +223,7 @@ def test_varlen_attn_over_pages(handle: Handle) -> None:
         varlen.varlen_attn(*arguments, **options, num_splits=4)
 
 
+@of_torch_2_13
 def test_a_compiled_graph(handle: Handle) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     lengths = (offsets(LENS_Q), offsets(LENS_K), *LONGEST)
@@ -271,7 +282,7 @@ def test_refused(handle: Handle, case: str) -> None:
         attend(*(x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3)))
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", "block_table"])
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k", pytest.param("block_table", marks=of_torch_2_13)])
 def test_what_the_backward_operator_does_not_take(handle: Handle, name: str) -> None:
     """A gradient that would be of another attention."""
     inputs = leaves((9, 2, 16), (1, 16, 2, 16), (1, 16, 2, 16)) if name == "block_table" else leaves(*[(9, 2, 16)] * 3)
@@ -319,6 +330,41 @@ print("".join(kernels()), attention.current_flash_attention_impl(), handle.activ
 handle.remove()
 print(kernels() == before, attention.current_flash_attention_impl(), handle.active)
 """
+
+
+OTHERS = """
+from torch.nn import attention
+from diyfa.integrations import use_in_pytorch
+
+class Other:
+    def __init__(self): print("other on")
+    def remove(self): print("other off")
+
+def state(): print(attention.current_flash_attention_impl(), handle.active)
+
+attention.register_flash_attention_impl("other", register_fn=Other)
+attention.activate_flash_attention_impl("other")
+handle = use_in_pytorch("cuda")
+state()
+handle.remove()  # the other one is back
+state()
+handle = use_in_pytorch("cuda")
+attention.activate_flash_attention_impl("other")  # without an echo of the one before
+state()
+handle.remove()
+attention.activate_flash_attention_impl("diyfa")
+handle = use_in_pytorch("cuda")
+handle.remove()  # before was what the registry has by default
+state()
+"""
+
+
+def test_an_implementation_that_was_active_before_comes_back() -> None:
+    pytest.importorskip("torch.nn.attention._registry")
+    assert run_python(OTHERS).splitlines() == [
+        "other on", "other off", "diyfa True", "other on", "other False", "other off", "other on", "other False",
+        "other off", "None False",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch has kernels of its own")

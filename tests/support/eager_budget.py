@@ -11,11 +11,16 @@ from diyfa import reference_attention
 from diyfa.testing import error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of the calls of tests that ask for it: where diyfa's kernels run as they are."""
 
-def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0) -> list[torch.Tensor]:
+
+def leaves(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0, device: str = "cpu"
+) -> list[torch.Tensor]:
     """Random tensors that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
 
 
 def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -39,6 +44,6 @@ def assert_like_the_reference(
     yardstick = with_gradients(plain_flash_attention, plain, layout=layout, **options)
     for name, got, want, low in zip(("out", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
         assert got.dtype == low.dtype, f"{name} is {got.dtype}, expected {low.dtype}"
-        error = measure_error(got.cpu(), want)
-        allowed = error_budget(measure_error(low, want), rounding_unit(want, low.dtype))
+        error = measure_error(got.cpu(), want.cpu())
+        allowed = error_budget(measure_error(low.cpu(), want.cpu()), rounding_unit(want.cpu(), low.dtype))
         assert error.max_abs <= allowed.max_abs and error.rms <= allowed.rms, f"{name}: {error}, budget {allowed}"
