@@ -20,7 +20,7 @@ def leaves(
 ) -> list[torch.Tensor]:
     """Random tensors that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype).requires_grad_() for shape in shapes]
 
 
 def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **opt
     out = attend(*inputs, **options)
     out = out[0] if isinstance(out, tuple) else out
     generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(out.shape, generator=generator).to(out.dtype)
+    dout = torch.randn(out.shape, generator=generator, device="cpu").to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.device))]
 
 
