@@ -20,7 +20,9 @@ def leaves(
 ) -> list[torch.Tensor]:
     """Random tensors that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, device="cpu").to(device, dtype).requires_grad_() for shape in shapes
+    ]
 
 
 def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
