@@ -487,6 +487,16 @@ def _producer(keys, sizes, shared, inputs):
 
 
 @gluon.jit
+def _draw(scheduler, DETERMINISTIC: gl.constexpr):
+    """The next block of keys. A program's first one has its own number; but if DETERMINISTIC it is drawn as well:
+    programs wait for lower numbers then, which none may hold that has not started."""
+    index = scheduler.next_tile(0, scheduler.draw())
+    if DETERMINISTIC:
+        index -= gl.num_programs(0)
+    return index
+
+
+@gluon.jit
 def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
     """The same for block after block of keys, which it draws and tells the others.
 
@@ -494,7 +504,10 @@ def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
     """
     config: gl.constexpr = shared.config
     count = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
-    index = gl.program_id(0)
+    if config.DETERMINISTIC:
+        index = _draw(scheduler, True)
+    else:
+        index = gl.program_id(0)
     item = 0
     turn = 0
     while index < count:
@@ -514,7 +527,7 @@ def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
                     _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
             item += sizes.group_size * n
             turn += 1
-        index = scheduler.next_tile(index, scheduler.draw())
+        index = _draw(scheduler, config.DETERMINISTIC)
     key_blocks.write(turn, _key_block(0, sizes, config), 0)
 
 
