@@ -57,8 +57,8 @@ LARGEST_ERROR = 6e-3  # of bfloat16 gradients; the portable backward's are aroun
 def candidates(only: str) -> dict[str, tuple[int, Sm90BwdConfig, dict[str, Any]]]:
     """(head dim, config, changes of the problem) by name."""
     found = {}
-    for d, dv in HEAD_DIMS.items():
-        tile = CONFIGS[d if d == dv else max(CONFIGS)]
+    for d in HEAD_DIMS:
+        tile = CONFIGS[d]
         for name, (of_config, of_problem) in CHANGES.items():
             if d > 128 and of_problem:
                 continue  # refused

@@ -116,6 +116,7 @@ def test_gate_on_serialised_wgmma_and_shared_memory(reason):
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 168 registers, used 1 barriers\n"
     )
+    arrived = clean + "ptxas info    : (C7519) warpgroup.arrive is injected in around line 1 in function 'k'\n"
     serialised = clean + f"ptxas info    : {reason} in the function 'k'\n"
 
     def verdict(arch, log, shared=1024):
@@ -123,6 +124,7 @@ def test_gate_on_serialised_wgmma_and_shared_memory(reason):
 
     assert verdict("sm_90", clean).ok
     assert verdict("sm_90", clean).registers == 168
+    assert verdict("sm_90", arrived).ok
     assert not verdict("sm_90", serialised).ok
     assert [reason in note for note in verdict("sm_90", serialised).notes] == [True]
     assert verdict("sm_80", serialised).ok

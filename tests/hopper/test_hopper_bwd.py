@@ -83,9 +83,6 @@ def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None
 
 WIDE = [
     case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
-    case(  # the last sequences are shorter than the longest
-        "192_128", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 64, 5), sinks=True
-    ),
     # Blocks that need a mask stand behind those that need none.
     case("left", head_dim=128, head_dim_v=64, heads=1, seqlen_q=200, seqlen_k=131, window=(66, -1), softcap=5.0),
 ]
@@ -93,6 +90,21 @@ MORE_WIDE = [
     case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
     case("256_72", head_dim=256, head_dim_v=72, window=(60, 30), dtype="float16"),
     case("200", head_dim=200, batch=2, seq_lens=(130, 65), seqlen_k=150),
+    case("136", head_dim=136, seqlen_q=70, seqlen_k=100, causal=True),
+    case("256_192", head_dim=256, head_dim_v=192, seqlen_q=70, seqlen_k=100, sinks=True),
+    case("192_128_softcap", head_dim=192, head_dim_v=128, seqlen_q=70, seqlen_k=100, softcap=5.0, causal=True),
+    case("72_192", head_dim=72, head_dim_v=192, layout="thd", lens_q=(70, 3), lens_k=(65, 130)),
+]
+MLA = [
+    # The last sequences are shorter than the longest.
+    case("sequences", layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 130, 5), head_dim=192, head_dim_v=128),
+    case("causal", head_dim=192, head_dim_v=128, seqlen_q=100, seqlen_k=150, causal=True, sm_scale=1.0),
+]
+MORE_MLA = [
+    case("left", head_dim=192, head_dim_v=128, heads=1, seqlen_q=330, seqlen_k=300, window=(250, 30), dtype="float16"),
+    case("samples", head_dim=136, head_dim_v=72, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True),
+    case("sequences_sinks", layout="thd", lens_q=(70, 3), lens_k=(65, 130), head_dim=192, head_dim_v=128, sinks=True),
+    case("gqa", head_dim=160, head_dim_v=40, heads=4, heads_kv=2, layout="bshd", causal=True),
 ]
 
 
@@ -101,7 +113,17 @@ MORE_WIDE = [
     *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_WIDE),
 ])  # fmt: skip
 def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, wide=True)
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_wide_kernel")
+    assert not run_backward(case)
+    assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("case", [
+    *(pytest.param(c, id=c.name) for c in MLA),
+    *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_MLA),
+])  # fmt: skip
+def test_gradients_of_latent_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_mla_kernel")
     assert not run_backward(case)
     assert kernel.launches == 1
 
@@ -111,16 +133,24 @@ SUMMED = [
     case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
 ]
-WIDE_SUMMED = [
-    case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
-    case("wide_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5),
-]
+SUMMED_BY = {
+    "_bwd_sm90_kernel": SUMMED,
+    "_bwd_wide_kernel": [
+        case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
+        case("wide_192", head_dim=192, head_dim_v=192, seqlen_q=70, seqlen_k=100),
+    ],
+    "_bwd_mla_kernel": [
+        case("latent_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
+    ],
+}
 
 
-@pytest.mark.parametrize("case", [*SUMMED, *WIDE_SUMMED], ids=lambda case: case.name)
-def test_gradients_that_are_to_be_added_up(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("main", "case"), [pytest.param(main, case, id=case.name) for main, cases in SUMMED_BY.items() for case in cases]
+)
+def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in float32, are the others before those are rounded, and nothing else is written."""
-    kernel = interpret_backward(monkeypatch, seed=3, wide=case in WIDE_SUMMED)
+    kernel = interpret_backward(monkeypatch, seed=3, main=main)
     q, k, v, dout, dlse, given, *_ = make_inputs(case)
     lengths = Lengths(**{name: given.pop(name) for name in LENGTHS if name in given})
     options = checked_options(q, k, v, lengths, {**given, "layout": case.layout, "backend": "cuda", "variant": "sm90"})
@@ -157,9 +187,14 @@ MORE_DETERMINISTIC = {
 
 
 def sums(
-    sizes: tuple[int, ...], seed: int, kernels: ModuleType = hopper_bwd, n_keys: int | None = None
+    sizes: tuple[int, ...],
+    seed: int,
+    kernels: ModuleType = hopper_bwd,
+    n_keys: int | None = None,
+    at_once: bool = True,
 ) -> list[torch.Tensor]:
-    """[fp32 dq, dk, dv] of programs that run all at once, with `deterministic`. `n_keys`: where the sample ends."""
+    """[fp32 dq, dk, dv] with `deterministic` of programs that run all at once, or each when the one before has ended.
+    `n_keys`: where the sample ends."""
     h, hk, sq, sk, d, left, right = sizes
     torch.manual_seed(0)
     q, out, dout = (torch.randn(1, h, sq, d).bfloat16() for _ in range(3))
@@ -172,7 +207,7 @@ def sums(
     backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        interpret_backward(monkeypatch, seed=seed, interleave=True, kernels=kernels, fixed_order=True)
+        interpret_backward(monkeypatch, seed=seed, interleave=at_once, kernels=kernels, fixed_order=True)
         launch_kernel(backward.prepare(out, dout, None, None))
         launch_kernel(backward.gradient(dout, dk, dv))
     return [backward.dq, dk, dv]
@@ -186,6 +221,12 @@ def test_deterministic(sizes: tuple[int, ...]) -> None:
     first, other = (sums(sizes, seed) for seed in (0, 5))
     assert first[0].count_nonzero()
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_no_program_waits_for_one_that_has_not_started() -> None:
+    """The GPU may be full of other kernels that wait, too: who comes first takes blocks of keys in their order."""
+    apart, together = (sums(DETERMINISTIC["full"], 0, at_once=at_once) for at_once in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(apart, together, strict=True))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "n_keys"), [(256, 512, 384), (128, 129, None)])

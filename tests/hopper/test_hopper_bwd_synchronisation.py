@@ -34,7 +34,7 @@ SYNCHRONISING = (
     "_wait_for_other",
     "wait_for_previous_kernels",
 )
-METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "wait_dp", "wait_weights", "release")
+METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "wait_dp", "wait_weights", "wait", "release")
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
 
@@ -50,19 +50,22 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     return sorted((call for call in calls if is_synchronising(call.value.func)), key=lambda call: call.lineno)
 
 
-TREES = {name: ast.parse(source_of(name)) for name in ("hopper.bwd", "hopper.bwd_wide")}
+MODULES = {"hopper.bwd": (64, 64), "hopper.bwd_wide": (200, 136), "hopper.bwd_mla": (136, 72)}  # D and Dv
+TREES = {name: ast.parse(source_of(name)) for name in MODULES}
 LINES = [(name, f"{i}: {ast.unparse(x)}") for name, tree in TREES.items() for i, x in enumerate(statements(tree))]
 
 
-def run(head_dim: int) -> None:
-    """The backward of random tensors."""
+def run(name: str) -> None:
+    """The backward of random tensors, by the kernel of a module."""
     torch.manual_seed(0)
+    d, dv = MODULES[name]
     q, k, v, out, dout = (
-        torch.randn(1, h, s, head_dim).bfloat16() for h, s in ((2, 260), (1, 200), (1, 200), (2, 260), (2, 260))
+        torch.randn(1, h, s, width).bfloat16()
+        for h, s, width in ((2, 260, d), (1, 200, d), (1, 200, dv), (2, 260, dv), (2, 260, dv))
     )
     tensors = AttentionTensors(q, k, v, 0.125)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
-    problem = PROBLEM.replace(head_dim=head_dim, head_dim_v=head_dim)
+    problem = PROBLEM.replace(head_dim=d, head_dim_v=dv)
     hopper_bwd.attention_backward(problem, tensors, out, torch.zeros(1, 2, 260), dout, None, gradients)
 
 
@@ -73,12 +76,10 @@ def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest
     interpret_backward(monkeypatch, seed=3, kernels=kernels, multiprocessors=1)  # a program with several blocks of keys
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("hopper.bwd", 64), ("hopper.bwd_wide", 136)])
-def test_with_all_of_them_nothing_is_reported(
-    name: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_with_all_of_them_nothing_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_source(name, TREES[name], tmp_path, monkeypatch)
-    run(head_dim)
+    run(name)
 
 
 @pytest.mark.slow
@@ -88,4 +89,4 @@ def test_nothing_is_superfluous(name: str, line: str, tmp_path: Path, monkeypatc
     statements(tree)[int(line.split(":")[0])].value = ast.Constant(None)
     interpret_source(name, tree, tmp_path, monkeypatch)
     with pytest.raises(KernelBug):
-        run(64 if name == "hopper.bwd" else 136)
+        run(name)

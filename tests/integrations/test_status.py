@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import torch
 from subprocesses import run_python
@@ -22,7 +23,7 @@ def test_where_calls_went() -> None:
         for wide in (False, True, True):
             torch.nn.functional.scaled_dot_product_attention(*[x.double() if wide else x] * 3)
     row = status()[0]
-    assert row.on and row.detail == "cpu" and row.installed == torch.__version__
+    assert row.on and row.detail == "cpu" and row.installed == version("torch")
     assert row.calls == {"scaled_dot_product_attention: diyfa": 1, "scaled_dot_product_attention: PyTorch (dtype)": 2}
     handle.remove()
     assert not status()[0].on
@@ -53,7 +54,7 @@ def test_info_shows_it() -> None:
     code = "import sys; from diyfa.cli import main; main()"
     rows = json.loads(run_python(code, arguments=("info", "--json")))["integrations"]
     assert [row["client"] for row in rows] == CLIENTS
-    assert rows[0]["installed"] == torch.__version__ and not rows[0]["on"] and rows[0]["calls"] == {}
+    assert rows[0]["installed"] == version("torch") and not rows[0]["on"] and rows[0]["calls"] == {}
     assert rows[0]["switched_on_by"] == "use_in_pytorch"
     printed = run_python(code, arguments=("info",), COLUMNS="100")
     assert "inside other software" in printed and "use_in_transformers()" in printed

@@ -29,7 +29,7 @@ def on_device(call: Callable[..., Any]) -> Callable[..., Any]:
 def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float16, seed: int = 0) -> list[torch.Tensor]:
     """Random tensors that want a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_() for shape in shapes]
 
 
 def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def with_gradients(attend: Callable[..., Any], inputs: list[torch.Tensor], **opt
     if not learning:
         return [out]
     generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(out.shape, generator=generator).to(out.dtype)
+    dout = torch.randn(out.shape, generator=generator, device="cpu").to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, learning, dout.to(out.device))]
 
 

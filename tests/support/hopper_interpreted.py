@@ -18,6 +18,7 @@ from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
+from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
@@ -46,11 +47,12 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
-WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_mla")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd,
     "_bwd_sm90_kernel": hopper_bwd,
     "_bwd_wide_kernel": hopper_bwd_wide,
+    "_bwd_mla_kernel": hopper_bwd_mla,
     "_convert_kernel": hopper_bwd,
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
@@ -126,12 +128,12 @@ def interpret_backward(
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
-    wide: bool = False,
+    main: str = "_bwd_sm90_kernel",
     fixed_order: bool = False,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> InterpretedKernel:
-    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the main kernel, or that
-    of wide heads. `fixed_order`: dQ must be added up in one."""
+    """From now on the backward of `variant="sm90"` runs here, its forward too; the result is the kernel
+    named `main`. `fixed_order`: dQ must be added up in one."""
     interpret(monkeypatch, FORWARD)
     found = {}
     for name, module in BACKWARD_KERNELS.items():
@@ -143,7 +145,7 @@ def interpret_backward(
     monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: multiprocessors)
     if config is not None:
         monkeypatch.setattr(hopper_bwd_launch, "config_of", lambda problem: config)
-    return found["_bwd_wide_kernel" if wide else "_bwd_sm90_kernel"]
+    return found[main]
 
 
 def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:

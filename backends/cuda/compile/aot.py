@@ -38,8 +38,8 @@ KERNEL_MODULES = ("compile.specs", "matmul.kernel")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 # ptxas: wgmma instructions were serialised. The number (C7510 to C7517 have been seen) says why: a call, too few
-# registers, other instructions that define their accumulators.
-_SERIALISED = re.compile(r"[^\n]*(?:\bC75\d\d\b|wgmma[^\n]*serializ)[^\n]*")
+# registers, other instructions that define their accumulators. C7519 says that a warpgroup.arrive was added, no more.
+_SERIALISED = re.compile(r"[^\n]*(?:\bC75(?!19)\d\d\b|wgmma[^\n]*serializ)[^\n]*")
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config) -
 
 # The Hopper backward's: numbers that are stored at the ends of its loops; with a window and a softcap, inside as well.
 HOPPER_BWD_SPILLS, HOPPER_BWD_FEATURE_SPILLS = 192, 352
+HOPPER_BWD_MLA_SPILLS = 720  # and it is up to 1.6 times as fast as the form without
 
 
 def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
@@ -273,6 +274,9 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (256, "bfloat16", True, {}),
         (256, "bfloat16", True, {**packed, "out_dtype": "float32"}),
         (192, "bfloat16", True, {**packed, "head_dim_v": 128}),
+        (192, "bfloat16", True, {**packed, "head_dim_v": 128, "softcap": 0.0}),
+        (192, "bfloat16", False, {"head_dim_v": 128, "out_dtype": "float32"}),
+        (192, "bfloat16", True, {}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)
         tensors, out, lse = tensors_of(problem)
@@ -284,6 +288,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         case += f" to {problem.out_dtype}" if problem.out_dtype else ""
         summed = getattr(torch, problem.out_dtype or dtype)
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
+        budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
         dq, dk, dv = (torch.empty_like(x, dtype=summed) for x in tensors[:3])
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
         gradient = backward.gradient(dout, dk, dv)

@@ -1,8 +1,7 @@
 """Turns: programs that change the same memory do so in a fixed order, by a number that counts those before.
 
 A program waits until the number is its turn, changes the memory through TMA, waits until that is written, and counts
-itself. It must wait for programs with lower numbers only, which the GPU starts first: then none waits for one that has
-no multiprocessor yet.
+itself. It must wait only for what programs do that have a multiprocessor already: those that have drawn lower numbers.
 """
 
 from __future__ import annotations

@@ -468,9 +468,7 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
     mbarrier.expect(full, 2 * config.BLOCK_M * 4)
     for j in gl.static_range(2):
         async_load(inputs.statistics_tensor, [2 * (first + block) + j, 0], full, shared.statistics.index(2 * stage + j))
-    start_load(
-        inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED
-    )
+    start_load(inputs.q_tensor, b, h, row, end_q, keys.n_queries, shared.q_buffers, stage, full, config.BOXES, RAGGED)
     start_load(
         inputs.do_tensor, b, h, row, end_do, keys.n_queries,
         shared.do_buffers, stage, ring.do_full.index(stage), config.BOXES_V, RAGGED,
@@ -489,6 +487,16 @@ def _producer(keys, sizes, shared, inputs):
 
 
 @gluon.jit
+def _draw(scheduler, DETERMINISTIC: gl.constexpr):
+    """The next block of keys. A program's first one has its own number; but if DETERMINISTIC it is drawn as well:
+    programs wait for lower numbers then, which none may hold that has not started."""
+    index = scheduler.next_tile(0, scheduler.draw())
+    if DETERMINISTIC:
+        index -= gl.num_programs(0)
+    return index
+
+
+@gluon.jit
 def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
     """The same for block after block of keys, which it draws and tells the others.
 
@@ -496,7 +504,10 @@ def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
     """
     config: gl.constexpr = shared.config
     count = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
-    index = gl.program_id(0)
+    if config.DETERMINISTIC:
+        index = _draw(scheduler, True)
+    else:
+        index = gl.program_id(0)
     item = 0
     turn = 0
     while index < count:
@@ -516,7 +527,7 @@ def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
                     _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
             item += sizes.group_size * n
             turn += 1
-        index = scheduler.next_tile(index, scheduler.draw())
+        index = _draw(scheduler, config.DETERMINISTIC)
     key_blocks.write(turn, _key_block(0, sizes, config), 0)
 
 
@@ -924,8 +935,10 @@ def _prepare_kernel(
         in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(statistics + in_block, lse * LOG2E)
         gl.store(statistics + M + in_block, delta)
-        zeros = gl.zeros([M * D], gl.float32, FLAT)
-        gl.store(dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, layout=FLAT), zeros)
+        zeros = gl.zeros([HALF_DQ], gl.float32, FLAT)
+        for part in gl.static_range(M * D // HALF_DQ):
+            at = dq_ptr + number.to(gl.int64) * (M * D) + part * HALF_DQ
+            gl.store(at + gl.arange(0, HALF_DQ, layout=FLAT), zeros)
         if config.DETERMINISTIC:
             for half in gl.static_range(CONSUMER_COUNT):
                 gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)

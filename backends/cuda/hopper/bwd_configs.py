@@ -1,4 +1,4 @@
-"""Which problems the Hopper backward (`hopper/bwd.py`, `bwd_wide.py`) runs, and with which config. Plain data."""
+"""Which problems the Hopper backward (`hopper/bwd*.py`) runs, and with which kernel and config. Plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diyfa.problem import AttentionProblem, refuse_features
 
 FEATURES = frozenset({"causal", "gqa", "seq_lens", "varlen", "window", "softcap", "sinks", "head_dim_v"})
 MAX_HEAD_DIM = 256
-WIDE = 128  # beyond, the accumulators of 64 keys do not fit the registers of a warpgroup: `bwd_wide.py`
+WIDE = 128  # columns, of which dK and dV of 64 keys fit the registers of a warpgroup
 CONSUMERS = 2  # warpgroups
 # From how many elements of K for a query, and scores in all, the kernel is chosen by itself. With less, both it and the
 # portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
@@ -25,6 +25,7 @@ class Sm90BwdConfig:
     block_m: int  # queries of a block
     block_n: int  # keys of a program
     stages: int  # buffers of blocks of Q and dO
+    form: str = "keys"  # which kernel: "keys" (`bwd.py`), "columns" (`bwd_wide.py`), "mla" (`bwd_mla.py`)
     consumer_registers: int = 240
     producer_registers: int = 24
     measured: str = ""  # device, date, TFLOP/s
@@ -34,18 +35,18 @@ class Sm90BwdConfig:
 CONFIGS: dict[int, Sm90BwdConfig] = {
     64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-25: 388/500/517, 509"),
     128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-25: 453/576/596, 583"),
-    256: Sm90BwdConfig(64, 64, 2, measured="H200, 2026-11-24: 341/417/416, 419"),
+    192: Sm90BwdConfig(64, 128, 2, form="mla", measured="H200, 2026-11-25, V 128: 390/480/511, 504"),
+    256: Sm90BwdConfig(64, 64, 2, form="columns", measured="H200, 2026-11-24: 341/417/416, 419"),
 }
 
 
-def is_wide(problem: AttentionProblem) -> bool:
-    """Whether `bwd_wide.py` runs the problem, in which consumers divide columns instead of keys."""
-    return problem.head_dim > WIDE or problem.head_dim != problem.head_dim_v
-
-
 def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
-    """The tile of a problem that `refuses` accepts."""
-    return CONFIGS[256 if is_wide(problem) else 64 if problem.head_dim <= 64 else 128]
+    """The tile and kernel of a problem that `refuses` accepts."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    if d == dv <= WIDE:
+        return CONFIGS[64 if d <= 64 else 128]
+    # A softcap takes registers that "mla" does not have: it would spill 1.7 KB.
+    return CONFIGS[192 if dv <= WIDE < d <= 192 and not problem.softcap else 256]
 
 
 def refuses(problem: AttentionProblem) -> str | None:
@@ -61,7 +62,7 @@ def refuses(problem: AttentionProblem) -> str | None:
         return (
             f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {dims[0]} and {dims[1]}"
         )
-    if problem.deterministic and is_wide(problem):
+    if problem.deterministic and config_of(problem).form != "keys":
         return (
             f"sm90 adds up dQ in the order in which programs come to it, where head_dim is over {WIDE} or V has another"
         )

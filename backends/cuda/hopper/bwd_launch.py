@@ -1,4 +1,4 @@
-"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_wide.py`), and the memory between its three kernels."""
+"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_mla.py`, `bwd_wide.py`), and the memory between them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from diyfa.backends.cuda.hopper.bwd import (
     _convert_kernel,
     _prepare_kernel,
 )
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, is_wide
-from diyfa.backends.cuda.hopper.configs import FULL_GPU
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
+from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
+from diyfa.backends.cuda.hopper.configs import FULL_GPU
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
@@ -46,8 +47,9 @@ class Sm90Backward:
         self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor
     ) -> None:
         self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
-        self.is_wide = is_wide(problem)
         self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
+        if config.form == "mla":
+            self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
         blocks = blocks_of(problem, config.block_m)
         of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
         of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
@@ -63,8 +65,8 @@ class Sm90Backward:
         )
 
     def _boxes(self, head_dim: int) -> int:
-        """TMA boxes of a tile: a power of two, and for each consumer of the wide kernel the same number."""
-        return max(1 << (cdiv(head_dim, BOX_COLUMNS) - 1).bit_length(), CONSUMERS if self.is_wide else 1)
+        """TMA boxes of a tile, at least one for each consumer that has columns of its own."""
+        return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
 
     def _sizes(self) -> dict[str, int]:
         problem = self.problem
@@ -75,7 +77,7 @@ class Sm90Backward:
         values = QueryConstants(
             block_m=self.config.block_m,
             block_d=self.boxes * BOX_COLUMNS,
-            block_dv=self.boxes_v * BOX_COLUMNS,
+            block_dv=BOX_COLUMNS << (self.boxes_v - 1).bit_length(),
             lengths=lengths_of(self.problem),
             has_dlse=has_dlse,
             keep_delta=keep_delta,
@@ -129,7 +131,7 @@ class Sm90Backward:
             "semaphores_ptr": self.semaphores,
             "counter_ptr": self.counter,
         }
-        if self.is_wide:
+        if config.form != "keys":
             of_dq = {"dq_ptr": self.dq}
         arguments = {
             "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
@@ -181,9 +183,9 @@ class Sm90Backward:
             direct=direct,
         )
         grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
-        if not self.is_wide:
+        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_kernel, "mla": _bwd_mla_kernel}[config.form]
+        if config.form == "keys":
             grid = min(grid, multiprocessors(q.device) or FULL_GPU)
-        kernel = _bwd_wide_kernel if self.is_wide else _bwd_sm90_kernel
         return Launch(kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self, dq: torch.Tensor) -> Launch:

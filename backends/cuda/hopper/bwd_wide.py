@@ -13,6 +13,7 @@ at a time, while the next block's scores are formed.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -55,9 +56,22 @@ from diyfa.backends.cuda.hopper.bwd import (
     _store_direct,
     _weights,
 )
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import start_store
+
+
+@constexpr_function
+def count_of(part, boxes):
+    """How many boxes one of the two parts of a tile has. Of three the first part, one box, is consumer 0's of Q and K,
+    consumer 1's of V."""
+    return part + 1 if boxes == 3 else boxes // 2
+
+
+@constexpr_function
+def first_of(part, boxes):
+    """The first box of a part."""
+    return 2 * (1 - part) if boxes == 3 else part * (boxes // 2)
 
 
 @aggregate
@@ -148,7 +162,7 @@ class WideConsumer:
     def start_dq(self, zero, j: gl.constexpr):
         """Start dS K, [64, 64], for the j-th box of this consumer's half of the columns."""
         config: gl.constexpr = self.shared.config
-        BOX_INDEX: gl.constexpr = self.INDEX * (config.BOXES // CONSUMER_COUNT) + j
+        BOX_INDEX: gl.constexpr = first_of(self.INDEX, config.BOXES) + j
         dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
         ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1).permute((1, 0))
         k = box_of(self.shared.k_buffers, zero, BOX_INDEX, config.BOXES)
@@ -166,18 +180,18 @@ class WideConsumer:
         self.shared.exchange.wait_weights(item + 1)
         p = box_of(self.shared.exchange.p_buffer, zero, 0, 1)
         ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
-        do = _half(self.shared.do_buffers, stage, self.INDEX, config.BOXES_V)
-        q = _half(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
+        do = _part(self.shared.do_buffers, stage, 1 - self.INDEX, config.BOXES_V)
+        q = _part(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
         # dO is there: consumer 1 has formed dP of it.
         dv = warpgroup_mma(p, do, dv, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-        if config.BOXES > CONSUMER_COUNT:
+        if count_of(self.INDEX, config.BOXES) > 1:
             dq = self.start_dq(zero, 1)
             dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         self.shared.queries.release(item)
-        if config.BOXES > CONSUMER_COUNT:
+        if count_of(self.INDEX, config.BOXES) > 1:
             self.add_dq(dq, block, 1)
         return dk, dv
 
@@ -185,7 +199,7 @@ class WideConsumer:
     def add_dq(self, dq, block, j: gl.constexpr):
         """Add it to block number `block` of queries."""
         config: gl.constexpr = self.shared.config
-        BOX_INDEX: gl.constexpr = self.INDEX * (config.BOXES // CONSUMER_COUNT) + j
+        BOX_INDEX: gl.constexpr = first_of(self.INDEX, config.BOXES) + j
         _add_in_fours(self.dq_ptr + (block.to(gl.int64) * config.BOXES + BOX_INDEX) * HALF_DQ, _in_register_order(dq))
 
 
@@ -209,10 +223,14 @@ def _add_in_fours(pointer, x):
 
 
 @gluon.jit
-def _half(buffers, tile, c: gl.constexpr, BOXES: gl.constexpr):
-    """A consumer's half of the columns of a tile, as one matrix."""
+def _part(buffers, tile, part: gl.constexpr, BOXES: gl.constexpr):
+    """One of two parts of the columns of a tile, as one matrix: half, or of three boxes the last one and the others."""
     HALF: gl.constexpr = BOXES // CONSUMER_COUNT
-    return run_of(buffers, tile * CONSUMER_COUNT + c, HALF, 0, HALF)
+    if BOXES == 3:
+        run = run_of(buffers, tile, BOXES, 1 - part, BOXES)
+    else:
+        run = run_of(buffers, tile * CONSUMER_COUNT + part, HALF, 0, HALF)
+    return run
 
 
 @gluon.jit
@@ -286,8 +304,8 @@ def _blocks_of_second(consumer, first, dk, dv, item, before):
 def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     """One warpgroup: half of the columns of dK and dV of 64 keys, and of what they add to dQ."""
     config: gl.constexpr = shared.config
-    D: gl.constexpr = config.BOXES // CONSUMER_COUNT * BOX
-    DV: gl.constexpr = config.BOXES_V // CONSUMER_COUNT * BOX
+    D: gl.constexpr = count_of(INDEX, config.BOXES) * BOX
+    DV: gl.constexpr = count_of(1 - INDEX, config.BOXES_V) * BOX
     DTYPE: gl.constexpr = shared.k_buffers.dtype
     if config.SOFTCAP:
         scale = outputs.scale * (2.0 * LOG2E)
@@ -327,26 +345,28 @@ def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
     dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
     dv = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_V) < keys.n_keys)[:, None], dv, 0.0)
     if config.DIRECT:
-        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, INDEX * D, config)
-        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, INDEX * DV, config)
+        FIRST_K: gl.constexpr = first_of(INDEX, config.BOXES) * BOX
+        FIRST_V: gl.constexpr = first_of(1 - INDEX, config.BOXES_V) * BOX
+        _store_direct(dk, outputs.dk_ptr, outputs.dk_tensor, keys, sizes, 0, FIRST_K, config)
+        _store_direct(dv, outputs.dv_ptr, outputs.dv_tensor, keys, sizes, 0, FIRST_V, config)
     else:
-        _half(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
-        _half(shared.v_buffers, 0, INDEX, config.BOXES_V).store(dv.to(DTYPE))
+        _part(shared.k_buffers, 0, INDEX, config.BOXES).store(dk.to(DTYPE))
+        _part(shared.v_buffers, 0, 1 - INDEX, config.BOXES_V).store(dv.to(DTYPE))
         fence_async_shared()
-        _store_half(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
-        _store_half(
-            outputs.dv_tensor, keys, shared.v_buffers, INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS
+        _store_part(outputs.dk_tensor, keys, shared.k_buffers, INDEX, config.BOXES, config.USED_BOXES, config.LENGTHS)
+        _store_part(
+            outputs.dv_tensor, keys, shared.v_buffers, 1 - INDEX, config.BOXES_V, config.USED_BOXES_V, config.LENGTHS
         )
         tma.store_wait(0)
 
 
 @gluon.jit
-def _store_half(
-    tensor, keys, buffers, INDEX: gl.constexpr, BOXES: gl.constexpr, USED: gl.constexpr, LENGTHS: gl.constexpr
+def _store_part(
+    tensor, keys, buffers, part: gl.constexpr, BOXES: gl.constexpr, USED: gl.constexpr, LENGTHS: gl.constexpr
 ):
-    """Start writing a consumer's half of dK or dV."""
-    HALF: gl.constexpr = BOXES // CONSUMER_COUNT
-    for j in gl.static_range(INDEX * HALF, INDEX * HALF + HALF):
+    """Start writing a `_part` of dK or dV."""
+    FIRST: gl.constexpr = first_of(part, BOXES)
+    for j in gl.static_range(FIRST, FIRST + count_of(part, BOXES)):
         if j < USED:
             start_store(
                 tensor, keys.b, keys.hk, keys.col0, j * BOX, keys.first_k + keys.n_keys, keys.n_keys,
@@ -389,12 +409,14 @@ def _bwd_wide_kernel(
     """Set up shared memory and barriers, and run the partitions."""
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_buffers = gl.allocate_shared_memory(DTYPE, [config.BOXES] + k_tensor.block_shape, k_tensor.layout)
-    v_buffers = gl.allocate_shared_memory(DTYPE, [config.BOXES_V] + v_tensor.block_shape, v_tensor.layout)
-    q_buffers = gl.allocate_shared_memory(DTYPE, [config.STAGES * config.BOXES] + q_tensor.block_shape, q_tensor.layout)
-    do_buffers = gl.allocate_shared_memory(
-        DTYPE, [config.STAGES * config.BOXES_V] + do_tensor.block_shape, do_tensor.layout
-    )
+    OF_K: gl.constexpr = buffer_count(1, config.BOXES, True)
+    OF_V: gl.constexpr = buffer_count(1, config.BOXES_V, True)
+    k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
+    v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
+    OF_Q: gl.constexpr = buffer_count(config.STAGES, config.BOXES, True)
+    OF_DO: gl.constexpr = buffer_count(config.STAGES, config.BOXES_V, True)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [OF_Q] + q_tensor.block_shape, q_tensor.layout)
+    do_buffers = gl.allocate_shared_memory(DTYPE, [OF_DO] + do_tensor.block_shape, do_tensor.layout)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     p_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
     ds_buffer = gl.allocate_shared_memory(DTYPE, [1, ROWS, config.BLOCK_M], WEIGHTS)
