@@ -125,6 +125,7 @@ def test_which_cann(healthy: Machine, version: str, verdict: str, words: tuple[s
 
 
 def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
     machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": str(tmp_path / "elsewhere")})
     expect(machine, "CANN", UNTESTED, "unknown version in ", "elsewhere", "no ascend_toolkit_install.info")
 
@@ -137,6 +138,7 @@ def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path:
         (COMPILER.replace("1.1.0", "0.9.3"), 0, UNTESTED, ("0.9.3", "proven with 1.1.0 and 1.2.0", "diyfa tune")),
         ("LLVM version 19\n", 0, UNTESTED, ("--version says 'LLVM version 19'",)),
         ("", 1, UNTESTED, ("--version says 'nothing'",)),
+        ("error while loading shared libraries: libLLVM.so\n", 127, WRONG, ("does not run", "libLLVM.so")),
     ],
 )
 def test_which_compiler(healthy: Machine, says: str, status: int, verdict: str, words: tuple[str, ...]) -> None:
@@ -147,6 +149,52 @@ def test_which_compiler(healthy: Machine, says: str, status: int, verdict: str, 
 def test_a_compiler_that_does_not_run(healthy: Machine) -> None:
     write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/no/such/interpreter\n", 0o755)
     expect(healthy, "bishengir-compile", WRONG, "does not run")
+
+
+def test_a_compiler_that_crashes(healthy: Machine) -> None:
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/bin/sh\nkill -SEGV $$\n", 0o755)
+    expect(healthy, "bishengir-compile", WRONG, "does not run", "signal 11")
+
+
+@pytest.mark.parametrize(
+    "script", ["printf 'bishengir-compile 1.1.0 \\377\\n'", "echo bishengir-compile 1.1.0 >&2"], ids=["bytes", "stderr"]
+)
+def test_a_compiler_that_answers_in_another_way(healthy: Machine, script: str) -> None:
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", f"#!/bin/sh\n{script}\n", 0o755)
+    expect(healthy, "bishengir-compile", FINE, "1.1.0 in ")
+
+
+def test_an_environment_of_a_cann_that_is_gone(healthy: Machine, tmp_path: Path) -> None:
+    """After an upgrade, in a shell from before."""
+    gone = str(tmp_path / "gone")
+    machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": gone})
+    expect(machine, "set_env.sh", WRONG, gone, "no such folder", f"source {tmp_path}/usr/local/Ascend/cann/set_env.sh`")
+
+
+@pytest.mark.parametrize("closed", ["", "cann", "cann/aarch64-linux/ascend_toolkit_install.info", "driver"])
+def test_what_may_not_be_read(healthy: Machine, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CANN that was installed for a group: of its folders nothing is seen from outside, and every part is judged."""
+    place = healthy.root / "usr/local/Ascend" / closed
+    stat, read_text = os.stat, Path.read_text
+
+    def denied(path: Any) -> bool:
+        return str(path).startswith(f"{place}{os.sep}")
+
+    def planted_stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if denied(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    def planted_read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if denied(path) or path == place:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", planted_stat)  # the superuser is denied nothing
+    monkeypatch.setattr(Path, "read_text", planted_read_text)
+    assert len(findings(healthy)) == len(PARTS) + 1
+    unset = replace(healthy, environ={"PATH": "/bin"})
+    expect(unset, "set_env.sh", WRONG, "set_env.sh")
 
 
 @pytest.mark.parametrize(
