@@ -206,6 +206,73 @@ def test_it_goes_on_where_it_was(fake) -> None:
     assert len(fake(again=True)["rows"]) == 4
 
 
+def test_results_that_make_no_sense(fake) -> None:
+    """A file that lost a part, or that somebody edited."""
+    before = fake()
+    for change in ({"done": None}, {"rows": None}, {"rows": [{}]}, {"replaced": 3}, {"date": None}):
+        fake.path.write_text(json.dumps({**before, **change}))
+        with pytest.raises(ValueError, match=r"is no file of a first run.*--again"):
+            fake()
+
+
+def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -> None:
+    from diyfa.cli import first_run
+
+    request = first_run.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
+    with pytest.raises(ValueError, match=r"out\.txt: the page goes there.*out\.json"):
+        first_run.run(request, True, (sys.executable, "-c", FAKE))
+
+
+def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """What a tile did is told once, and that tile is not tried again."""
+    from diyfa.cli import first_run
+
+    attempt, attempts = first_run.Run._attempt, iter([True, False])
+
+    def interrupted(run, step):
+        if not next(attempts):
+            raise KeyboardInterrupt
+        return attempt(run, step)
+
+    with monkeypatch.context() as planted, pytest.raises(KeyboardInterrupt):
+        planted.setattr(first_run.Run, "_attempt", interrupted)
+        fake("tile", "a", stages=("tiles",))
+    assert "the same command goes on" in capsys.readouterr().err
+    document = fake("tile", "a", stages=("tiles",))
+    died = [row for row in document["rows"] if "exit status 7" in row.get("unavailable", "")]
+    assert len(died) == 2 and len(document["done"]) == 2
+
+
+def test_two_at_once(fake) -> None:
+    import fcntl
+
+    with open(fake.path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another first-run writes .*fake\.json"):
+            fake()
+    assert len(fake()["done"]) == 4
+
+
+def test_the_page_tells_what_was_not_timed(fake) -> None:
+    fake("crash", "bfloat16", stages=("dtypes",))
+    page = fake.path.with_suffix(".txt").read_text()
+    assert "bfloat16, D = 16, S = 32: the process ended with exit status 7" in page
+
+
+@pytest.mark.parametrize(
+    ("switch", "value", "told"),
+    [("DIYFA_NPU_TILE", "32x32", "unset DIYFA_NPU_TILE"), ("DIYFA_CACHE_DIR", "/dev/null", "DIYFA_CACHE_DIR")],
+)
+def test_tiles_that_could_not_be_measured_or_kept(
+    npu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(switch, value)
+    _, document, page = first_run(tmp_path / "out.json", stages=("tiles",))
+    assert [row["kernel"] for row in document["rows"]] == ["all", "all"]
+    assert all(told in row["unavailable"] for row in document["rows"])
+    assert "Nothing was measured" in page and "calls now use" not in page
+
+
 def test_a_machine_without_an_npu(tmp_path: Path) -> None:
     from diyfa.cli import first_run
 
