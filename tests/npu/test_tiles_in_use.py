@@ -70,6 +70,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tiles) -> Callable[..., Compiler]:
     return install
 
 
+def launch_of_forward(q: torch.Tensor, **changes) -> Launch:
+    """The launch of a plain call with the tile 64x64 but for `changes`."""
+    from diyfa.backends.npu.attention.fwd import launch_of
+    from diyfa.problem import AttentionTensors
+
+    problem = specs.example(A2, head_dim=16, dtype=str(q.dtype).removeprefix("torch."))
+    tensors = AttentionTensors(q, q, q, 1.0)
+    return launch_of(problem, tensors, q, q.new_empty(q.shape[:3]), configs.AttentionTile(64, 64, **changes))
+
+
 def run(case: AttentionCase, npu: torch.device) -> None:
     """Forward and gradients, against the reference."""
     assert_within_budget(run_case(attention_function(case), make_inputs(case, npu)), case)
@@ -135,6 +145,13 @@ def test_keys_that_fill_the_table_s_tile_but_not_the_asked_one(npu: torch.device
     run(case, npu)
 
 
+@pytest.mark.parametrize("seqlen_k", [47, 49, 95])
+def test_keys_that_nearly_fill_their_tiles(npu: torch.device, tiles, monkeypatch, seqlen_k: int) -> None:
+    """One more or less: whether the last tile needs a mask is a comparison without room for an error."""
+    monkeypatch.setenv(asked.VARIABLE, "16x48")
+    run(AttentionCase("nearly", seqlen_q=20, seqlen_k=seqlen_k, heads=1, head_dim=16), npu)
+
+
 def test_an_asked_tile_that_does_not_compile_is_not_replaced(npu: torch.device, compiler, monkeypatch) -> None:
     planted = compiler(lambda kernel, tile: False)
     monkeypatch.setenv(asked.VARIABLE, "96x96")
@@ -182,6 +199,20 @@ def test_another_variant_of_the_kernel_keeps_its_tile(npu: torch.device, compile
     planted.tried.clear()
     run(AttentionCase("other", seqlen_q=20, seqlen_k=30, head_dim=16, causal=True, softcap=5.0), npu)
     assert ("fwd", "64x64") not in planted.tried
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "bfloat16"}, {"workspace_buffers": 2}], ids=lambda change: next(iter(change))
+)
+def test_another_type_or_option_is_another_variant(npu: torch.device, tiles, change) -> None:
+    """Of one shape and with equal constants, but compiled apart."""
+    variants = set()
+    for changed in ({}, change):
+        dtype = getattr(torch, changed.get("dtype", "float16"))
+        q = torch.empty(1, 1, 20, 16, dtype=dtype, device=npu)
+        launch = launch_of_forward(q, **{name: x for name, x in changed.items() if name != "dtype"})
+        variants.add(tiles._variant(launch))
+    assert len(variants) == 2
 
 
 def test_both_reasons_where_nothing_compiles(npu: torch.device, compiler, monkeypatch, tiles) -> None:
