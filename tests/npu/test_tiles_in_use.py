@@ -13,7 +13,7 @@ import torch
 import diyfa
 from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import asked, configs
-from diyfa.problem import Launch
+from diyfa.problem import KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
@@ -411,6 +411,38 @@ def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch
         diyfa.flash_attention(q, q, q)
     (kept,) = tuner.stored()
     assert (kept.config["block_m"], kept.config["block_n"]) == conservative
+
+
+PROBLEMS = {
+    "attention": specs.example(A2, head_dim=16, seqlen_k=512),
+    "cache": KVCacheProblem("npu", A2, "float16", "float16", "bshd", 4, 8, 8, 1, 1024, 64, 64, page_size=64),
+}
+OTHERS = {
+    "attention": [
+        {"dtype": "bfloat16"}, {"layout": "bshd"}, {"seqlen_k": 511}, {"head_dim": 24}, {"head_dim_v": 24},
+        {"window_right": 0}, {"window_left": 60}, {"window_left": 600}, {"softcap": 5.0}, {"alibi": True},
+        {"sinks": True}, {"dropout": True}, {"bias": "float16"}, {"bias": "float32"}, {"seq_lens": True},
+    ],
+    "cache": [
+        {"dtype": "bfloat16"}, {"layout": "thd"}, {"heads_kv": 4}, {"seqlen_q": 2}, {"capacity": 4096},
+        {"head_dim": 72}, {"head_dim_v": 72}, {"page_size": 128}, {"packed_keys": True}, {"window_left": 60},
+        {"window_right": 0}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"num_splits": 2},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_what_is_tuned_by_itself(tiles, what: str) -> None:
+    """A tile that was measured for other problems need not even compile."""
+    problem, kernel = PROBLEMS[what], {"attention": "fwd", "cache": "decode"}[what]
+    buckets = [tiles._bucket(problem.replace(**change), kernel) for change in ({}, *OTHERS[what])]
+    assert len(set(buckets)) == len(buckets), [x for x in buckets if buckets.count(x) > 1]
+
+
+@pytest.mark.parametrize("change", [{"batch": 64}, {"seqlen_q": 16384}, {"seqlen_k": 16384}], ids=str)
+def test_what_shares_a_tuned_tile(tiles, change: dict[str, int]) -> None:
+    problem = specs.example(A2, head_dim=16, seqlen_q=8192, seqlen_k=8192)
+    assert tiles._bucket(problem, "fwd") == tiles._bucket(problem.replace(**change), "fwd")
 
 
 def test_a_deterministic_call_is_not_tuned(npu: torch.device, tuner) -> None:
