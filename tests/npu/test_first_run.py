@@ -196,7 +196,12 @@ def test_it_goes_on_where_it_was(fake) -> None:
     assert after["rows"] == before["rows"] and len(after["done"]) == 4
     fake.path.write_text(json.dumps({**before, "done": before["done"][:3], "rows": before["rows"][:3]}))
     assert fake()["rows"] == before["rows"]
-    for change in ({"smoke": False}, {"device": "Ascend910B1"}):
+    for change in (
+        {"smoke": False},
+        {"device": "Ascend910B1"},
+        {"chip": {"cube_cores": 24}},
+        {"versions": {"torch": "0"}},
+    ):
         fake.path.write_text(json.dumps({**before, **change}))
         with pytest.raises(ValueError, match=r"another device.*--again"):
             fake()

@@ -226,6 +226,18 @@ def test_both_reasons_where_nothing_compiles(npu: torch.device, compiler, monkey
         assert "set_env.sh" in str(caught.value)
 
 
+def test_what_says_that_a_kernel_does_not_compile(tiles) -> None:
+    from triton.compiler.errors import CompilationError, MLIRCompilationError
+    from triton.runtime.errors import OutOfResources
+
+    refusals = [
+        MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW), CompilationError("", None, "no such operation"),
+        OutOfResources(2, 1, "shared memory"), RuntimeError("already failed once"),
+    ]  # fmt: skip
+    assert all(tiles.compiler.is_compile_failure(refusal) for refusal in refusals)
+    assert not tiles.compiler.is_compile_failure(RuntimeError("it already failed once on the device"))
+
+
 def test_what_goes_wrong_on_the_device_is_raised(npu: torch.device, compiler, tiles, monkeypatch) -> None:
     launched = []
 
@@ -330,6 +342,9 @@ def test_the_conservative_tile_of_each_row() -> None:
             problem, _ = specs.case_of(arch, {**specs.mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             tile, even = configs.conservative_tile(problem, kernel), configs.candidates(problem, kernel)[0]
             assert configs.fits(tile, problem, kernel) and configs.candidates(problem, kernel)[-1] == tile
+            assert (tile.workspace_buffers, tile.vector_loop, tile.cube_loop) == (2, None, None)  # the compiler's own
+            if arch != A2 and dtype != "float32":
+                assert tile.block_m >= 32, "bishengir-compile-a5 crashes on 16x16"
             if mode == "even":
                 assert even.block_n % tile.block_n == 0 or kernel == "dkdv", (arch, kernel, dtype, head_dim)
 
