@@ -258,6 +258,16 @@ def test_two_at_once(fake) -> None:
     assert len(fake()["done"]) == 4
 
 
+def test_switches_are_told(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gets the files must know that these are not the usual kernels."""
+    monkeypatch.setenv("DIYFA_NPU_ALWAYS_MASK", "1")
+    assert fake()["switches"] == {"DIYFA_NPU_ALWAYS_MASK": "1"}
+    assert "DIYFA_NPU_ALWAYS_MASK=1" in fake.path.with_suffix(".txt").read_text()
+    monkeypatch.delenv("DIYFA_NPU_ALWAYS_MASK")
+    with pytest.raises(ValueError, match=r"other versions or switches.*--again"):
+        fake()
+
+
 def test_the_page_tells_what_was_not_timed(fake) -> None:
     fake("crash", "bfloat16", stages=("dtypes",))
     page = fake.path.with_suffix(".txt").read_text()
