@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -121,6 +122,7 @@ class Run:
             better = request.output.with_suffix(".json")
             raise ValueError(f"{request.output}: the page goes there; name the JSON file, such as {better}")
         self._worker, ready = self._started()
+        ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
         name = str(ready["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
         try:
@@ -139,7 +141,7 @@ class Run:
             return None
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip"))
+            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
             same = same and earlier["smoke"] == self.request.smoke
             whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
             if not (whole and all("stage" in row for row in earlier["rows"])):
@@ -149,8 +151,8 @@ class Run:
             raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
         if not same:
             raise ValueError(
-                f"{self.path} is from another device, other versions or another size of run: --again starts afresh, "
-                "--output names another file"
+                f"{self.path} is from another device, other versions or switches, or another size of run: --again "
+                "starts afresh, --output names another file"
             )
         return earlier
 

@@ -150,6 +150,9 @@ def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]
     )  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     console.print(f"  {escape(versions)}", highlight=False, soft_wrap=True)
+    if document["switches"]:
+        switches = ", ".join(f"{name}={value}" for name, value in document["switches"].items())
+        console.print(f"  with {escape(switches)}", highlight=False, soft_wrap=True)
     for part in (_numerics(document), _tiles(document), _dtypes(document), _not_timed(document)):
         lines = list(part)
         if lines:
