@@ -248,6 +248,30 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
     assert len(died) == 2 and len(document["done"]) == 2
 
 
+def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diyfa.cli import first_run
+
+    kept, attempt = [], first_run.Run._attempt
+
+    def noted(run, step):
+        kept.append(len(json.loads(fake.path.read_text())["done"]) if fake.path.exists() else 0)
+        return attempt(run, step)
+
+    monkeypatch.setattr(first_run.Run, "_attempt", noted)
+    fake()
+    assert kept == [0, 1, 2, 3]
+
+
+def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs in the driver would keep the device."""
+    from diyfa.cli import first_run
+
+    workers, worker = [], first_run.Worker
+    monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
+    fake("hang", "causal")
+    assert len(workers) == 2 and all(x._process.poll() is not None for x in workers)
+
+
 def test_two_at_once(fake) -> None:
     import fcntl
 
