@@ -31,6 +31,7 @@ CASES = [
     Case("page-48", (300, 31), page_size=48, dtype="float32"),
     # More heads than an append has at a time, and a rotation that leaves features over.
     Case("append-heads", (20, 33), heads=36, heads_kv=18, added=2, rotary=8, head_dim=24, batch_idx=True),
+    Case("append-left-window", (20, 33), seqlen_q=2, added=2, rotary=16, causal=False, window=(9, -1)),
     Case(
         "append-halves", (0, 33), heads=36, heads_kv=18, added=1, rotary=24, head_dim=40, interleaved=False, page_size=5
     ),
