@@ -35,6 +35,7 @@ FINE, UNTESTED, WRONG = "fine", "untested", "wrong"
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 # Where CANN lies below its folder "Ascend" and the script beside it, since 8.5.0 and before.
 CANN_PLACES = (("cann", "cann/set_env.sh"), ("ascend-toolkit/latest", "ascend-toolkit/set_env.sh"))
+NOT_STARTED = (126, 127)  # exit statuses of what cannot be executed, or whose libraries are missing
 COMPILER_SECONDS = 30  # that `bishengir-compile --version` may take, which reads no input
 
 
@@ -86,11 +87,10 @@ class Machine:
 
 def _cann_in(folder: Path) -> str | None:
     """Version of the CANN in a folder such as /usr/local/Ascend/cann, or None."""
-    for info in sorted(folder.glob("*/ascend_toolkit_install.info")):
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("version="):
-                return line.removeprefix("version=").strip()
-    return None
+    if not os.path.isdir(folder):  # where it is closed, pathlib raises
+        return None
+    found = (_fields(info).get("version") for info in sorted(folder.glob("*/ascend_toolkit_install.info")))
+    return next(filter(None, found), None)
 
 
 def _sourced(machine: Machine) -> Path | None:
@@ -105,7 +105,8 @@ def cann_version(machine: Machine) -> str | None:
 
 
 def _scripts(machine: Machine) -> list[Path]:
-    return [folder / script for folder in machine.folders for _, script in CANN_PLACES if (folder / script).exists()]
+    scripts = [folder / script for folder in machine.folders for _, script in CANN_PLACES]
+    return [script for script in scripts if os.path.exists(script)]  # Path.exists raises where a folder is closed
 
 
 def _installed(machine: Machine) -> list[str]:
@@ -148,11 +149,16 @@ def _cann(machine: Machine) -> Finding:
 def _set_env(machine: Machine) -> Finding:
     scripts, part = _scripts(machine), "set_env.sh"
     found = ", ".join(map(str, scripts)) or "not found"
-    if _sourced(machine) is not None:
+    source = f"run `source {scripts[0]}`, in every shell" if scripts else ""
+    home = _sourced(machine)
+    if home is not None:
         variable = next(name for name in CANN_VARIABLES if machine.environ.get(name))
-        return Finding(part, f"{variable}={machine.environ[variable]}", FINE)
-    if scripts:
-        return Finding(part, found, WRONG, f"run `source {scripts[0]}`, in every shell")
+        told = f"{variable}={home}"
+        if os.path.isdir(home):
+            return Finding(part, told, FINE)
+        return Finding(part, told, WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}")
+    if source:
+        return Finding(part, found, WRONG, source)
     looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_PLACES)
     return Finding(part, found, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
 
@@ -163,14 +169,20 @@ def _compiler(machine: Machine) -> Finding:
     if path is None:
         return Finding(part, "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH")
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=COMPILER_SECONDS)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(part, path, WRONG, f"it does not run: {error}")
-    version = re.search(r"bishengir-compile\s+(?:version\s+)?(\d\S*)", done.stdout)
-    date = re.search(r"\d{4}-\d\d-\d\d", done.stdout)
+    printed = done.stdout + done.stderr
+    version = re.search(r"bishengir-compile\s+(?:version\s+)?(\d\S*)", printed)
+    date = re.search(r"\d{4}-\d\d-\d\d", printed)
+    said = next(iter((done.stderr or done.stdout).strip().splitlines()), "nothing")
+    if done.returncode < 0 or done.returncode in NOT_STARTED:
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        return Finding(part, path, WRONG, f"it does not run: {how}; --version says {said!r}")
     if done.returncode or version is None:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return Finding(part, path, UNTESTED, f"--version says {said[0] if said else 'nothing'!r}")
+        return Finding(part, path, UNTESTED, f"--version says {said!r}")
     found = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
     if version[1] == COMPILER_OF_CANN_8_5:
         remedy = "it refuses most tiles; slower ones take their place, with a warning: `diyfa tune` finds the fastest"

@@ -35,6 +35,7 @@ except ImportError:  # Windows: files stay whole (os.replace), but two processes
 log = logging.getLogger(__name__)
 Config = TypeVar("Config")  # a frozen dataclass of plain values
 Rows = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> {"config", "ms", "measured"}
+ROW = {"config", "ms", "measured"}
 FILE_FORMAT = 1
 ROUNDS = 3  # every candidate is measured so often, in turns, so that a drifting clock meets them all alike
 # How much faster than the default a candidate must be. The defaults come from long measurements over many sizes; the
@@ -85,12 +86,24 @@ class TuneFile:
             if content["format"] != FILE_FORMAT or content["identity"] != self.versions:
                 raise ValueError("made by another version or for another device")
             return {
-                kernel: {bucket: row for bucket, row in rows.items() if isinstance(row["config"], dict)}
+                kernel: {
+                    bucket: row for bucket, row in rows.items() if row.keys() >= ROW and isinstance(row["config"], dict)
+                }
                 for kernel, rows in content["rows"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("ignoring %s, measuring again: %s", self.path, error)
             return {}
+
+    def unwritable(self) -> str | None:
+        """Why nothing can be kept, or None."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path.parent) as f:
+                f.write(bytes(4096))  # a full disk still takes empty files
+        except OSError as error:
+            return f"{self.path.parent} cannot be written ({error.strerror}): DIYFA_CACHE_DIR names another folder"
+        return None
 
     def add(self, kernel: str, bucket: str, row: dict[str, Any]) -> None:
         """Add or replace one row, keeping those that other processes wrote meanwhile."""
@@ -245,10 +258,11 @@ class Tuner:
             self._unmeasured.clear()
 
     def unavailable(self) -> str | None:
-        """Why `best` answers the default now, or None."""
+        """Why `best` answers the default now, or nothing that it measures is kept; or None."""
         if not self.enabled:
             return "tuning is off (DIYFA_AUTOTUNE=0)"
-        return self.device_needed if self._device() is None else None
+        device = self._device()
+        return self.device_needed if device is None else self._file(device).unwritable()
 
     def stored(self) -> list[TunedTile]:
         """The rows on disk for the current device and these versions."""

@@ -220,9 +220,7 @@ def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3 or another of --list.")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
     chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
-    kernel: Annotated[
-        list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv, dbias or fused; may be repeated.")
-    ] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="Ascend: float16, bfloat16, float32; may be repeated.")
     ] = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import typer
 
@@ -27,6 +28,7 @@ from diyfa.cli.output import err, out, print_json, progress_bar
 MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
 WORKER = (sys.executable, "-m", "diyfa.cli.first_run_worker")
 START_LIMIT_S = 300.0  # importing torch_npu and opening the device
+PARTS = {"date": str, "done": list, "replaced": list, "rows": list}  # of the JSON file that a run goes on with
 KEPT_OUTPUT = 20  # the last lines that a process printed, for the row of its crash
 
 Row = dict[str, Any]
@@ -115,14 +117,23 @@ class Run:
     def __init__(self, request: Request, command: Sequence[str] = WORKER) -> None:
         self.request, self.command = request, command
         self._worker: Worker | None = None
-        worker, ready = self._started()
-        self._worker = worker
+        self._lock: IO[str] | None = None
+        if request.output and request.output.suffix == ".txt":
+            better = request.output.with_suffix(".json")
+            raise ValueError(f"{request.output}: the page goes there; name the JSON file, such as {better}")
+        self._worker, ready = self._started()
+        ready["switches"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("DIYFA_NPU_")}
         name = str(ready["device"]).replace(" ", "-").replace("/", "-")
         self.path = request.output or Path(f"diyfa-first-run-{name}.json")
-        self.document = self._earlier(ready) or {
-            "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
-            "replaced": [], "rows": [],
-        }  # fmt: skip
+        try:
+            self._lock = _locked(self.path)
+            self.document = self._earlier(ready) or {
+                "benchmark": "ascend first run", **ready, "smoke": request.smoke, "info": _info(), "done": [],
+                "replaced": [], "rows": [],
+            }  # fmt: skip
+        except BaseException:
+            self.end()
+            raise
 
     def _earlier(self, ready: dict[str, Any]) -> dict[str, Any] | None:
         """What an earlier run of the same things on the same device wrote."""
@@ -130,16 +141,18 @@ class Run:
             return None
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip"))
+            same = all(earlier[name] == ready[name] for name in ("device", "versions", "chip", "switches"))
             same = same and earlier["smoke"] == self.request.smoke
-            if not {"done", "replaced", "rows"} <= set(earlier):
-                raise KeyError
+            whole = all(isinstance(earlier[part], kind) for part, kind in PARTS.items())
+            if not (whole and all("stage" in row for row in earlier["rows"])):
+                raise ValueError
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} is no file of a first run: name another with --output") from error
+            remedy = "--again starts afresh, --output names another file"
+            raise ValueError(f"{self.path} is no file of a first run: {remedy}") from error
         if not same:
             raise ValueError(
-                f"{self.path} is from another device, other versions or another size of run: --again starts afresh, "
-                "--output names another file"
+                f"{self.path} is from another device, other versions or switches, or another size of run: --again "
+                "starts afresh, --output names another file"
             )
         return earlier
 
@@ -159,7 +172,7 @@ class Run:
 
     def do(self, step: Step) -> None:
         """One step. A tile search goes on without a tile at which its process ended."""
-        without: list[dict[str, Any]] = []
+        without: list[dict[str, Any]] = self.document.setdefault("without", {}).setdefault(step.key, [])
         while True:
             if without:
                 step = Step(step.stage, step.name, step.kind, {**step.arguments, "without": without}, step.environment)
@@ -209,6 +222,23 @@ class Run:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _locked(path: Path) -> IO[str]:
+    """A file that is locked while it is open. Two runs at once would overwrite each other's rows, and spoil each
+    other's times."""
+    import fcntl  # an Ascend machine runs Linux
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another first-run writes {path}: wait for it, or name another file with --output") from None
+    return file
 
 
 def _row_of_failure(step: Step, outcome: Outcome) -> Row:
@@ -256,6 +286,10 @@ def run(request: Request, json_wanted: bool, command: Sequence[str] = WORKER) ->
                 this.do(step)
                 progress.update(task, advance=1)
         this.save()
+    except KeyboardInterrupt:
+        done = len(this.document["done"])
+        err.print(f"{this.path}: {done} steps are done; the same command goes on there", highlight=False)
+        raise
     finally:
         this.end()
     text = this.path.with_suffix(".txt")

@@ -103,6 +103,15 @@ def _dtypes(document: dict[str, Any]) -> Iterator[str]:
         yield "    nothing: through float32 or float16, conversions included, it is no faster"
 
 
+def _not_timed(document: dict[str, Any]) -> Iterator[str]:
+    rows = [row for row in document["rows"] if row.get("table") in ("dtypes", "attention") and "unavailable" in row]
+    if rows:
+        yield f"[bold]Not timed[/bold]: {len(rows)} calls, such as"
+    for row in rows[:3]:
+        who = row.get("implementation", row["dtype"])
+        yield f"  {who}, D = {row['D']}, S = {row['S']}: {escape(row['unavailable'])}"
+
+
 def _standing(document: dict[str, Any]) -> list[list[str]]:
     """Rows of the last table: forward, D = 128, no mask, by length, the faster of the 16-bit dtypes."""
     found: dict[str, dict[int, float]] = {}
@@ -141,7 +150,10 @@ def print_page(console: Console, document: dict[str, Any], files: Sequence[Path]
     )  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     console.print(f"  {escape(versions)}", highlight=False, soft_wrap=True)
-    for part in (_numerics(document), _tiles(document), _dtypes(document)):
+    if document["switches"]:
+        switches = ", ".join(f"{name}={value}" for name, value in document["switches"].items())
+        console.print(f"  with {escape(switches)}", highlight=False, soft_wrap=True)
+    for part in (_numerics(document), _tiles(document), _dtypes(document), _not_timed(document)):
         lines = list(part)
         if lines:
             console.print("\n" + "\n".join(lines), highlight=False, soft_wrap=True)

@@ -125,6 +125,7 @@ def test_which_cann(healthy: Machine, version: str, verdict: str, words: tuple[s
 
 
 def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
     machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": str(tmp_path / "elsewhere")})
     expect(machine, "CANN", UNTESTED, "unknown version in ", "elsewhere", "no ascend_toolkit_install.info")
 
@@ -137,6 +138,8 @@ def test_a_folder_that_does_not_say_which_cann_it_is(healthy: Machine, tmp_path:
         (COMPILER.replace("1.1.0", "0.9.3"), 0, UNTESTED, ("0.9.3", "proven with 1.1.0 and 1.2.0", "diyfa tune")),
         ("LLVM version 19\n", 0, UNTESTED, ("--version says 'LLVM version 19'",)),
         ("", 1, UNTESTED, ("--version says 'nothing'",)),
+        (COMPILER, 1, UNTESTED, ("--version says 'bishengir-compile 1.1.0",)),
+        ("error while loading shared libraries: libLLVM.so\n", 127, WRONG, ("does not run", "libLLVM.so")),
     ],
 )
 def test_which_compiler(healthy: Machine, says: str, status: int, verdict: str, words: tuple[str, ...]) -> None:
@@ -149,11 +152,75 @@ def test_a_compiler_that_does_not_run(healthy: Machine) -> None:
     expect(healthy, "bishengir-compile", WRONG, "does not run")
 
 
+def test_a_compiler_that_hangs(healthy: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diyfa.npu_environment.COMPILER_SECONDS", 0.2)
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/bin/sh\nexec sleep 20\n", 0o755)
+    expect(healthy, "bishengir-compile", WRONG, "does not run", "timed out")
+
+
+def test_either_variable_says_which_cann(healthy: Machine, tmp_path: Path) -> None:
+    """The one that 8.5.0's script sets before the older one."""
+    other = str(plant_cann(tmp_path / "other", "8.3.RC1"))
+    old = {"ASCEND_TOOLKIT_HOME": other}
+    expect(replace(healthy, environ={**healthy.environ, **old}), "CANN", FINE, "8.5.0 in ")
+    path = {"PATH": healthy.environ["PATH"]}
+    expect(replace(healthy, environ={**path, **old}), "CANN", WRONG, f"8.3.RC1 in {other}")
+    expect(replace(healthy, environ={**path, **old}), "set_env.sh", FINE, f"ASCEND_TOOLKIT_HOME={other}")
+
+
+def test_a_compiler_that_crashes(healthy: Machine) -> None:
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", "#!/bin/sh\nkill -SEGV $$\n", 0o755)
+    expect(healthy, "bishengir-compile", WRONG, "does not run", "signal 11")
+
+
+@pytest.mark.parametrize(
+    "script", ["printf 'bishengir-compile 1.1.0 \\377\\n'", "echo bishengir-compile 1.1.0 >&2"], ids=["bytes", "stderr"]
+)
+def test_a_compiler_that_answers_in_another_way(healthy: Machine, script: str) -> None:
+    write(healthy.root / "usr/local/Ascend/cann/bin/bishengir-compile", f"#!/bin/sh\n{script}\n", 0o755)
+    expect(healthy, "bishengir-compile", FINE, "1.1.0 in ")
+
+
+def test_an_environment_of_a_cann_that_is_gone(healthy: Machine, tmp_path: Path) -> None:
+    """After an upgrade, in a shell from before."""
+    gone = str(tmp_path / "gone")
+    machine = replace(healthy, environ={**healthy.environ, "ASCEND_HOME_PATH": gone})
+    expect(machine, "set_env.sh", WRONG, gone, "no such folder", f"source {tmp_path}/usr/local/Ascend/cann/set_env.sh`")
+
+
+@pytest.mark.parametrize("closed", ["", "cann", "cann/aarch64-linux/ascend_toolkit_install.info", "driver"])
+def test_what_may_not_be_read(healthy: Machine, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CANN that was installed for a group: of its folders nothing is seen from outside, and every part is judged."""
+    place = healthy.root / "usr/local/Ascend" / closed
+    stat, read_text = os.stat, Path.read_text
+
+    def denied(path: Any) -> bool:
+        return str(path).startswith(f"{place}{os.sep}")
+
+    def planted_stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if denied(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    def planted_read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if denied(path) or path == place:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", planted_stat)  # the superuser is denied nothing
+    monkeypatch.setattr(Path, "read_text", planted_read_text)
+    assert len(findings(healthy)) == len(PARTS) + 1
+    unset = replace(healthy, environ={"PATH": "/bin"})
+    expect(unset, "set_env.sh", WRONG, "set_env.sh")
+
+
 @pytest.mark.parametrize(
     ("firmware", "verdict", "words"),
     [
         (FIRMWARE, FINE, ()),
         ("Version=6.4.12.1.241\n", FINE, ()),
+        ("Version=7.7.99\n", FINE, ()),
+        ("Version=6.4.0\n", FINE, ()),
         ("Version=7.8.0.1.2\n", WRONG, ("takes firmware [6.4.0,6.4.99],[7.0.0,7.7.99]",)),
         ("Version=6.3.0\n", WRONG, ("install the pair of one release",)),
         ("", UNTESTED, ("not found", "npu-smi info")),
@@ -177,6 +244,8 @@ def test_a_driver_in_another_place(healthy: Machine) -> None:
     [
         ({"torch": "2.9.0", "torch_npu": "2.9.0"}, FINE, ()),
         ({"torch_npu": "2.7.1.post11"}, UNTESTED, ("not in diyfa's table", "torch_npu==2.7.1.post2 is")),
+        ({"torch_npu": "2.7.1.post2+git1a2b3c4"}, FINE, ()),
+        ({"torch": "2.7.0"}, WRONG, ("they must be of one release: torch==2.7.1",)),
         ({"torch": "2.8.0"}, WRONG, ("they must be of one release: torch==2.7.1, or torch_npu==2.8.0.post2",)),
         ({"torch": "2.5.1", "torch_npu": "2.5.1"}, UNTESTED, ("not in diyfa's table",)),
         ({"torch": "2.9.1", "torch_npu": ""}, WRONG, ("no torch_npu is documented for this torch",)),
@@ -207,6 +276,7 @@ def test_which_triton(
     ("chip", "verdict", "words"),
     [
         (replace(CHIP, cube_cores=18, vector_cores=36), UNTESTED, ("18 cube and 36", "expected 20 and 40")),
+        (replace(CHIP, vector_cores=38), UNTESTED, ("20 cube and 38",)),
         (replace(CHIP, name="Ascend310P3"), WRONG, ("Ascend310P3", "A2 (910B)")),
     ],
 )

@@ -77,6 +77,9 @@ def test_a_triton_of_two_halves_is_told_with_the_remedy(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "triton.backends", None)
     problem = npu_stacks.triton_problem()
     assert problem and "does not load (ModuleNotFoundError" in problem and "pip uninstall -y" in problem
+    monkeypatch.setitem(sys.modules, "triton.backends", ModuleType("triton.backends"))
+    problem = npu_stacks.triton_problem()
+    assert problem and "does not load (AttributeError" in problem and "pip uninstall -y" in problem
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,12 @@ def test_it_goes_on_where_it_was(fake) -> None:
     assert after["rows"] == before["rows"] and len(after["done"]) == 4
     fake.path.write_text(json.dumps({**before, "done": before["done"][:3], "rows": before["rows"][:3]}))
     assert fake()["rows"] == before["rows"]
-    for change in ({"smoke": False}, {"device": "Ascend910B1"}):
+    for change in (
+        {"smoke": False},
+        {"device": "Ascend910B1"},
+        {"chip": {"cube_cores": 24}},
+        {"versions": {"torch": "0"}},
+    ):
         fake.path.write_text(json.dumps({**before, **change}))
         with pytest.raises(ValueError, match=r"another device.*--again"):
             fake()
@@ -204,6 +209,107 @@ def test_it_goes_on_where_it_was(fake) -> None:
     with pytest.raises(ValueError, match="is no file of a first run"):
         fake()
     assert len(fake(again=True)["rows"]) == 4
+
+
+def test_results_that_make_no_sense(fake) -> None:
+    """A file that lost a part, or that somebody edited."""
+    before = fake()
+    for change in ({"done": None}, {"rows": None}, {"rows": [{}]}, {"replaced": 3}, {"date": None}):
+        fake.path.write_text(json.dumps({**before, **change}))
+        with pytest.raises(ValueError, match=r"is no file of a first run.*--again"):
+            fake()
+
+
+def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -> None:
+    from diyfa.cli import first_run
+
+    request = first_run.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
+    with pytest.raises(ValueError, match=r"out\.txt: the page goes there.*out\.json"):
+        first_run.run(request, True, (sys.executable, "-c", FAKE))
+
+
+def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """What a tile did is told once, and that tile is not tried again."""
+    from diyfa.cli import first_run
+
+    attempt, attempts = first_run.Run._attempt, iter([True, False])
+
+    def interrupted(run, step):
+        if not next(attempts):
+            raise KeyboardInterrupt
+        return attempt(run, step)
+
+    with monkeypatch.context() as planted, pytest.raises(KeyboardInterrupt):
+        planted.setattr(first_run.Run, "_attempt", interrupted)
+        fake("tile", "a", stages=("tiles",))
+    assert "the same command goes on" in capsys.readouterr().err
+    document = fake("tile", "a", stages=("tiles",))
+    died = [row for row in document["rows"] if "exit status 7" in row.get("unavailable", "")]
+    assert len(died) == 2 and len(document["done"]) == 2
+
+
+def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diyfa.cli import first_run
+
+    kept, attempt = [], first_run.Run._attempt
+
+    def noted(run, step):
+        kept.append(len(json.loads(fake.path.read_text())["done"]) if fake.path.exists() else 0)
+        return attempt(run, step)
+
+    monkeypatch.setattr(first_run.Run, "_attempt", noted)
+    fake()
+    assert kept == [0, 1, 2, 3]
+
+
+def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs in the driver would keep the device."""
+    from diyfa.cli import first_run
+
+    workers, worker = [], first_run.Worker
+    monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
+    fake("hang", "causal")
+    assert len(workers) == 2 and all(x._process.poll() is not None for x in workers)
+
+
+def test_two_at_once(fake) -> None:
+    import fcntl
+
+    with open(fake.path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another first-run writes .*fake\.json"):
+            fake()
+    assert len(fake()["done"]) == 4
+
+
+def test_switches_are_told(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gets the files must know that these are not the usual kernels."""
+    monkeypatch.setenv("DIYFA_NPU_ALWAYS_MASK", "1")
+    assert fake()["switches"] == {"DIYFA_NPU_ALWAYS_MASK": "1"}
+    assert "DIYFA_NPU_ALWAYS_MASK=1" in fake.path.with_suffix(".txt").read_text()
+    monkeypatch.delenv("DIYFA_NPU_ALWAYS_MASK")
+    with pytest.raises(ValueError, match=r"other versions or switches.*--again"):
+        fake()
+
+
+def test_the_page_tells_what_was_not_timed(fake) -> None:
+    fake("crash", "bfloat16", stages=("dtypes",))
+    page = fake.path.with_suffix(".txt").read_text()
+    assert "bfloat16, D = 16, S = 32: the process ended with exit status 7" in page
+
+
+@pytest.mark.parametrize(
+    ("switch", "value", "told"),
+    [("DIYFA_NPU_TILE", "32x32", "unset DIYFA_NPU_TILE"), ("DIYFA_CACHE_DIR", "/dev/null", "DIYFA_CACHE_DIR")],
+)
+def test_tiles_that_could_not_be_measured_or_kept(
+    npu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(switch, value)
+    _, document, page = first_run(tmp_path / "out.json", stages=("tiles",))
+    assert [row["kernel"] for row in document["rows"]] == ["all", "all"]
+    assert all(told in row["unavailable"] for row in document["rows"])
+    assert "Nothing was measured" in page and "calls now use" not in page
 
 
 def test_a_machine_without_an_npu(tmp_path: Path) -> None:

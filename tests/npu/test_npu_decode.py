@@ -31,6 +31,7 @@ CASES = [
     Case("page-48", (300, 31), page_size=48, dtype="float32"),
     # More heads than an append has at a time, and a rotation that leaves features over.
     Case("append-heads", (20, 33), heads=36, heads_kv=18, added=2, rotary=8, head_dim=24, batch_idx=True),
+    Case("append-left-window", (20, 33), seqlen_q=2, added=2, rotary=16, causal=False, window=(9, -1)),
     Case(
         "append-halves", (0, 33), heads=36, heads_kv=18, added=1, rotary=24, head_dim=40, interleaved=False, page_size=5
     ),
@@ -42,6 +43,18 @@ def test_against_float64(npu: torch.device, case: CacheCase) -> None:
     out, lse, *caches = run_case(case, str(npu))
     assert_in_budget(case, out, lse)
     assert_appended(case, *caches)
+
+
+@pytest.mark.parametrize("seqlen_q", [16, 17])
+@pytest.mark.parametrize("window", [(-1, -1), (5, -1), (30, -1)], ids=str)
+def test_blocks_of_which_one_key_differs(
+    npu: torch.device, monkeypatch, seqlen_q: int, window: tuple[int, int]
+) -> None:
+    """Or all but one: the last query's last key lies alone in its block, or its first key is the second of one."""
+    monkeypatch.setenv("DIYFA_NPU_TILE", "decode=16x16")
+    case = Case("alone", (17, 33, 48), heads=1, heads_kv=1, seqlen_q=seqlen_q, head_dim=16, window=window)
+    out, lse, *_ = run_case(case, str(npu))
+    assert_in_budget(case, out, lse)
 
 
 @pytest.mark.parametrize("page_size", [16, 4])

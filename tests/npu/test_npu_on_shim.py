@@ -65,6 +65,7 @@ CASES = [
     Case("seq-lens", batch=3, seq_lens=(130, 1, 64)),
     Case("seq-lens-causal", BF16, batch=3, seq_lens=(130, 40, 65), causal=True, layout="bshd"),
     Case("seq-lens-window-sinks", F32, batch=2, seq_lens=(100, 3), window=(7, 2), sinks=True),
+    Case("seq-lens-of-whole-tiles", batch=2, seqlen_q=20, seqlen_k=512, head_dim=16, seq_lens=(512, 100)),
     Case("window", window=(20, 11)),
     Case("window-left-only", F32, window=(9, -1)),
     Case("window-right-only", F32, window=(-1, 30)),

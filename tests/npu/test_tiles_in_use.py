@@ -13,7 +13,7 @@ import torch
 import diyfa
 from diyfa.backends.npu.compiler import specs
 from diyfa.backends.npu.tables import asked, configs
-from diyfa.problem import Launch
+from diyfa.problem import KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
@@ -68,6 +68,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tiles) -> Callable[..., Compiler]:
         return planted
 
     return install
+
+
+def launch_of_forward(q: torch.Tensor, **changes) -> Launch:
+    """The launch of a plain call with the tile 64x64 but for `changes`."""
+    from diyfa.backends.npu.attention.fwd import launch_of
+    from diyfa.problem import AttentionTensors
+
+    problem = specs.example(A2, head_dim=16, dtype=str(q.dtype).removeprefix("torch."))
+    tensors = AttentionTensors(q, q, q, 1.0)
+    return launch_of(problem, tensors, q, q.new_empty(q.shape[:3]), configs.AttentionTile(64, 64, **changes))
 
 
 def run(case: AttentionCase, npu: torch.device) -> None:
@@ -135,6 +145,13 @@ def test_keys_that_fill_the_table_s_tile_but_not_the_asked_one(npu: torch.device
     run(case, npu)
 
 
+@pytest.mark.parametrize("seqlen_k", [47, 49, 95])
+def test_keys_that_nearly_fill_their_tiles(npu: torch.device, tiles, monkeypatch, seqlen_k: int) -> None:
+    """One more or less: whether the last tile needs a mask is a comparison without room for an error."""
+    monkeypatch.setenv(asked.VARIABLE, "16x48")
+    run(AttentionCase("nearly", seqlen_q=20, seqlen_k=seqlen_k, heads=1, head_dim=16), npu)
+
+
 def test_an_asked_tile_that_does_not_compile_is_not_replaced(npu: torch.device, compiler, monkeypatch) -> None:
     planted = compiler(lambda kernel, tile: False)
     monkeypatch.setenv(asked.VARIABLE, "96x96")
@@ -184,6 +201,20 @@ def test_another_variant_of_the_kernel_keeps_its_tile(npu: torch.device, compile
     assert ("fwd", "64x64") not in planted.tried
 
 
+@pytest.mark.parametrize(
+    "change", [{"dtype": "bfloat16"}, {"workspace_buffers": 2}], ids=lambda change: next(iter(change))
+)
+def test_another_type_or_option_is_another_variant(npu: torch.device, tiles, change) -> None:
+    """Of one shape and with equal constants, but compiled apart."""
+    variants = set()
+    for changed in ({}, change):
+        dtype = getattr(torch, changed.get("dtype", "float16"))
+        q = torch.empty(1, 1, 20, 16, dtype=dtype, device=npu)
+        launch = launch_of_forward(q, **{name: x for name, x in changed.items() if name != "dtype"})
+        variants.add(tiles._variant(launch))
+    assert len(variants) == 2
+
+
 def test_both_reasons_where_nothing_compiles(npu: torch.device, compiler, monkeypatch, tiles) -> None:
     planted = compiler(lambda kernel, tile: False)
     monkeypatch.setattr(tiles.compiler, "compiler_version", lambda: "")
@@ -193,6 +224,18 @@ def test_both_reasons_where_nothing_compiles(npu: torch.device, compiler, monkey
             run(CASE, npu)
         assert len(planted.tried) == 2 and str(caught.value).count("ub overflow") == 2
         assert "set_env.sh" in str(caught.value)
+
+
+def test_what_says_that_a_kernel_does_not_compile(tiles) -> None:
+    from triton.compiler.errors import CompilationError, MLIRCompilationError
+    from triton.runtime.errors import OutOfResources
+
+    refusals = [
+        MLIRCompilationError("ConvertLinalgRToBinary", OVERFLOW), CompilationError("", None, "no such operation"),
+        OutOfResources(2, 1, "shared memory"), RuntimeError("already failed once"),
+    ]  # fmt: skip
+    assert all(tiles.compiler.is_compile_failure(refusal) for refusal in refusals)
+    assert not tiles.compiler.is_compile_failure(RuntimeError("it already failed once on the device"))
 
 
 def test_what_goes_wrong_on_the_device_is_raised(npu: torch.device, compiler, tiles, monkeypatch) -> None:
@@ -299,6 +342,9 @@ def test_the_conservative_tile_of_each_row() -> None:
             problem, _ = specs.case_of(arch, {**specs.mode_case(kernel, mode), "dtype": dtype, "head_dim": head_dim})
             tile, even = configs.conservative_tile(problem, kernel), configs.candidates(problem, kernel)[0]
             assert configs.fits(tile, problem, kernel) and configs.candidates(problem, kernel)[-1] == tile
+            assert (tile.workspace_buffers, tile.vector_loop, tile.cube_loop) == (2, None, None)  # the compiler's own
+            if arch != A2 and dtype != "float32":
+                assert tile.block_m >= 32, "bishengir-compile-a5 crashes on 16x16"
             if mode == "even":
                 assert even.block_n % tile.block_n == 0 or kernel == "dkdv", (arch, kernel, dtype, head_dim)
 
@@ -380,6 +426,38 @@ def test_tuning_keeps_what_compiles(npu: torch.device, tuner, tiles, monkeypatch
         diyfa.flash_attention(q, q, q)
     (kept,) = tuner.stored()
     assert (kept.config["block_m"], kept.config["block_n"]) == conservative
+
+
+PROBLEMS = {
+    "attention": specs.example(A2, head_dim=16, seqlen_k=512),
+    "cache": KVCacheProblem("npu", A2, "float16", "float16", "bshd", 4, 8, 8, 1, 1024, 64, 64, page_size=64),
+}
+OTHERS = {
+    "attention": [
+        {"dtype": "bfloat16"}, {"layout": "bshd"}, {"seqlen_k": 511}, {"head_dim": 24}, {"head_dim_v": 24},
+        {"window_right": 0}, {"window_left": 60}, {"window_left": 600}, {"softcap": 5.0}, {"alibi": True},
+        {"sinks": True}, {"dropout": True}, {"bias": "float16"}, {"bias": "float32"}, {"seq_lens": True},
+    ],
+    "cache": [
+        {"dtype": "bfloat16"}, {"layout": "thd"}, {"heads_kv": 4}, {"seqlen_q": 2}, {"capacity": 4096},
+        {"head_dim": 72}, {"head_dim_v": 72}, {"page_size": 128}, {"packed_keys": True}, {"window_left": 60},
+        {"window_right": 0}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"num_splits": 2},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_what_is_tuned_by_itself(tiles, what: str) -> None:
+    """A tile that was measured for other problems need not even compile."""
+    problem, kernel = PROBLEMS[what], {"attention": "fwd", "cache": "decode"}[what]
+    buckets = [tiles._bucket(problem.replace(**change), kernel) for change in ({}, *OTHERS[what])]
+    assert len(set(buckets)) == len(buckets), [x for x in buckets if buckets.count(x) > 1]
+
+
+@pytest.mark.parametrize("change", [{"batch": 64}, {"seqlen_q": 16384}, {"seqlen_k": 16384}], ids=str)
+def test_what_shares_a_tuned_tile(tiles, change: dict[str, int]) -> None:
+    problem = specs.example(A2, head_dim=16, seqlen_q=8192, seqlen_k=8192)
+    assert tiles._bucket(problem, "fwd") == tiles._bucket(problem.replace(**change), "fwd")
 
 
 def test_a_deterministic_call_is_not_tuned(npu: torch.device, tuner) -> None:

@@ -49,6 +49,7 @@ PACKED = [
         "everything", (70, 20, 0, 41), (55, 90, 8, 41), heads=4, dtype=BF16, outside=(1, 4), sinks=True, alibi=True,
         options={"window": (30, 6), "softcap": 7.0, "dropout_p": 0.2},
     ),
+    Packed("longest-fills-its-tiles", (20, 30), (512, 15), heads=1, heads_kv=1),
 ]  # fmt: skip
 
 

@@ -667,6 +667,23 @@ def test_tune_where_nothing_can_be_measured(tuner):
     assert result.exit_code == 2 and "DIYFA_AUTOTUNE" in result.output and not tuner.seen
 
 
+def test_tune_where_nothing_can_be_kept(tuner, monkeypatch):
+    """Before anything is measured, which takes long."""
+    monkeypatch.setenv("DIYFA_CACHE_DIR", os.devnull)
+    result = invoke("tune", "--seq-len", "32", "--head-dim", "16")
+    assert result.exit_code == 2 and "cannot be written" in result.output and not tuner.seen
+    assert "DIYFA_CACHE_DIR" in result.output
+
+
+def test_tune_lists_no_row_that_lost_a_part(tuner):
+    invoke("tune", "--seq-len", "32", "--head-dim", "16")
+    (path,) = Path(os.environ["DIYFA_CACHE_DIR"]).glob("tune/*.json")
+    content = json.loads(path.read_text())
+    del content["rows"]["attention_fwd"]["(32, True)"]["ms"]
+    path.write_text(json.dumps(content))
+    assert [tile["bucket"] for tile in invoke_json("tune", "--list")[1]["tiles"]] == ["(32, False)"]
+
+
 def test_tune_of_a_backend_without_an_autotuner():
     result = invoke("tune", "--backend", "cpu")
     assert result.exit_code == 2 and "no autotuner" in result.output

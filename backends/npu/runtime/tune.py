@@ -6,6 +6,7 @@ what it kept.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from importlib import metadata
@@ -17,6 +18,7 @@ from diyfa import tuning as shared
 from diyfa.backends.npu import device_name
 from diyfa.backends.npu.runtime.compat import INTERPRETED
 from diyfa.backends.npu.runtime.compiler import compiler_version, is_compile_failure
+from diyfa.backends.npu.tables.asked import VARIABLE
 from diyfa.problem import Tuning
 
 MEASURE_MS = 60  # of each candidate, in each round
@@ -59,6 +61,11 @@ class Tuner(shared.Tuner):
 
     def _device(self) -> tuple[int, str] | None:
         return self.device()
+
+    def unavailable(self) -> str | None:
+        if os.environ.get(VARIABLE):
+            return f"{VARIABLE}={os.environ[VARIABLE]} asks for tiles, so that none is chosen: unset {VARIABLE}"
+        return super().unavailable()
 
     def _identity(self, device_name: str) -> dict[str, str]:
         try:
