@@ -33,10 +33,10 @@ class Sm90BwdConfig:
 
 # By columns of a tile. Figures: bf16, 16384 tokens, heads * head_dim = 2048, full at S = 1k/4k/16k, causal at 16k.
 CONFIGS: dict[int, Sm90BwdConfig] = {
-    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-25: 388/500/517, 509"),
-    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-25: 453/576/596, 583"),
-    192: Sm90BwdConfig(64, 128, 2, form="mla", measured="H200, 2026-11-25, V 128: 390/480/511, 504"),
-    256: Sm90BwdConfig(64, 64, 2, form="columns", measured="H200, 2026-11-24: 341/417/416, 419"),
+    64: Sm90BwdConfig(128, 128, 2, measured="H200, 2026-11-25: 416/484/504, 489"),
+    128: Sm90BwdConfig(64, 128, 2, measured="H200, 2026-11-25: 490/568/590, 541"),
+    192: Sm90BwdConfig(64, 128, 2, form="mla", measured="H200, 2026-11-25, V 128: 392/483/478, 516"),
+    256: Sm90BwdConfig(64, 64, 2, form="columns", measured="H200, 2026-11-25: 339/403/389, 417"),
 }
 
 

@@ -51,7 +51,7 @@ from diyfa.backends.cuda.hopper.bwd import (
     _weights,
 )
 from diyfa.backends.cuda.hopper.bwd_wide import _add_in_fours
-from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of, unpaired
+from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, paired, run_of, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import start_store
 
@@ -146,21 +146,6 @@ class MlaConsumer:
 
 
 @gluon.jit
-def _as_pairs(x, DTYPE: gl.constexpr):
-    """x [64, BLOCK_M] fp32 in 16 bits, two in an int32, before what follows: half as many registers."""
-    low, high = gl.split(x.reshape([ROWS, x.shape[1] // 2, 2]))
-    if DTYPE == gl.bfloat16:  # noqa: SIM300  a type, not a constant
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=False, pack=1
-        )
-    return pairs
-
-
-@gluon.jit
 def _blocks(
     consumer, first, start, end,
     dk, dk_last, dv,  # [64, 128], [64, 64], [64, 128] fp32
@@ -189,7 +174,7 @@ def _blocks(
         s = warpgroup_mma_wait(0, deps=[s])
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, _ = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
-        p = _as_pairs(p, DTYPE)
+        p = paired(p, DTYPE, False)
         ring.wait_do(item)
         dp = _start_scores(shared.v_buffers, shared.do_buffers, stage, c + zero, BOXES_V, BOXES_V, config.BLOCK_M)
         dp = warpgroup_mma_wait(0, deps=[dp])

@@ -209,22 +209,30 @@ def zero_output(WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
 
 
 @gluon.jit
+def paired(x, DTYPE: gl.constexpr, PURE: gl.constexpr):
+    """x [64, columns] fp32 in 16 bits, two in an int32, [64, columns / 2]. Unless PURE at this place of the program, so
+    that what follows finds half as many registers taken."""
+    low, high = gl.split(x.reshape([ROWS, x.shape[1] // 2, 2]))
+    if DTYPE == gl.bfloat16:  # noqa: SIM300  a type, not a constant
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=PURE, pack=1
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=PURE, pack=1
+        )
+    return pairs
+
+
+@gluon.jit
 def mma_operand(weights, o, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
     """Weights [64, BLOCK_N] fp32 in 16 bits, as the operand that `start_values` takes in the next round of the KV loop.
 
-    PAIRS: two of them in an int32, [64, BLOCK_N / 2]. Carried through a loop as 16-bit numbers, ptxas exchanges the
+    PAIRS: `paired`. Carried through a loop as 16-bit numbers, ptxas exchanges the
     halves of each register at its end and again at its beginning: 64 of 480 instructions of a block at head_dim 64.
     """
     if PAIRS:
-        low, high = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
-        if DTYPE == gl.bfloat16:  # noqa: SIM300  a type, not a constant
-            p = gl.inline_asm_elementwise(
-                "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
-            )
-        else:
-            p = gl.inline_asm_elementwise(
-                "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
-            )
+        p = paired(weights, DTYPE, True)
     else:
         p = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, o[0].type.layout, 2))
     return p
