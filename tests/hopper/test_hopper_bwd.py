@@ -236,6 +236,18 @@ def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: i
     assert sums((1, 1, seqlen_q, seqlen_k, 64, -1, 0), 0, n_keys=n_keys)[0].count_nonzero()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_the_workspace_are_aligned(deterministic: bool) -> None:
+    """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 3, 64, 64, 64, 64)
+    problem = problem.replace(deterministic=deterministic)
+    q = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16)
+    config = bwd_configs.config_of(problem)
+    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q, q, 1.0), config, torch.zeros(1, 3, 64))
+    parts = [backward.dq, backward.statistics, backward.counter, backward.semaphores]
+    assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (3 + deterministic)
+
+
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
 def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
     source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", source_of("hopper.bwd"), flags=re.MULTILINE)

@@ -54,8 +54,8 @@ class Sm90Backward:
         of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
         of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
         # One allocation, of which the parts begin at multiples of 16 bytes.
-        self.workspace = lse.new_empty(of_dq + of_statistics + of_semaphores + 4)
-        dq, statistics, semaphores, counter = self.workspace.split((of_dq, of_statistics, of_semaphores, 4))
+        self.workspace = lse.new_empty(of_dq + of_statistics + 4 + of_semaphores)
+        dq, statistics, counter, semaphores = self.workspace.split((of_dq, of_statistics, 4, of_semaphores))
         self.counter = counter.view(torch.int32)
         self.dq = dq.view(-1, DQ_COLUMNS.value)
         self.statistics = statistics.view(-1, config.block_m)
