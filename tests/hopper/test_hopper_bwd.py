@@ -278,6 +278,34 @@ def test_what_it_refuses(words: str) -> None:
     assert words in (bwd_configs.refuses(problem.replace(**REFUSED[words])) or "")
 
 
+@pytest.mark.parametrize("d, dv, softcap, columns", [
+    (40, 40, 0.0, 64), (64, 64, 5.0, 64), (72, 72, 0.0, 128), (128, 128, 5.0, 128), (64, 40, 0.0, 256),
+    (128, 64, 0.0, 256), (64, 128, 0.0, 256), (136, 128, 0.0, 192), (192, 40, 0.0, 192), (192, 128, 5.0, 256),
+    (192, 136, 0.0, 256), (200, 128, 0.0, 256), (192, 192, 0.0, 256),
+])  # fmt: skip
+def test_which_kernel_takes_which_heads(d: int, dv: int, softcap: float, columns: int) -> None:
+    """Also where another one would be right, but slower."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 4, 512, 512, d, dv)
+    assert bwd_configs.config_of(problem.replace(softcap=softcap)) == bwd_configs.CONFIGS[columns]
+
+
+@pytest.mark.parametrize("head_dim, programs", [(128, [3, 6]), (192, [6, 6])])
+def test_programs_stay_where_blocks_of_keys_are_many(
+    head_dim: int, programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 260, head_dim, 128)
+    q, do, k, v = (
+        torch.zeros(1, 2, s, d).bfloat16() for s, d in ((64, head_dim), (64, 128), (260, head_dim), (260, 128))
+    )
+    tensors, config = AttentionTensors(q, k, v, 1.0), bwd_configs.config_of(problem)
+    backward = bwd_launch.Sm90Backward(problem, tensors, config, torch.zeros(1, 2, 64))
+    grids = []
+    for count in (3, 7):
+        monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=count: count)
+        grids.append(backward.gradient(do, torch.empty_like(k), torch.empty_like(v)).grid)
+    assert grids == programs
+
+
 PACKED = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "batch": 2}
 CHOSEN = {  # name of the kernel for changes of 32 heads, 4096 queries and keys, 128 columns
     "sm90": ({}, {"seqlen_k": 512}, {"deterministic": True}, {"window_left": 1023, "window_right": 0}, PACKED,
