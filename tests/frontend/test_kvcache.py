@@ -291,11 +291,14 @@ COMPILED: dict[str, tuple[Callable[..., Any], Callable[[int], dict[str, Any]]]] 
 }
 
 
-# The second number of rows is compiled for any number anyway.
-FROM_THE_FIRST = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("append", "packed")]
+# Each takes seconds; the others have what they have, too. The second number of rows is compiled for any number anyway.
+MORE_COMPILED = [
+    pytest.param(name, dynamic, marks=pytest.mark.slow)
+    for name, dynamic in (("latent", None), ("out", None), ("append", True), ("packed", True))
+]
 
 
-@pytest.mark.parametrize(("name", "dynamic"), [*((name, None) for name in COMPILED), *FROM_THE_FIRST])
+@pytest.mark.parametrize(("name", "dynamic"), [*((n, None) for n in ("append", "pages", "packed")), *MORE_COMPILED])
 def test_compile(name: str, dynamic: bool | None) -> None:
     torch.compiler.reset()
     function, make = COMPILED[name]
