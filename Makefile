@@ -56,7 +56,7 @@ CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_89 sm_75
 # What runs on npu tensors; everything else does not depend on the environment.
 NPU_TESTS ?= tests/npu tests/numerics/test_attention_matrix.py tests/numerics/test_propagation.py \
   tests/numerics/test_kvcache_matrix.py tests/numerics/test_infinite_sinks.py tests/numerics/test_infinite_scores.py tests/frontend/test_device.py \
-  tests/tools/test_cli.py
+  tests/numerics/test_merge.py tests/tools/test_cli.py
 
 # What depends on the release of torch_npu.
 NPU_OLDEST_TESTS ?= tests/npu/test_torch_npu.py tests/npu/test_npu_on_shim.py tests/frontend/test_npu_environment.py \
@@ -67,7 +67,7 @@ TRITON_FORMS ?= sm90 bfloat16 D=64 full
 TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_gluon_interpreter.py \
   test_hopper_interpreted.py test_hopper_ptx.py test_hopper_synchronisation.py test_tile_counter.py) \
   tests/numerics/test_attention_matrix.py tests/numerics/test_matmul.py \
-  tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
+  tests/numerics/test_merge.py tests/numerics/test_dropout_kernels.py tests/frontend/test_ops.py tests/numerics/test_fuzz.py
 
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)

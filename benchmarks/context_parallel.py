@@ -101,7 +101,7 @@ class Sizes:
 
 
 def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list[list[float]]]:
-    """Seconds of each rank's steps: of the kernels ("partial"), and with the merge; and backward."""
+    """Seconds of each rank's steps: of the kernels ("partial"), and with the merges; and backward."""
     layout = segments_of((0, rows, rows), ranks, "zigzag")
     q, k, v = sizes.random(rows // ranks)
     q.requires_grad_()
@@ -109,38 +109,39 @@ def time_steps(sizes: Sizes, ranks: int, rows: int, reps: int) -> dict[str, list
     every = [steps_of(layout, rank, window, False) for rank in range(ranks)]
     ring = sizes.ring(None, every[0], [q, k, v])
     q = q.detach()
-    merged = Merged(q, v.shape[-1], "bhsd")
+    merged = Merged(q, v.shape[-1], "bhsd", sizes.backend or "")
     for step in every[0][:2]:  # from now on there is a sum
         forward_step(ring, step, q, [k, v], None, merged)
     out, lse = merged.result()
     saved = Saved(q, None, out, lse, torch.randn_like(out), None, Sum(q, 2), None)
     saved.dq.all()
-    known: dict[Any, tuple[float, float, float]] = {}
+    known: dict[Any, list[float]] = {}
     found: dict[str, list[list[float]]] = {"partial": [], "forward": [], "backward": []}
     for own in every:
         times = []
         for step in own:
             first = step.shift == 0
             if (first, step.calls) not in known:
-                kernel = kernel_seconds(sizes, ring, step, (q, k, v), reps)
-                ahead = partial(forward_step, ring, step, q, [k, v], None, merged)
-                back = partial(backward_step, ring, step, saved, [k, v])
-                with_merge, backward = (seconds_of(run, sizes.device, reps) for run in (ahead, back))
-                known[first, step.calls] = kernel, kernel if first else with_merge, backward
+                kernels, merges = step_seconds(sizes, ring, step, (q, k, v), merged, reps)
+                backward = seconds_of(partial(backward_step, ring, step, saved, [k, v]), sizes.device, reps)
+                known[first, step.calls] = [kernels, kernels if first else kernels + merges, backward]
             times.append(known[first, step.calls])
         for name, values in zip(found, zip(*times, strict=True), strict=True):
             found[name].append(list(values))
     return found
 
 
-def kernel_seconds(sizes: Sizes, ring: Ring, step: Step, qkv: tuple[torch.Tensor, ...], reps: int) -> float:
-    """Seconds of a step's calls without what joins them."""
-    total = 0.0
+def step_seconds(
+    sizes: Sizes, ring: Ring, step: Step, qkv: tuple[torch.Tensor, ...], merged: Merged, reps: int
+) -> tuple[float, float]:
+    """Seconds of a step's calls, and of joining what they return to a sum."""
+    kernels, merges = 0.0, 0.0
     for call in step.calls:
         rows = [x[:, :, slice(*at)] for x, at in zip(qkv, (call.queries, call.keys, call.keys), strict=True)]
         attend = partial(ops.forward, *rows, WHOLE, options_of(ring, call, qkv[0], None))
-        total += seconds_of(attend, sizes.device, reps)
-    return total
+        kernels += seconds_of(attend, sizes.device, reps)
+        merges += seconds_of(partial(merged.add, call.queries[0], *attend()), sizes.device, reps)
+    return kernels, merges
 
 
 def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[float]) -> list[dict[str, Any]]:
@@ -160,10 +161,10 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
         of_heads = None
         if sizes.heads % ranks == 0:
             of_heads = sizes.whole(rows, reps, sizes.heads // ranks, max(1, sizes.heads_kv // ranks))
-        kernels, merges = (sum(map(sum, steps[name])) for name in ("partial", "forward"))
+        kernels, joined = (sum(map(sum, steps[name])) for name in ("partial", "forward"))
         print(f"one device: forward {whole[0]:.4f} s, backward {whole[1]:.4f} s")
         print(
-            f"partial calls: {whole[0] / kernels:.3f} of the speed of the whole one; merges {merges / kernels - 1:.2%}"
+            f"partial calls: {whole[0] / kernels:.3f} of the speed of the whole one; merges {joined / kernels - 1:.2%}"
         )
     rows_found = []
     for links, machine in LINKS.items():
@@ -283,7 +284,7 @@ def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> 
         return Saved(q, None, out, lse, dout, None, Sum(q, 2), None)
 
     def compute() -> None:
-        merged = Merged(q, sizes.head_dim, "bhsd")
+        merged = Merged(q, sizes.head_dim, "bhsd", sizes.backend or "")
         for step in steps:
             forward_step(busy, step, q, keys, None, merged)
 

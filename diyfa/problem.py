@@ -540,7 +540,8 @@ class Backend(Protocol):
     """What an accelerator offers: the object called `backend` in its package, or behind an entry point.
 
     A backend that can compile ahead of time also has `compile(target, only=None) -> Iterator[CompileReport]`, one that
-    measures its tiles `tuning`, a `Tuning`.
+    measures its tiles `tuning`, a `Tuning`, and one with a kernel for it `merge(out, lse, part, part_lse)`: see
+    `diyfa.distributed.merge`, where PyTorch's operators do the same.
     """
 
     name: str

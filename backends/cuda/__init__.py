@@ -245,6 +245,11 @@ class CudaBackend:
 
         return tune.tuning
 
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        from diyfa.backends.cuda.attention import merge
+
+        merge.merge(out, lse, part, part_lse)
+
     def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
         """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
         from diyfa.backends.cuda.compile import aot

@@ -198,6 +198,9 @@ class NPUBackend:
             return f"unknown Ascend chip {problem.arch!r}: its memory sizes and cores are not in diyfa.arch"
         return None
 
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)
+
     def compile(
         self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
     ) -> Iterator[CompileReport]:

@@ -145,7 +145,7 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     common = common_key(ring, k, sinks)
     if common is not None:
         k = k - common
-    merged = Merged(q, v.shape[-1], ring.options.layout)
+    merged = Merged(q, v.shape[-1], ring.options.layout, ring.options.backend)
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         transfer = _Transfer(ring.group, [(following.shift - step.shift, held)]) if following else None

@@ -295,7 +295,7 @@ def test_outputs_are_merged_where_some_saw_no_key():
     lse = scores.logsumexp(-1)
     expected = torch.where(lse.isinf()[:, None], 0.0, (scores - lse[:, None]).exp() @ v)
     for parts in ((0, 2, 4, 6), (4, 2, 0, 6)):
-        merged = Merged(q, 2, "bhsd")
+        merged = Merged(q, 2, "bhsd", "cpu")
         for start in (x for x in parts if x < 6):
             own = scores[:, start : start + 2]
             own_lse = own.logsumexp(-1)

@@ -1,10 +1,12 @@
 """Context parallel attention on several accelerators: the matrix of the tests, drawn cases, ranks that disagree.
 
     torchrun --nproc-per-node 2 tests/manual/context_parallel_nccl.py [--cases causal_gqa packed_odd] [--drawn 40]
+        [--part 3/8]
 
-Nearly every case compiles kernels of its own, so that the whole matrix takes many minutes the first time. Every result
-is compared with the float64 reference under its error budget. Prints one line for each failure, a summary for each
-group of cases, and ends with status 1 if anything failed.
+Nearly every case compiles kernels of its own, so that the whole matrix takes many minutes the first time: several such
+commands side by side, each with a part of it, share the processor's cores and the cache. Every result is compared with
+the float64 reference under its error budget. Prints one line for each failure, a summary for each group of cases, and
+ends with status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="of the matrix; default: all")
     parser.add_argument("--drawn", type=int, default=40)
     parser.add_argument("--device", default="cuda", help="cuda, npu or cpu")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth case from the Ith, counted from 0")
     arguments = parser.parse_args()
     device = arguments.device
     if device != "cpu":
@@ -90,7 +93,10 @@ def main() -> None:
         "alibi": [(case, How("ulysses")) for case in WITH_ALIBI if arguments.cases is None],
         "drawn": [drawn(seed, ranks) for seed in range(arguments.drawn)],
     }
-    failures = sum(run(name, [x for x in cases if runs_here(*x)], device) for name, cases in groups.items())
+    part, parts = map(int, arguments.part.split("/"))
+    failures = 0
+    for name, cases in groups.items():
+        failures += run(name, [x for x in cases if runs_here(*x)][part::parts], device)
     failures += disagree(device)
     dist.destroy_process_group()
     if failures:

@@ -17,6 +17,7 @@ import torch
 from cases import CASES
 from kvcache_cases import CacheCase, assert_appended, assert_in_budget
 from kvcache_cases import run_case as run_cache_case
+from merge_cases import MERGE_CASES, joined
 from nonfinite import same_nonfinite
 
 from diyfa import triton_matmul, use_backend
@@ -127,6 +128,26 @@ def test_kvcache(case: CacheCase) -> None:
     assert "_decode_kernel" in log.launches
     assert ("_append_kernel" in log.launches) == bool(case.added)
     assert not log.races, "\n".join(log.races)
+
+
+@pytest.mark.parametrize("name", ["second half", "packed", "wide"])
+def test_merged_outputs(name: str) -> None:
+    """Of a part of the rows; see tests/numerics/test_merge.py."""
+    from simulators.hivm.launch import compiled_on_cpu
+
+    from diyfa.backends.npu.attention.merge import merge
+
+    case = MERGE_CASES[name]._replace(layout="bhsd")
+    out, lse, part, part_lse = case.tensors()
+    rows = slice(case.first, case.first + case.rows)
+    own, own_lse = out[:, :, rows], lse[..., rows]
+    expected, expected_lse = joined(own, own_lse, part, part_lse)
+    with compiled_on_cpu() as log:
+        merge("Ascend910B3", own, own_lse, part, part_lse)
+    torch.testing.assert_close(own.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
+    torch.testing.assert_close(own_lse.double(), expected_lse, rtol=5e-7, atol=4e-6, equal_nan=True)
+    assert out[:, :, : case.first].isnan().all() and lse[..., : case.first].isnan().all()
+    assert log.launches == ["_merge_kernel"] and not log.races, "\n".join(log.races)
 
 
 def test_infinite_sinks() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, decode, fwd, fwd_v1
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, decode, fwd, fwd_v1, merge
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -170,6 +170,13 @@ def _preprocess(problem: AttentionProblem, has_dlse: bool) -> CompileSpec:
     # 4 bytes for heads of 512 columns on sm_80.
     tile = AttentionConfig(bwd.PREPROCESS_BLOCK_M, 1, bwd.PREPROCESS_WARPS, 1, spill_budget=16)
     return _spec("attention_bwd/preprocess", problem, tile, _backward(problem, has_dlse)[0].preprocess())
+
+
+def _merges() -> Iterator[CompileSpec]:
+    """Joining outputs: rows that fill a tile, and those that do not."""
+    for d in (64, 80, 128, 512):
+        out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
+        yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
@@ -455,6 +462,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _kvcache_specs(arch)
     yield from _hopper_decode_specs(arch)
     yield from _hopper_prefill_specs(arch)
+    yield from _merges()
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

@@ -266,6 +266,14 @@ def preprocess_job(problem: AttentionProblem, has_dlse: bool) -> Job:
     return job_of("attention_bwd/v2/preprocess", case, backward_of(problem, has_dlse=has_dlse)["preprocess"])
 
 
+def merge_job(target: str, head_dim: int) -> Job:
+    """The job of joining outputs by their log-sum-exps."""
+    from diyfa.backends.npu.attention import merge
+
+    out, lse = torch.empty(2, 8, 1024, head_dim, device="meta"), torch.empty(2, 8, 1024, device="meta")
+    return job_of("attention_merge", f"float32 D={head_dim}", merge.launch_of(target, out, lse, out, lse))
+
+
 def dbias_rows_job(target: str, dims: str, has_dlse: bool, bias: str = "float32", **features: Any) -> Job:
     """The job of the gradient of an attn_bias that is the same for all keys: `dims` "q" or "1"."""
     problem = example(target, bias=bias, **features)
@@ -541,6 +549,7 @@ def helper_jobs(target: str) -> Iterator[Job]:
         yield dbias_rows_job(target, dims, True, dtype, sinks=True)
     masked: dict[str, Any] = {"window_left": 256, "window_right": 128, "seq_lens": True}
     yield from (dbias_rows_job(target, dims, True, sinks=True, **masked) for dims in "q1")
+    yield from (merge_job(target, head_dim) for head_dim in (80, 128, 512))
 
 
 def matmul_jobs(target: str) -> Iterator[Job]:

@@ -1,0 +1,93 @@
+"""Joins attention over some keys with attention over others by their log-sum-exps, in place, in one pass.
+
+With w = 1 / (1 + exp(lse_a - lse_b)) the joint output is (1 - w) a + w b and the joint log-sum-exp logaddexp(lse_a,
+lse_b), as FlashAttention-2 joins its blocks (arXiv:2307.08691). +inf says that a row saw no key: its output is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.problem import Launch
+
+MERGED_ELEMENTS = 4096  # that a program joins
+INF = tl.constexpr(float("inf"))
+
+
+@dataclass(frozen=True)
+class MergeConstants(Constants):
+    """Constants of the kernel."""
+
+    head_dim_v: int
+    block_m: int
+    block_dv: int
+
+
+@triton.jit(do_not_specialize=("heads", "rows"))
+def _merge_kernel(
+    part_ptr, part_lse_ptr,
+    o_ptr, lse_ptr,
+    stride_pb, stride_ph, stride_pm, stride_plb, stride_plh,
+    stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
+    heads, rows,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head: `o` and `lse` become those over the keys of both."""
+    blocks = tl.cdiv(rows, c.BLOCK_M)
+    pid = tl.program_id(0)
+    b = (pid // blocks // heads).to(tl.int64)
+    h = (pid // blocks % heads).to(tl.int64)
+    offs_m = pid % blocks * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
+    offs_d = tl.arange(0, c.BLOCK_DV)
+    exists = offs_m < rows
+    inside = exists[:, None] & (offs_d < c.HEAD_DIM_V)[None, :]
+
+    lse_at = lse_ptr + b * stride_lb + h * stride_lh + offs_m
+    lse = tl.load(lse_at, mask=exists, other=0.0)
+    part_lse = tl.load(part_lse_ptr + b * stride_plb + h * stride_plh + offs_m, mask=exists, other=0.0)
+    seen = tl.where(lse == INF, -INF, lse)
+    part_seen = tl.where(part_lse == INF, -INF, part_lse)
+    most = tl.maximum(seen, part_seen)
+    most = tl.where(most == -INF, 0.0, most)  # no key at all: both weights are 0, and so is what they weigh
+    weight, part_weight = tl.exp(seen - most), tl.exp(part_seen - most)
+    both = weight + part_weight
+    joint = tl.where(both == 0.0, INF, most + tl.log(both))
+    tl.store(lse_at, joint, mask=exists)
+
+    rows_m = offs_m.to(tl.int64)[:, None]
+    o_at = o_ptr + b * stride_ob + h * stride_oh + rows_m * stride_om + offs_d[None, :]
+    part_at = part_ptr + b * stride_pb + h * stride_ph + rows_m * stride_pm + offs_d[None, :]
+    o = tl.load(o_at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_DV]
+    part = tl.load(part_at, mask=inside, other=0.0)
+    total = tl.where(both == 0.0, 1.0, both)
+    tl.store(o_at, o * (weight / total)[:, None] + part * (part_weight / total)[:, None], mask=inside)
+
+
+def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Launch:
+    """Of (B, H, S, Dv) and (B, H, S); the last dimension of each is contiguous."""
+    batch, heads, rows, head_dim_v = out.shape
+    block_dv = padded_head_dim(head_dim_v)
+    values = MergeConstants(head_dim_v, max(1, MERGED_ELEMENTS // block_dv), block_dv)
+    strides = {
+        f"stride_{name}{dim}": stride
+        for name, x in {"p": part, "pl": part_lse, "o": out, "l": lse}.items()
+        for dim, stride in zip("bhm", x.stride()[:-1], strict=False)
+    }
+    pointers = {"part_ptr": part, "part_lse_ptr": part_lse, "o_ptr": out, "lse_ptr": lse}
+    arguments = {**pointers, **strides, "heads": heads, "rows": rows}
+    return Launch(_merge_kernel, batch * heads * cdiv(rows, values.block_m), arguments, {"c": values}, {"num_warps": 4})
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """`out` (B, H, S, Dv) and `lse` (B, H, S), both float32, become those over their own keys and the part's."""
+    launch = launch_of(out, lse, part, part_lse)
+    if launch.grid:
+        with on_device(out):
+            launch_kernel(launch)

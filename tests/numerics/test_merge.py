@@ -1,0 +1,32 @@
+"""Outputs over disjoint keys joined by their log-sum-exps, on every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from merge_cases import MERGE_CASES, MergeCase, joined
+from targets import Target
+
+from diyfa.distributed import merge as joining
+
+
+def by_head(x: torch.Tensor, layout: str) -> torch.Tensor:
+    return {"bhsd": x, "bshd": x.transpose(1, 2) if x.dim() == 4 else x, "thd": x.transpose(0, 1)[None]}[layout]
+
+
+@pytest.mark.parametrize("case", MERGE_CASES.values(), ids=MERGE_CASES)
+def test_merged_rows(target: Target, case: MergeCase) -> None:
+    out, lse, part, part_lse = case.tensors()
+    rows = slice(case.first, case.first + case.rows)
+    wide, narrow = (lambda x: by_head(x, case.layout)), (lambda x: x if x.dim() == 3 else x[None])
+    expected, expected_lse = joined(wide(out)[:, :, rows], narrow(lse)[..., rows], wide(part), narrow(part_lse))
+    merged = joining.Merged(out.to(target.device), case.head_dim, case.layout, target.backend)
+    assert (merged.merge == joining.merge) == (target.backend == "cpu")  # the others have kernels
+    merged.out, merged.lse = out.to(target.device), lse.to(target.device)
+    merged.add(case.first, part.to(target.device), part_lse.to(target.device))
+    found, found_lse = wide(merged.out.cpu()), narrow(merged.lse.cpu())
+    torch.testing.assert_close(found[:, :, rows].double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(found_lse[..., rows].double(), expected_lse, rtol=5e-7, atol=2e-6, equal_nan=True)
+    outside = torch.ones(found.shape[2], dtype=torch.bool)
+    outside[rows] = False
+    assert found[:, :, outside].isnan().all() and found_lse[..., outside].isnan().all()
