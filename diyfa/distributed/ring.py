@@ -44,6 +44,19 @@ class Ring(NamedTuple):
     first: tuple[int, int] = (0, 0)  # sample and query head that this rank's are in the whole call
 
 
+def _let_it_begin(device: torch.device) -> None:
+    """Hold what comes next on this stream back for some microseconds.
+
+    NCCL moves messages by a kernel on a stream of its own, which waits for the same work as the attention kernel that
+    is launched next. If that one began first it would fill the GPU, and the transfer would begin where it ends.
+    """
+    stream, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)  # NCCL's have priority 0
+    aside.wait_stream(stream)
+    with torch.cuda.stream(aside):
+        torch.zeros(1, device=device)
+    stream.wait_stream(aside)
+
+
 class _Transfer:
     """Tensors on their way to the rank `hop` places on, and those that come from as far behind."""
 
@@ -59,6 +72,8 @@ class _Transfer:
             self.arriving.append(coming)
         self.sent = [tensors for _, tensors in parcels]  # alive until they are
         self.requests = dist.batch_isend_irecv(operations) if operations else []
+        if operations and operations[0].tensor.device.type == "cuda":
+            _let_it_begin(operations[0].tensor.device)
 
     def wait(self) -> list[list[torch.Tensor]]:
         for request in self.requests:

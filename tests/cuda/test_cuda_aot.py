@@ -86,6 +86,27 @@ def test_tensor_descriptors(tmp_path, arch):
     assert report["ok"], report["notes"]
 
 
+PTX_OF_MERGE = """
+import json
+import triton
+from diyfa.backends.cuda.compile import aot, specs
+def ptx(spec):
+    options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS}
+    return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options).asm["ptx"]
+print(json.dumps([ptx(spec) for spec in specs._merges()]))
+"""
+
+
+def test_merging_overwrites_statistics_after_every_warp_has_read_them(tmp_path):
+    """Each warp reads the log-sum-exps of all its program's rows, one of them writes."""
+    done = run_python("-c", PTX_OF_MERGE, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for ptx in json.loads(done.stdout):
+        last = {word: ptx.rindex(word) for word in ("ld.global", "bar.sync", "st.global.b32")}
+        assert last["ld.global"] < last["bar.sync"] < last["st.global.b32"]
+        assert ptx.count("st.global.b32") == 1
+
+
 def test_interpreter_is_refused(tmp_path):
     done = run_python("-c", COMPILE, "sm_80", "compile_specs", "", cache=tmp_path, interpret=True)
     assert done.returncode != 0

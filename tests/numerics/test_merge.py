@@ -8,6 +8,7 @@ from merge_cases import MERGE_CASES, MergeCase, joined
 from targets import Target
 
 from diyfa.distributed import merge as joining
+from diyfa.registry import load_backend
 
 
 def by_head(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -30,3 +31,17 @@ def test_merged_rows(target: Target, case: MergeCase) -> None:
     outside = torch.ones(found.shape[2], dtype=torch.bool)
     outside[rows] = False
     assert found[:, :, outside].isnan().all() and found_lse[..., outside].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_many_rows_at_once(head_dim: int) -> None:
+    """Statistics are overwritten where other warps read them."""
+    case = MergeCase("bhsd", 4096, head_dim, heads=32)
+    whole = [x.cuda() for x in case.tensors()]
+    expected, expected_lse = joined(*whole)
+    out, lse, part, part_lse = whole
+    load_backend("cuda").merge(out, lse, part, part_lse)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=5e-7, atol=2e-6, equal_nan=True)

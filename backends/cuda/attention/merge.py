@@ -59,7 +59,6 @@ def _merge_kernel(
     weight, part_weight = tl.exp(seen - most), tl.exp(part_seen - most)
     both = weight + part_weight
     joint = tl.where(both == 0.0, INF, most + tl.log(both))
-    tl.store(lse_at, joint, mask=exists)
 
     rows_m = offs_m.to(tl.int64)[:, None]
     o_at = o_ptr + b * stride_ob + h * stride_oh + rows_m * stride_om + offs_d[None, :]
@@ -68,6 +67,8 @@ def _merge_kernel(
     part = tl.load(part_at, mask=inside, other=0.0)
     total = tl.where(both == 0.0, 1.0, both)
     tl.store(o_at, o * (weight / total)[:, None] + part * (part_weight / total)[:, None], mask=inside)
+    tl.debug_barrier()  # every warp has read the log-sum-exps of all rows
+    tl.store(lse_at, joint, mask=exists)
 
 
 def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> Launch:
