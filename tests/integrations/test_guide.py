@@ -32,12 +32,16 @@ for row in integrations.status():
 # For each row of the table, a column after another: what shows that the cell is true, by its letter or "refused".
 FILES = {
     "f": "integrations/test_pytorch_flash.py",
+    "p": "integrations/test_pytorch_cuda.py",
     "w": "integrations/test_pytorch_whole.py",
     "t": "integrations/test_transformers.py",
     "d": "integrations/test_diffusers.py",
     "3": "frontend/test_flash_attn_3.py",
     "n": "npu/test_torch_attention.py",
 }
+# Files whose tests take CUDA tensors where there are some (`eager_budget.DEVICE`), and those of them that do not.
+ON_ANY_DEVICE, CPU_ALONE = "wtd3", {"test_continuous_batching"}
+G_DENSE, G_VARLEN = "g=p:test_scaled_dot_product", "g=p:test_varlen_attn"
 F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_a_layer_of_transformers"
 W_MASKS, W_CAUSAL = (
     "c=w:test_masks n=n:test_masks",
@@ -52,23 +56,23 @@ THREE, THREE_PACKED, THREE_ABSENT = (
 )
 THREE_PAGES = "c=3:test_packed_queries_as_ascends_training_consistency_calls n=n:test_flash_attn_npu_v3_over_pages"
 EVIDENCE = {
-    "forward and gradients": (f"{F_BOTH} {N_VARLEN}", W_MASKS, T_BOTH, D_CALLS, THREE),
-    "causal, equal lengths": (f"c=f:test_scaled_dot_product {N_VARLEN}", W_CAUSAL, T_DECODERS, D_CALLS, THREE),
+    "forward and gradients": (f"{F_BOTH} {G_DENSE} {N_VARLEN}", W_MASKS, T_BOTH, D_CALLS, THREE),
+    "causal, equal lengths": (f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}", W_CAUSAL, T_DECODERS, D_CALLS, THREE),
     "causal, other lengths": (
         F_BOTH, W_CAUSAL, f"c=t:test_generation {N_LAYER}", D_CALLS, THREE_PACKED,
     ),
-    "grouped heads": (f"{F_BOTH} {N_VARLEN}", W_CAUSAL, T_BOTH, D_CALLS, THREE),
+    "grouped heads": (f"{F_BOTH} {G_DENSE} {N_VARLEN}", W_CAUSAL, T_BOTH, D_CALLS, THREE),
     "padding": ("", W_MASKS, T_BOTH, D_CALLS, ""),
     "any mask, additive bias": ("", W_MASKS, T_DECODERS, D_CALLS, ""),
     "gradient of a bias": ("", "c=w:test_a_learned_bias", "c=t:test_t5", "", ""),
-    "packed sequences": (f"c=f:test_varlen_attn {N_VARLEN}", "", T_DECODERS, "", THREE_PACKED),
-    "window": (f"{F_BOTH} {N_VARLEN}", "", T_BOTH, "", THREE),
+    "packed sequences": (f"c=f:test_varlen_attn {G_VARLEN} {N_VARLEN}", "", T_DECODERS, "", THREE_PACKED),
+    "window": (f"{F_BOTH} {G_VARLEN} {N_VARLEN}", "", T_BOTH, "", THREE),
     "softcap": ("", "", T_BOTH, "", THREE),
     "sinks": ("", "", T_BOTH, "", ""),
-    "half precision": (f"c=f:test_scaled_dot_product {N_VARLEN}", W_CAUSAL, "c=t:test_half_precision", "", THREE),
+    "half precision": (f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}", W_CAUSAL, "c=t:test_half_precision", "", THREE),
     "autocast": ("", "c=w:test_autocast", "c=t:test_half_precision", "", ""),
     "dropout": (
-        "c=f:test_dropout_travels_in_rng_state", "c=w:test_dropout", "c=t:test_dropout_under_gradient_checkpointing",
+        "c=f:test_dropout_travels_in_rng_state g=p:test_graphs_and_dropout", "c=w:test_dropout", "c=t:test_dropout_under_gradient_checkpointing",
         "c=d:test_dropout_and_compiled_graphs", "",
     ),
     "static and dynamic caches, generated tokens": ("", "", "c=t:test_generation", "", ""),
@@ -81,7 +85,7 @@ EVIDENCE = {
         "c=f:test_blocks_of_keys_as_context_parallel_calls", "", "", D_REFUSED, "",
     ),
     "torch.compile": (
-        "c=f:test_a_compiled_graph", "c=w:test_modules_and_compiled_graphs", "c=t:test_compiled_training",
+        f"c=f:test_a_compiled_graph {G_DENSE}", "c=w:test_modules_and_compiled_graphs", "c=t:test_compiled_training",
         "c=d:test_dropout_and_compiled_graphs", "",
     ),
     "torch.export": ("", "c=w:test_export", "c=t:test_export", "", ""),
@@ -106,7 +110,10 @@ def test_the_table() -> None:
         assert len(cells) == len(rows[0]) - 1 == len(EVIDENCE[feature])
         for client, cell, evidence in zip(rows[0][1:], cells, EVIDENCE[feature], strict=True):
             shown = dict(part.split("=") for part in evidence.split())
-            said = set(re.findall(r"\b[cn]\b|refused", cell))
+            by_cpu = shown.get("c", ":")
+            if by_cpu[0] in ON_ANY_DEVICE and by_cpu[2:] not in CPU_ALONE:
+                shown["g"] = by_cpu
+            said = set(re.findall(r"\b[cgn]\b|refused", cell))
             assert said == set(shown), f"{feature}, {client}: the page says {cell!r}, the tests show {evidence!r}"
             assert said or cell in ("–", "not tried"), f"{feature}, {client}: {cell!r}"
             for where in shown.values():
