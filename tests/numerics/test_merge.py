@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from merge_cases import MERGE_CASES, MergeCase, joined
+from merge_cases import INF, MERGE_CASES, MergeCase, joined
 from targets import Target
 
 from diyfa.distributed import merge as joining
@@ -24,13 +24,23 @@ def test_merged_rows(target: Target, case: MergeCase) -> None:
     merged = joining.Merged(out.to(target.device), case.head_dim, case.layout, target.backend)
     assert (merged.merge == joining.merge) == (target.backend == "cpu")  # the others have kernels
     merged.out, merged.lse = out.to(target.device), lse.to(target.device)
-    merged.add(case.first, part.to(target.device), part_lse.to(target.device))
+    strided = torch.nn.functional.pad(part, (0, 8)).to(target.device)[..., : case.head_dim]
+    merged.add(case.first, strided, part_lse.to(target.device))
     found, found_lse = wide(merged.out.cpu()), narrow(merged.lse.cpu())
     torch.testing.assert_close(found[:, :, rows].double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
     torch.testing.assert_close(found_lse[..., rows].double(), expected_lse, rtol=5e-7, atol=2e-6, equal_nan=True)
     outside = torch.ones(found.shape[2], dtype=torch.bool)
     outside[rows] = False
     assert found[:, :, outside].isnan().all() and found_lse[..., outside].isnan().all()
+
+
+def test_rows_of_no_part() -> None:
+    out, lse, part, part_lse = MERGE_CASES["second half"].tensors()
+    merged = joining.Merged(out, 64, "bhsd", "cpu")
+    merged.add(64, part, part_lse)
+    out, lse = merged.result()
+    assert not out[:, :, :64].any() and (lse[:, :, :64] == INF).all()
+    torch.testing.assert_close(lse[:, :, 64:], part_lse, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -118,6 +118,7 @@ def _fwd_v1_kernel(
             norm = tl.where(l_new != 0.0, l_new, 1.0)
             o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, c.PRECISION)) / norm[:, None]
             store_tile(running, o, row0, n_queries, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+            tl.debug_barrier()  # every warp has read the old statistics of all rows
             tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
             tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)
         tl.debug_barrier()

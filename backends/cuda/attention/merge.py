@@ -88,7 +88,5 @@ def launch_of(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """`out` (B, H, S, Dv) and `lse` (B, H, S), both float32, become those over their own keys and the part's."""
-    launch = launch_of(out, lse, part, part_lse)
-    if launch.grid:
-        with on_device(out):
-            launch_kernel(launch)
+    with on_device(out):
+        launch_kernel(launch_of(out, lse, part, part_lse))
