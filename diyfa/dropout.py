@@ -119,6 +119,13 @@ def head_keys(
 
 def keys_of(rng_state: torch.Tensor, batch: int, heads: int) -> Words:
     """`head_keys` from a call's state, on its device: [seed, offset], which may be followed by the origins."""
+    if rng_state.dtype != torch.int64:
+        raise TypeError(f"rng_state must be int64, got {rng_state.dtype}")
+    if rng_state.shape not in ((2,), (2 + 4 * batch,)):
+        raise ValueError(
+            f"rng_state must have shape (2,), or ({2 + 4 * batch},) with four origins for each sample, got "
+            f"{tuple(rng_state.shape)}"
+        )
     seed, offset = rng_state[:2].unbind()
     origins = rng_state[2:].view(batch, 4) if rng_state.shape[0] > 2 else None
     return head_keys(batch, heads, seed, offset, rng_state.device, origins)

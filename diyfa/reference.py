@@ -238,6 +238,8 @@ def attention_by(
         raise ValueError("dropout_p > 0 needs rng_state, a (2,) int64 tensor of seed and offset")
     if not options.dropout_p:
         options = options._replace(rng_state=None)
+    elif not isinstance(options.rng_state, torch.Tensor):
+        raise TypeError(f"rng_state must be a torch.Tensor, got {type(options.rng_state).__name__}")
     keep, packed = None, lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
     if layout == VARLEN:
         if not packed or seq_lens is not None or options.attn_bias is not None:

@@ -215,8 +215,12 @@ class Run:
         """Write the file whole, so that a run that is cut off leaves one that can be read."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.path)
+        try:
+            temporary.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def end(self) -> None:
         if self._worker is not None:

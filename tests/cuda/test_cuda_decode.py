@@ -300,7 +300,7 @@ def test_odd_float8_values_of_aligned_rows_are_all_read():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
 def test_few_queries_of_many_keys_need_no_cache(layout):
-    """A forward pass by these kernels, outside the mode, and its gradient."""
+    """A forward pass by these kernels, outside the mode, and once its gradient."""
     generator = torch.Generator().manual_seed(0)
     n, heads, heads_kv, keys = 3, 4, 2, 2100
     shapes = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3), "thd": (0, 1, 2, 3)}
@@ -315,6 +315,7 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
         attend = diyfa.flash_attention_varlen
     else:
         given, attend = {}, diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
+    inputs = [x.requires_grad_(layout == "bhsd") for x in (q, k, v)]
     expected = diyfa.reference_attention(
         *(x[None] if layout == "thd" else x for x in (q, k, v)), causal=True,
         layout="bhsd" if layout == "bhsd" else "bshd",
@@ -325,6 +326,10 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
     assert told.kernel == "split_kv"
     assert out.shape == q.shape and out.stride() == q.stride()
     torch.testing.assert_close(out, expected[0] if layout == "thd" else expected, rtol=1e-4, atol=1e-5)
+    if layout == "bhsd":
+        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
+        for x, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-5)
 
 
 PARTS = {

@@ -262,6 +262,21 @@ def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> No
     assert kept == [0, 1, 2, 3]
 
 
+def test_a_full_disc_leaves_the_last_results(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake()
+    before = fake.path.read_text()
+
+    def half_written(path: Path, text: str, **options: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "write_text", half_written)
+        with pytest.raises(OSError, match="No space left"):
+            fake()
+    assert fake.path.read_text() == before and not list(fake.path.parent.glob("*.tmp"))
+
+
 def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs in the driver would keep the device."""
     from diyfa.cli import first_run

@@ -138,8 +138,11 @@ def test_reference_refuses_what_does_not_fit() -> None:
         ({"layout": "thd", "cu_seqlens_q": cu, "cu_seqlens_k": cu, "attn_bias": torch.zeros(4, 4)}, "no attn_bias"),
         ({"cu_seqlens_q": cu, "cu_seqlens_k": cu}, "belong to the layout 'thd', got 'bhsd'"),
         ({"dropout_p": 0.5}, "needs rng_state"),
+        ({"dropout_p": 0.5, "rng_state": cu[:1]}, r"must have shape \(2,\), or \(6,\)"),
+        ({"dropout_p": 0.5, "rng_state": cu.int()}, "must be int64"),
+        ({"dropout_p": 0.5, "rng_state": 3}, "must be a torch.Tensor, got int"),
     ):
-        with pytest.raises(ValueError, match=pattern):
+        with pytest.raises((ValueError, TypeError), match=pattern):
             reference_attention(q, q, q, **options)
 
 
