@@ -43,6 +43,7 @@ FILES = {
 ON_ANY_DEVICE, CPU_ALONE = "wtd3", {"test_continuous_batching"}
 G_DENSE, G_VARLEN = "g=p:test_scaled_dot_product", "g=p:test_varlen_attn"
 F_BOTH, N_VARLEN, N_LAYER = "c=f:test_dense", "n=n:test_varlen_attn", "n=n:test_a_layer_of_transformers"
+F_SDPA = f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}"
 W_MASKS, W_CAUSAL = (
     "c=w:test_masks n=n:test_masks",
     "c=w:test_causal_from_the_top_left n=n:test_causal_from_the_top_left",
@@ -57,7 +58,7 @@ THREE, THREE_PACKED, THREE_ABSENT = (
 THREE_PAGES = "c=3:test_packed_queries_as_ascends_training_consistency_calls n=n:test_flash_attn_npu_v3_over_pages"
 EVIDENCE = {
     "forward and gradients": (f"{F_BOTH} {G_DENSE} {N_VARLEN}", W_MASKS, T_BOTH, D_CALLS, THREE),
-    "causal, equal lengths": (f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}", W_CAUSAL, T_DECODERS, D_CALLS, THREE),
+    "causal, equal lengths": (F_SDPA, W_CAUSAL, T_DECODERS, D_CALLS, THREE),
     "causal, other lengths": (
         F_BOTH, W_CAUSAL, f"c=t:test_generation {N_LAYER}", D_CALLS, THREE_PACKED,
     ),
@@ -69,11 +70,11 @@ EVIDENCE = {
     "window": (f"{F_BOTH} {G_VARLEN} {N_VARLEN}", "", T_BOTH, "", THREE),
     "softcap": ("", "", T_BOTH, "", THREE),
     "sinks": ("", "", T_BOTH, "", ""),
-    "half precision": (f"c=f:test_scaled_dot_product {G_DENSE} {N_VARLEN}", W_CAUSAL, "c=t:test_half_precision", "", THREE),
+    "half precision": (F_SDPA, W_CAUSAL, "c=t:test_half_precision", "", THREE),
     "autocast": ("", "c=w:test_autocast", "c=t:test_half_precision", "", ""),
     "dropout": (
-        "c=f:test_dropout_travels_in_rng_state g=p:test_graphs_and_dropout", "c=w:test_dropout", "c=t:test_dropout_under_gradient_checkpointing",
-        "c=d:test_dropout_and_compiled_graphs", "",
+        "c=f:test_dropout_travels_in_rng_state g=p:test_graphs_and_dropout", "c=w:test_dropout",
+        "c=t:test_dropout_under_gradient_checkpointing", "c=d:test_dropout_and_compiled_graphs", "",
     ),
     "static and dynamic caches, generated tokens": ("", "", "c=t:test_generation", "", ""),
     "gradient checkpointing": ("", "", "c=t:test_gradient_checkpointing", "", ""),
