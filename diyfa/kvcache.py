@@ -379,7 +379,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
             block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are
-            not read.
+            not read. Those before it must name pages: a table on the CPU is checked for that, one on the device is not,
+            and what keys of no page count is undefined there (nothing outside the cache is read).
         softmax_scale: factor of the scores; default 1/sqrt(D).
         causal, window_size, softcap: as for `flash_attn_func`.
         rotary_interleaved: features (0, 1), (2, 3), … make pairs; else i and i + R / 2.
