@@ -275,7 +275,7 @@ class _Step:
         problem = self.problem
         out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
         lse = empty_lse(tensors.q, problem.layout)
-        if problem.varlen:  # rows that no sequence covers are written by no kernel
+        if problem.varlen and not self.kernel.clears:
             out.zero_()
             lse.fill_(float("inf"))
         self.kernel.launch(problem, tensors, out, lse)

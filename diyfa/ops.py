@@ -239,7 +239,7 @@ def _run_forward(
     problem, kernel = plan.problem, plan.kernel
     tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
     out, lse = empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
-    if problem.varlen:  # rows that no sequence covers are written by no kernel
+    if problem.varlen and not kernel.clears:
         out.zero_()
         lse.fill_(_INF)
     kernel.launch(problem, tensors, out, lse)
@@ -319,11 +319,14 @@ def _backward_into(
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
-    nothing = _computes_nothing(q, k, lengths, options)
-    if nothing or options.layout == VARLEN:
-        for x in _given(*grads[:3], grads.delta):
+    nothing, packed = _computes_nothing(q, k, lengths, options), options.layout == VARLEN
+    plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options)
+    if plan is None or (packed and not plan.kernel.clears):
+        for x in grads[:3]:
             x.zero_()
-    if nothing:
+    if grads.delta is not None and (nothing or packed):
+        grads.delta.zero_()
+    if plan is None:
         for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # all that is left of the log-sum-exp is the sink itself
@@ -335,7 +338,6 @@ def _backward_into(
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
-    plan = _plan("attention_bwd", q, k, v, lengths, options)
     plan.kernel.launch(plan.problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 

@@ -106,6 +106,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="split_kv",
             op="attention_fwd",
+            clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
             launch=decode.attention_forward,
             unsupported=decode.attention_unsupported,
@@ -115,6 +116,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="sm90",
             op="attention_fwd",
+            clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
             launch=_sm90_forward,
             unsupported=hopper_configs.unsupported,
@@ -124,6 +126,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="v2",
             op="attention_fwd",
+            clears=True,
             summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
             launch=fwd.attention_forward,
             unsupported=lambda problem: refuse_features(problem, FEATURES, "v2") or _needs_tile(problem, "fwd"),
@@ -141,6 +144,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="sm90",
             op="attention_bwd",
+            clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32",
             launch=_sm90_backward,
             unsupported=hopper_bwd_configs.unsupported,
@@ -151,6 +155,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="split",
             op="attention_bwd",
+            clears=True,
             summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
             launch=bwd.attention_backward,
             unsupported=lambda problem: _needs_tile(problem, "dkdv", "dq", *(("dbias",) if problem.bias_grad else ())),
@@ -160,6 +165,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="sm90",
             op="kvcache_fwd",
+            clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
             launch=_sm90_decode,
             unsupported=decode_mla_configs.unsupported,
@@ -169,6 +175,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="sm90_prefill",
             op="kvcache_fwd",
+            clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
             launch=_sm90_prefill,
             unsupported=prefill_configs.unsupported,
@@ -178,6 +185,7 @@ def _kernels() -> tuple[Kernel, ...]:
         Kernel(
             name="split_kv",
             op="kvcache_fwd",
+            clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
             launch=decode.kvcache_forward,
             unsupported=decode.unsupported,

@@ -25,6 +25,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.bwd_dbias import fill_bias_gradient
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
+from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
@@ -216,6 +217,7 @@ def attention_backward(
         launch_kernel(backward.gradient("dq", config, dq=gradients.dq))
 
     with on_device(tensors.q):
+        clear(backward_launches(problem, tensors, gradients))
         launch_kernel(backward.preprocess())
         run_dkdv(tuned_config("dkdv", problem, run_dkdv))
         run_dq(tuned_config("dq", problem, run_dq))
@@ -245,6 +247,7 @@ def repeat(
     if dkdv_config is None or dq_config is None:
         return None
     launches = (
+        *backward_launches(problem, tensors, gradients),
         backward.preprocess(),
         backward.gradient("dkdv", dkdv_config, dk=gradients.dk, dv=gradients.dv),
         backward.gradient("dq", dq_config, dq=gradients.dq),
@@ -267,8 +270,8 @@ def repeat_of(
         memory: what else the launches write; the last one is delta where there are sinks.
     """
     given = [*of_forward, *tensors.present()]
-    # Rows that no sequence covers are written by no kernel.
-    filled = [(i, 0.0) for i, x in enumerate((*owners, *memory)) if i < len(owners) or x.shape == of_forward[1].shape]
+    # Rows of delta that no sequence covers are written by no kernel.
+    filled = [(len(owners) + i, 0.0) for i, x in enumerate(memory) if x.shape == of_forward[1].shape]
     replay = replay_of(launches, given, (*owners, *memory), choice, filled if varlen else [])
     if replay is None:
         return None

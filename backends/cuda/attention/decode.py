@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diyfa.arch import gpu_spec
+from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.decode_configs import (
     PART_KEYS,
     DecodeConfig,
@@ -888,6 +889,7 @@ def kvcache_forward(
     """Launch the kernels that fill out and lse. `config`, `launches`: another kernel's that splits the work alike."""
     config = config or config_of(problem)
     with on_device(tensors.q):
+        clear(forward_launches(problem, tensors, out, lse))
         memory = workspace(problem, config, tensors.q.device)
         for launch in launches(problem, tensors, out, lse, config, memory):
             launch_kernel(launch)
@@ -907,7 +909,7 @@ def repeat(
     memory = workspace(problem, config, out.device)
     described = launches(problem, tensors, out, lse, config, memory)
     made = [lse] if memory is None else [lse, memory]
-    return kvcache_replay(described, tensors, out, made, problem.varlen)
+    return kvcache_replay([*forward_launches(problem, tensors, out, lse), *described], tensors, out, made)
 
 
 def attention_forward(

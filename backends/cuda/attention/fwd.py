@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     schedule,
@@ -294,6 +295,7 @@ def attention_forward(
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
     with on_device(tensors.q):
+        clear(forward_launches(problem, tensors, out, lse))
         launch(tuned_config("fwd", problem, launch))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from diyfa.backends.cuda.attention import clear
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
@@ -288,9 +289,8 @@ def forward_replay(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
     """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
     tensors = own_objects(tensors)
-    # Rows that no sequence covers are written by no kernel.
-    filled = ((0, 0.0), (1, float("inf"))) if problem.varlen else ()
-    replay = replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, filled, own)
+    launches = [*clear.forward_launches(problem, tensors, out, lse), launch_of(tensors)]
+    replay = replay_of(launches, tensors.present(), (out, lse), choice, own=own)
     if replay is None:
         return None
 
@@ -309,16 +309,13 @@ def kvcache_replay(
     tensors: KVCacheTensors,
     out: torch.Tensor,
     made: list[torch.Tensor],
-    clears: bool,
     own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
 ) -> KVCacheRepeat | None:
     """`Kernel.repeat` of a forward kernel over a cache, whose `launches` fill out and `made`: lse, and what else is
-    allocated. `clears`: rows that no sequence covers are written by no kernel."""
+    allocated."""
     present = tensors.present()
-    lse_filled = ((0, float("inf")),) if clears else ()
-    into = replay_of(launches, [*present, out], made, choice, lse_filled, own, ("length",))
-    filled = ((0, 0.0), (1, float("inf"))) if clears else ()
-    replay = replay_of(launches, present, [out, *made], choice, filled, own, ("length",))
+    into = replay_of(launches, [*present, out], made, choice, own=own, numbers=("length",))
+    replay = replay_of(launches, present, [out, *made], choice, own=own, numbers=("length",))
     if into is None or replay is None:
         return None
 
@@ -329,8 +326,6 @@ def kvcache_replay(
         if out is None:
             results = replay([*addresses, length])
             return None if results is None else (results[0], results[1])
-        if clears:
-            out.zero_()
         results = into([*addresses, out.data_ptr(), length])
         return None if results is None else (out, results[0])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_spec
-from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, decode, fwd, fwd_v1, merge
+from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, clear, decode, fwd, fwd_v1, merge
 from diyfa.backends.cuda.attention.configs import (
     PER_SCORE_FEATURES,
     AttentionConfig,
@@ -177,6 +177,15 @@ def _merges() -> Iterator[CompileSpec]:
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
         yield spec_of(merge.launch_of(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+
+
+def _clearing() -> Iterator[CompileSpec]:
+    """Rows of no sequence: of out and the log-sum-exp, and of gradients."""
+    offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
+    for d, dv in ((64, 64), (80, 80), (192, 128)):
+        k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
+        yield spec_of(clear.launch_of(offsets, 1024, v, None, lse), "attention_clear", f"float16 D={dv} out")
+        yield spec_of(clear.launch_of(offsets, 1024, k, v, None), "attention_clear", f"float16 D={d} gradients")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
@@ -463,6 +472,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
     yield from _hopper_decode_specs(arch)
     yield from _hopper_prefill_specs(arch)
     yield from _merges()
+    yield from _clearing()
     for problem in problems(arch):
         for config in candidates("fwd", problem):
             yield _forward(problem, config)

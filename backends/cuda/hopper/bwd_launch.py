@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import bwd as portable
+from diyfa.backends.cuda.attention.clear import backward_launches, clear
 from diyfa.backends.cuda.attention.launch import forced_config, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
@@ -244,6 +245,7 @@ def attention_backward(
     backward = Sm90Backward(problem, tensors, _config(problem), lse)
     delta = _delta(problem, lse, gradients.delta)
     with on_device(tensors.q), post_processing():
+        clear(backward_launches(problem, tensors, gradients))
         launch_kernel(backward.prepare(out, dout, dlse, delta))
         launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
         launch_kernel(backward.convert(gradients.dq))
@@ -268,6 +270,7 @@ def repeat(
     backward = Sm90Backward(problem, tensors, _config(problem), lse)
     delta = _delta(problem, lse, gradients.delta)
     launches = (
+        *backward_launches(problem, tensors, gradients),
         backward.prepare(out, dout, None, delta),
         backward.gradient(dout, gradients.dk, gradients.dv),
         backward.convert(gradients.dq),

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
@@ -860,6 +861,7 @@ def attention_forward(
 ) -> None:
     """Launch the Hopper kernel, which fills out and lse."""
     with on_device(tensors.q), post_processing():
+        clear(forward_launches(problem, tensors, out, lse))
         launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
 
 

@@ -1,0 +1,135 @@
+"""Rows of packed tensors that no sequence covers: outputs and gradients are 0 there, log-sum-exps +inf.
+
+They lie before the first sequence and after the last one, and where a sequence is longer than the longest is said to
+be. Mostly there are none, and only the device knows: a kernel that looks is cheaper than to write everything twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from diyfa.backends.cuda.attention.tile_io import padded_head_dim
+from diyfa.backends.cuda.runtime.constants import Constants
+from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel
+from diyfa.problem import (
+    AttentionGradients,
+    AttentionProblem,
+    AttentionTensors,
+    KVCacheProblem,
+    KVCacheTensors,
+    Launch,
+)
+
+CLEARED_ELEMENTS = 4096  # that a program clears at once
+PROGRAMS = 4096  # of a launch, about: for each gap between sequences as many as that leaves, but not too few
+MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # of a gap
+
+
+@dataclass(frozen=True)
+class ClearConstants(Constants):
+    """Constants of the kernel."""
+
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_d: int
+    block_dv: int
+    shares: int  # programs of a gap
+
+
+@triton.jit
+def _clear_rows(base, rows, exists, heads, stride_m, stride_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [BLOCK_M] of all heads become 0."""
+    cols = tl.arange(0, BLOCK_D)
+    zeros = tl.zeros([rows.shape[0], BLOCK_D], base.dtype.element_ty)
+    addresses = base + rows[:, None] * stride_m + cols[None, :]
+    mask = exists[:, None] & (cols < HEAD_DIM)[None, :]
+    for _ in range(heads):
+        tl.store(addresses, zeros, mask=mask)
+        addresses += stride_h
+
+
+@triton.jit(
+    do_not_specialize=("batch", "heads", "total", "longest"), do_not_specialize_on_alignment=("cu_seqlens_ptr",)
+)
+def _clear_kernel(
+    cu_seqlens_ptr, x_ptr, y_ptr, lse_ptr,
+    stride_xm, stride_xh, stride_ym, stride_yh,
+    batch, heads, total,
+    longest,  # rows of a sequence that other kernels write
+    c: tl.constexpr,
+):  # fmt: skip
+    """Clears the gap between two sequences: gap b lies before sequence b, the last one behind the last sequence."""
+    gap = tl.program_id(0) // c.SHARES
+    start = tl.load(cu_seqlens_ptr + tl.maximum(gap - 1, 0))
+    end = tl.load(cu_seqlens_ptr + gap)
+    start = tl.minimum(tl.maximum(start, 0), total)
+    end = tl.minimum(tl.maximum(end, 0), total)
+    written = tl.minimum(tl.maximum(end - start, 0), longest)
+    begin = tl.where(gap == 0, 0, start + written)
+    stop = tl.where(gap == batch, total, end)
+    for row0 in range(begin + tl.program_id(0) % c.SHARES * c.BLOCK_M, stop, c.SHARES * c.BLOCK_M):
+        offs_m = row0 + tl.arange(0, c.BLOCK_M)
+        exists = offs_m < stop
+        rows = offs_m.to(tl.int64)
+        _clear_rows(x_ptr, rows, exists, heads, stride_xm, stride_xh, c.HEAD_DIM, c.BLOCK_D)
+        if y_ptr is not None:
+            _clear_rows(y_ptr, rows, exists, heads, stride_ym, stride_yh, c.HEAD_DIM_V, c.BLOCK_DV)
+        if lse_ptr is not None:
+            lse = lse_ptr + rows
+            for _ in range(heads):
+                tl.store(lse, float("inf"), mask=exists)
+                lse += total
+
+
+def launch_of(
+    cu_seqlens: torch.Tensor, longest: int, x: torch.Tensor, y: torch.Tensor | None, lse: torch.Tensor | None
+) -> Launch:
+    """Of x and y (T, H, ·), whose last stride is 1, and lse (H, T), contiguous."""
+    batch = cu_seqlens.shape[0] - 1
+    total, heads, head_dim = x.shape
+    head_dim_v = head_dim if y is None else y.shape[2]
+    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    shares = 1 if is_interpreting() else max(FEWEST_PROGRAMS, min(MOST_PROGRAMS, PROGRAMS // (batch + 1)))
+    values = ClearConstants(head_dim, head_dim_v, CLEARED_ELEMENTS // max(block_d, block_dv), block_d, block_dv, shares)
+    arguments = {
+        "cu_seqlens_ptr": cu_seqlens, "x_ptr": x, "y_ptr": y, "lse_ptr": lse,
+        "stride_xm": x.stride(0), "stride_xh": x.stride(1),
+        "stride_ym": 0 if y is None else y.stride(0), "stride_yh": 0 if y is None else y.stride(1),
+        "batch": batch, "heads": heads, "total": total, "longest": longest,
+    }  # fmt: skip
+    return Launch(_clear_kernel, (batch + 1) * shares, arguments, {"c": values}, {"num_warps": 4})
+
+
+def forward_launches(
+    problem: AttentionProblem | KVCacheProblem,
+    tensors: AttentionTensors | KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> list[Launch]:
+    """What clears rows of out and lse; nothing where sequences are not packed."""
+    if tensors.cu_seqlens_q is None:
+        return []
+    return [launch_of(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse)]
+
+
+def backward_launches(
+    problem: AttentionProblem, tensors: AttentionTensors, gradients: AttentionGradients
+) -> list[Launch]:
+    """What clears rows of dq, dk and dv."""
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        return []
+    return [
+        launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, None, None),
+        launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv, None),
+    ]
+
+
+def clear(launches: list[Launch]) -> None:
+    """Run these launches."""
+    for launch in launches:
+        launch_kernel(launch)
