@@ -62,8 +62,12 @@ it, runs at the stated speed whatever else the chip does, and slows down no kern
 links at 0.8 of what vendors state. Ulysses' exchanges hide nothing, and the copies beside them cost nothing."""
 
 
-def seconds_of(run: Callable[[], Any], device: torch.device, reps: int) -> float:
-    return min(time_calls(run, device, 1, reps)) / 1e3
+LONG = 200_000  # rows from which one device's whole call is timed once, after one of SHORT
+SHORT = 32_768
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device, reps: int, warmup: int = 1) -> float:
+    return min(time_calls(run, device, warmup, reps)) / 1e3
 
 
 class Sizes:
@@ -80,13 +84,18 @@ class Sizes:
 
     def whole(self, rows: int, reps: int, heads: int = 0, heads_kv: int = 0) -> tuple[float, float]:
         """Seconds of forward and backward of one call on this device."""
+        warmup = 1
+        if rows > LONG:
+            self.whole(SHORT, 1, heads, heads_kv)
+            reps, warmup = 1, 0
         q, k, v = (x.requires_grad_() for x in self.random(rows, heads, heads_kv))
         attend = partial(flash_attention, causal=self.causal, backend=self.backend)
         with torch.no_grad():
-            forward = seconds_of(lambda: attend(q, k, v), self.device, reps)
+            forward = seconds_of(lambda: attend(q, k, v), self.device, reps, warmup)
         out = attend(q, k, v)
         dout = torch.randn_like(out)
-        backward = seconds_of(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), self.device, reps)
+        differentiate = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+        backward = seconds_of(differentiate, self.device, reps, warmup)
         return forward, backward
 
     def work(self, ranks: int, rows: int) -> Work:
@@ -156,7 +165,7 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
         of_heads = None if sizes.heads % ranks else tuple(x / ranks for x in whole)
         print(f"kernels: {kernel_tflops} TFLOP/s assumed, partial calls as fast; merges as fast as memory")
     else:
-        whole = sizes.whole(rows, 1 if rows > 200000 else reps)
+        whole = sizes.whole(rows, reps)
         steps = time_steps(sizes, ranks, rows, reps)
         of_heads = None
         if sizes.heads % ranks == 0:
