@@ -26,6 +26,8 @@ PACKINGS: dict[str, tuple[list[int], int, list[tuple[int, int]]]] = {
     "longer than said": ([0, 40, 90], 32, [(0, 32), (40, 72)]),
     "beyond the memory": ([0, 50, 4000], 4000, [(0, 90)]),
     "before the memory": ([-9, 30, 50], 60, [(0, 50)]),
+    "before the memory, and long": ([-9, 30, 50], 20, [(0, 20), (30, 50)]),
+    "far beyond the memory": ([0, 4000, 4100], 50, [(0, 50)]),
     "falling": ([0, 60, 30, 80], 60, [(0, 60), (30, 80)]),
     "falling at the end": ([0, 60, 30], 60, [(0, 60)]),
     "many": ([*range(0, 88, 2), 88], 1, [(i, i + 1) for i in range(0, 88, 2)]),
