@@ -68,6 +68,8 @@ CASES = [
     (packed("packed", (150, 0, 3), (70, 20, 200), slack=9), TWO),
     (packed("packed_causal", (60, 200), (200, 60), causal=True), replace(TWO, persistent=True)),
     (packed("packed_many", (5, 64, 1, 130) * 9, (9, 1, 70, 2) * 9, heads=1), replace(TWO, persistent=True)),
+    (packed("packed_no_keys", (150, 9, 64, 70), (70, 0, 200, 0), slack=9), TWO),
+    (packed("packed_no_keys_causal", (9, 150, 70), (0, 200, 0), slack=9, causal=True), replace(TWO, persistent=True)),
     (packed("packed_three", (193, 20), (65, 20), slack=1), THREE),
     (case("window", window=(70, 30), seqlen_q=260, seqlen_k=300, head_dim=128), TWO),
     # Of a tile's 128 rows the last one alone does not see all of a block.
