@@ -713,6 +713,31 @@ def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(reco
     assert are_same(*passes)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_calls_by_hopper_kernels_clear_whether_repeated_or_not(recorder, monkeypatch, paged):
+    described = []
+    launch = clear.launch_kernel
+    monkeypatch.setattr(clear, "launch_kernel", lambda one: described.append(one.grid) or launch(one))
+    table = torch.arange(128, dtype=torch.int32).reshape(2, 64)
+    kept = []
+    for _ in range(4):
+        q, k, v = (torch.zeros(2048, 4, 64, dtype=torch.bfloat16, requires_grad=not paged) for _ in range(3))
+        if paged:
+            k, v = (x.reshape(128, 16, 4, 64) for x in (k, v))
+        ends = [torch.tensor([0, 1024, 2048], dtype=torch.int32) for _ in range(2)]
+        recorder.calls.clear()
+        options = {"block_table": table} if paged else {"variant": "sm90"}
+        with diyfa.use_backend("cuda"):
+            out = diyfa.flash_attention_varlen(q, k, v, *ends, 1024, 1024, causal=True, **options)
+        expected = ["_clear_kernel", "_fwd_sm90_kernel"]
+        if not paged:
+            kept.append(torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)))
+            expected += ["_clear_kernel", "_clear_kernel", *HOPPER_BACKWARD]
+        assert [call[4] for call in recorder.calls] == expected
+        kept.append((q, k, v, out, ends))  # memory that is not given out again
+    assert len(described) == (2 if paged else 6)  # of two calls
+
+
 def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
     """Whose parts have programs of their own."""
     launched = []
