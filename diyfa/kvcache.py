@@ -554,6 +554,7 @@ def explain_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dic
         q, k, v, 1.0, 0, 0, given["seqused_k"], given["cu_seqlens_q"], given["cu_seqlens_k"],
         given["block_table"], alibi_slopes=given["alibi_slopes"], sinks=given["sinks"],
     )  # fmt: skip
+    _check_packed_values(tensors, given["max_seqlen_q"], given["max_seqlen_k"])
     options = _packed_options(given)
     problem = describe_kvcache(registry.resolve_backend(q.device, options.backend), tensors, options)
     return registry.explain_choice("kvcache_fwd", problem, q.device, options.backend, options.variant)

@@ -336,6 +336,11 @@ def test_explain_ignores_nothing_that_the_call_would_not_take() -> None:
             diyfa.explain(QP, pages, pages, **call, **given)
     with pytest.raises(ValueError, match="max_seqlen_q"):
         diyfa.explain(QP, pages, pages, **call | {"max_seqlen_q": -5})
+    diyfa.explain(QP, pages, pages, **call)
+    with pytest.raises(ValueError, match="must name pages from 0 to 7"):
+        diyfa.explain(QP, pages, pages, **call | {"block_table": table - 1})
+    with pytest.raises(ValueError, match="seqused_k must be from 0 to max_seqlen_k=8"):
+        diyfa.explain(QP, pages, pages, **call | {"seqused_k": used + 8})
 
 
 def test_lengths_are_read_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
