@@ -36,8 +36,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     """`out` (B, H, S, Dv) and `lse` (B, H, S) become those over their own keys and the part's, in place; a log-sum-exp
     of +inf says that a row saw no key, and its output is 0."""
     seen, part_seen = (x.masked_fill(x == INF, -INF) for x in (lse, part_lse))
-    weight = torch.sigmoid(part_seen - seen).masked_fill_(part_seen == -INF, 0.0)
-    out.lerp_(part, weight[..., None])
+    weight = torch.sigmoid(seen - part_seen).masked_fill_(seen == -INF, 0.0)
+    part_weight = torch.sigmoid(part_seen - seen).masked_fill_(part_seen == -INF, 0.0)
+    out.mul_(weight[..., None]).addcmul_(part, part_weight[..., None])  # lerp_ subtracts, which overflows
     joint = torch.logaddexp(seen, part_seen)
     lse.copy_(joint.masked_fill_(joint == -INF, INF))
 

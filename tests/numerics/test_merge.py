@@ -34,6 +34,25 @@ def test_merged_rows(target: Target, case: MergeCase) -> None:
     assert found[:, :, outside].isnan().all() and found_lse[..., outside].isnan().all()
 
 
+def test_large_outputs(target: Target) -> None:
+    """Those that cancel do not overflow on the way."""
+    out, part = (torch.full((1, 1, 2, 16), x).to(target.device) for x in (2.5e38, -2.5e38))
+    lse = torch.zeros(1, 1, 2)
+    merged = joining.Merged(out, 16, "bhsd", target.backend)
+    merged.add(0, out, lse.to(target.device))
+    merged.add(0, part, lse.to(target.device))
+    found = merged.result()
+    assert not found[0].cpu().any() and torch.allclose(found[1].cpu(), torch.tensor(2.0).log())
+
+
+def test_nan_shows_beside_a_part_without_keys(target: Target) -> None:
+    out, nothing = torch.ones(1, 1, 1, 16).to(target.device), torch.zeros(1, 1, 1, 16).to(target.device)
+    merged = joining.Merged(out, 16, "bhsd", target.backend)
+    merged.add(0, out, torch.full((1, 1, 1), float("nan")).to(target.device))
+    merged.add(0, nothing, torch.full((1, 1, 1), INF).to(target.device))
+    assert all(bool(x.cpu().isnan().all()) for x in merged.result())
+
+
 def test_rows_of_no_part() -> None:
     out, lse, part, part_lse = MERGE_CASES["second half"].tensors()
     merged = joining.Merged(out, 64, "bhsd", "cpu")
