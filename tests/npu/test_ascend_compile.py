@@ -32,7 +32,7 @@ FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
 TIMEOUT_S = 1500
 # Without matrix products: there is nothing to split between cube and vector cores, or to pipeline.
-VECTOR_KERNELS = ("preprocess", "dsinks", "dbias_rows", "finish", "sum", "pack", "combine", "append")
+VECTOR_KERNELS = ("preprocess", "dsinks", "dbias_rows", "finish", "sum", "pack", "combine", "append", "attention_merge")
 
 
 def _missing() -> str:
@@ -134,6 +134,7 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
             "kvcache_fwd/split_kv/pack",
             "kvcache_fwd/split_kv/combine",
             "kvcache_append/append",
+            "attention_merge",
             "matmul/persistent",
         }
     ]
