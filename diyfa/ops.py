@@ -319,13 +319,11 @@ def _backward_into(
 ) -> None:
     """Fill the gradients of one call; `saved` is (q, k, v, out, lse)."""
     q, k, v, out, lse = saved
-    nothing, packed = _computes_nothing(q, k, lengths, options), options.layout == VARLEN
+    nothing = _computes_nothing(q, k, lengths, options)
     plan = None if nothing else _plan("attention_bwd", q, k, v, lengths, options)
-    if plan is None or (packed and not plan.kernel.clears):
-        for x in grads[:3]:
+    if plan is None or (options.layout == VARLEN and not plan.kernel.clears):
+        for x in _given(*grads[:3], grads.delta):
             x.zero_()
-    if grads.delta is not None and (nothing or packed):
-        grads.delta.zero_()
     if plan is None:
         for x in _given(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()

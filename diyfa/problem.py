@@ -429,8 +429,8 @@ class Kernel:
     `op` is one of `diyfa.registry.OPS`. `unsupported(problem)` returns a reason or None; `by_name_only(problem)` why it
     runs what it could run only where `variant` names it, or None;
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none); `clears`
-    whether it fills rows that no packed sequence covers, too, out and gradients with 0 and lse with +inf: else the
-    caller has done that.
+    whether it fills rows that no packed sequence covers, too, out, gradients and delta with 0 and lse with +inf: else
+    the caller has done that.
     `launch` has, by `op`, the signature
 
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout, in `problem.out_dtype`) and lse

@@ -45,7 +45,7 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares:
     outside = torch.ones(TOTAL, dtype=torch.bool, device=DEVICE)
     for first, last in covered:
         outside[first:last] = False
-    launch = clear.launch_of(cu_seqlens, longest, x, y, lse)
+    launch = clear.launch_of(cu_seqlens, longest, x, y, lse, float("inf"))
     before = launch.constants["c"].shares
     values = clear.ClearConstants(40, 24, 4, 64, 32, shares)  # few rows at a time
     launch_kernel(launch._replace(grid=launch.grid // before * shares, constants={"c": values}))

@@ -25,8 +25,8 @@ CASES = ["absent tensors", "descriptors"]  # `replayed_launches.py` has others, 
 def calls(tmp_path_factory):
     driver, cache = tmp_path_factory.mktemp("driver"), tmp_path_factory.mktemp("cache")
     printed = run_python(
-        "from replayed_launches import main; main()", SUPPORT, ROOT / "tests", arguments=[str(driver), *CASES],
-        TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache),
+        "from replayed_launches import main; main()", SUPPORT, ROOT / "tests",
+        arguments=[str(driver), *CASES, "packed"], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache),
     )  # fmt: skip
     return json.loads(printed.splitlines()[-1])
 
@@ -42,3 +42,17 @@ def test_the_driver_gets_the_same(calls, case):
     assert {"q", "k", "v", "out", "lse"} <= read and not any("memory" in str(word) for word in read)
     assert any(len(x) == 16 for x in parameters) == (case == "descriptors")
     assert case == "descriptors" or "sinks" in read
+
+
+def test_packed_calls_clear_what_no_sequence_covers(calls):
+    assert calls["packed"]["described"] == [True, True, False, False]
+    first, *others = calls["packed"]["launches"]
+    assert first == others[0] == others[1] == others[2]
+    cleared = [
+        {word for x in launch if isinstance(x, list) for word in x} - {0}
+        for launch in first
+        if "_clear_kernel" in launch
+    ]
+    of_out, of_queries, of_keys = cleared
+    assert of_out == {"cu_seqlens_q", "out", "lse"} and of_keys == {"cu_seqlens_k", "dk", "dv"}
+    assert {"cu_seqlens_q", "dq"} < of_queries and len(of_queries) == 3  # delta, which is nobody's but the call's

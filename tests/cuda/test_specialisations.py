@@ -20,7 +20,7 @@ ATTENTION = {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_
 LENGTHS = {"seqlen_q", "seqlen_k"}
 # Strides that are lengths times something: heads of 40 features, and a bias.
 OF_LENGTHS_TIMES_40 = {f"stride_{x}h" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
-OF_WHAT_IS_CLEARED = {"y_ptr", "lse_ptr", "stride_ym", "stride_yh"}  # out and lse, dq, dk and dv: three kernels
+OF_WHAT_IS_CLEARED = {"y_ptr", "statistics_ptr", "stride_ym", "stride_yh"}  # out and lse, dq, dk and dv: three kernels
 OF_BIAS = {f"stride_bias{x}" for x in "bhm"} | {f"stride_out{x}" for x in "bhm"}
 # run -> (kernels for one tile at most, the arguments that may tell them apart). One length is a multiple of 16 or not,
 # two lengths are so independently; products of lengths also by whether 4 or 2 divides the length.

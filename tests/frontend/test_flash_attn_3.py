@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device
+from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
 from subprocesses import run_python
 
 import diyfa
@@ -213,3 +213,33 @@ def test_packed_queries_over_a_part_of_each_row() -> None:
     for more in ({}, lengths):
         options.update(more)
         assert_like_the_reference(on_device(attend), [x.detach() for x in (q, k, v)], "bshd", **meaning)
+
+
+def test_autocast() -> None:
+    """float32 becomes what autocast says, and its gradients float32 again."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return flash_attn_3.flash_attn_func(q, k, v, causal=True)
+
+    inputs = leaves(*[(2, 19, 4, 32)] * 3, dtype=torch.float32)
+    found = with_gradients(on_device(attend), inputs)
+    assert [x.dtype for x in found] == [torch.bfloat16] + 3 * [torch.float32]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    assert_like_the_reference(on_device(attend), rounded, "bshd", causal=True)
+    for got, want in zip(found, with_gradients(on_device(attend), rounded), strict=True):
+        assert torch.equal(got, want.to(got.dtype))
+
+
+class Causal(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_3.flash_attn_func(q, k, v, causal=True, window_size=(9, 0))
+
+
+def test_compiled_and_exported() -> None:
+    inputs = leaves(*[(2, 19, 4, 32)] * 3)
+    compiled = torch.compile(Causal(), backend="aot_eager", fullgraph=True)
+    for got, want in zip(*(with_gradients(on_device(x), inputs) for x in (compiled, Causal())), strict=True):
+        assert torch.equal(got, want)
+    given = tuple(x.detach().to(DEVICE) for x in inputs)
+    assert torch.equal(torch.export.export(Causal(), given).module()(*given), Causal()(*given))

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from eager_budget import DEVICE, leaves, on_device, with_gradients
+from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import diyfa
@@ -209,6 +209,52 @@ REFUSED: dict[str, Callable[..., Any]] = {
 def test_refused(handle: Any, reason: str) -> None:
     with diffusers.attention_backend("diyfa"), pytest.raises(ValueError, match=reason):
         REFUSED[reason](torch.zeros(1, 5, 2, 16, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(handle: Any, dtype: torch.dtype) -> None:
+    attend = partial(dispatch_attention_fn, is_causal=True, backend=AttentionBackendName("diyfa"))
+    inputs = leaves(*[(2, 17, 2, 16)] * 3, dtype=dtype)
+    assert_like_the_reference(on_device(attend), inputs, "bshd", causal=True)
+    assert sum(handle.calls.values()) == 1
+
+
+def test_autocast_and_gradient_checkpointing(handle: Any) -> None:
+    """Of a whole transformer in training: as near to float32 as PyTorch's attention is."""
+    found = {}
+    for backend, autocast, checkpointed in (
+        ("native", False, False), ("native", True, False), ("diyfa", True, False), ("diyfa", True, True),
+    ):  # fmt: skip
+        model = flux().transformer.train()
+        model.set_attention_backend(backend)
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        torch.manual_seed(3)
+        with torch.device(DEVICE), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            out = model(
+                torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
+                torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
+            )[0].float()  # fmt: skip
+        out.square().sum().backward()
+        gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+        found[backend, autocast, checkpointed] = torch.cat((out.detach().flatten(), gradients)).cpu()
+    expected, native, ours, again = found.values()
+    assert torch.equal(ours, again)
+    want = expected.double()
+    measured, allowed = (measure_error(x, want) for x in (ours, native))
+    budget = error_budget(allowed, rounding_unit(want, torch.bfloat16))
+    assert measured.max_abs <= budget.max_abs and measured.rms <= budget.rms, f"{measured}, budget {budget}"
+    assert handle.calls == {"attention: diyfa": 6}  # two layers; the checkpointed forward runs twice
+
+
+def test_export(handle: Any) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return dispatch_attention_fn(q, k, v, is_causal=True, backend=AttentionBackendName("diyfa"))
+
+    q, k, v = (x.detach().to(DEVICE) for x in leaves(*[(2, 19, 4, 32)] * 3))
+    exported = torch.export.export(Attention(), (q, k, v)).module()
+    assert torch.equal(exported(q, k, v), diyfa.flash_attention_v2(q, k, v, causal=True))
 
 
 def test_removal() -> None:

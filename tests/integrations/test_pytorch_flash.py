@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from eager_budget import assert_like_the_reference, leaves, with_gradients
 from subprocesses import run_python
+from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa.dropout import kept, keys_of
@@ -235,6 +237,34 @@ def test_a_compiled_graph(handle: Handle) -> None:
     eager = with_gradients(attend, packed())
     assert all(torch.equal(x, y) for x, y in zip(with_gradients(compiled, packed()), eager, strict=True))
     assert handle.calls == {"_flash_attention_forward: diyfa": 2, "_flash_attention_backward: diyfa": 2}
+
+
+def test_gradient_checkpointing(handle: Handle) -> None:
+    """The second forward drops what the first did."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return aten._scaled_dot_product_flash_attention(q * 1.0, k, v, 0.25, True)[0]
+
+    found = []
+    for call in (attend, partial(checkpoint, attend, use_reentrant=False)):
+        torch.manual_seed(7)
+        found.append(with_gradients(call, leaves(*[(2, 4, 37, 32)] * 3)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert handle.calls["_scaled_dot_product_flash_attention: diyfa"] == 3
+
+
+def test_export(handle: Handle) -> None:
+    """Lengths that are not known before."""
+
+    class Causal(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+    q, k, v = (x.detach() for x in leaves(*[(2, 4, 19, 32)] * 3))
+    shapes = {name: {2: torch.export.Dim("length", min=2, max=64)} for name in "qkv"}
+    exported = torch.export.export(Causal(), (q, k, v), dynamic_shapes=shapes).module()
+    for inputs in ((q, k, v), tuple(x[:, :, :7] for x in (q, k, v))):
+        assert torch.equal(exported(*inputs), diyfa.flash_attention(*inputs, causal=True))
 
 
 def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

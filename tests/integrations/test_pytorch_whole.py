@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from eager_budget import DEVICE, assert_like_the_reference, leaves, on_device, with_gradients
+from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa.integrations import Handle, use_in_pytorch
@@ -117,6 +119,20 @@ def test_modules_and_compiled_graphs(handle: Handle) -> None:
     for got, again, want in zip(found, traced, gradients(layer), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(again, want, atol=1e-4, rtol=1e-4)
+
+
+def test_gradient_checkpointing(handle: Handle) -> None:
+    """The second forward drops what the first did."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q * 1.0, k, v, dropout_p=0.3, is_causal=True)
+
+    found = []
+    for call in (attend, partial(checkpoint, attend, use_reentrant=False)):
+        torch.manual_seed(7)
+        found.append(with_gradients(on_device(call), leaves(*[(2, 4, 19, 32)] * 3)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert handle.calls == {f"{SDPA}: diyfa": 3}
 
 
 def test_export(handle: Handle) -> None:

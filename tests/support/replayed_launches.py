@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any], bool]] = { 
     "pointers": (SMALL, torch.bfloat16, {"softcap": 3.0}, False),
     "absent tensors": (SMALL, torch.bfloat16, {"sinks": torch.rand(4), "window": (20, 0)}, False),
     "backward": (SMALL, torch.bfloat16, {}, True),
+    "packed": (SMALL, torch.bfloat16, {"sinks": torch.rand(4)}, True),
     "descriptors": (LARGE, torch.float16, {"variant": "v2"}, False),
     "descriptors of gluon": (LARGE, torch.bfloat16, {"causal": True, "variant": "sm90"}, False),
 }
@@ -49,11 +51,21 @@ def calls_of(case: str, recorded: list[Recorded], described: list[bool]) -> dict
     shape, dtype, options, has_gradients = CASES[case]
     kept, calls, anew = [], [], []
     for _ in range(CALLS):
-        q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=has_gradients) for _ in range(3))
+        q, k, v = (torch.zeros(shape, dtype=dtype) for _ in range(3))
+        if case == "packed":  # a sequence for each sample
+            q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))
+        q, k, v = (x.requires_grad_(has_gradients) for x in (q, k, v))
+        tensors: dict[str, torch.Tensor | None] = {"q": q, "k": k, "v": v, "sinks": options.get("sinks")}
+        attend = partial(diyfa.flash_attention, q, k, v)
+        if case == "packed":
+            length = shape[2]
+            ends = [torch.arange(0, 1 + q.shape[0], length, dtype=torch.int32) for _ in range(2)]
+            tensors |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+            attend = partial(diyfa.flash_attention_varlen, q, k, v, *ends, length, length)
         recorded.clear()
         described.clear()
-        out, lse = diyfa.flash_attention(q, k, v, backend="cuda", return_lse=True, **options)
-        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "sinks": options.get("sinks")}
+        out, lse = attend(backend="cuda", return_lse=True, **options)
+        tensors |= {"out": out, "lse": lse}
         if has_gradients:
             tensors["dout"] = torch.zeros_like(out)
             grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])

@@ -131,10 +131,7 @@ class Backward:
             problem = problem.replace(aligned=False)  # an unaligned gradient keeps TMA out
         self.problem, self.tensors = problem, tensors
         self.out, self.lse, self.dout, self.dlse = out, lse.contiguous(), dout, dlse
-        if delta is None:
-            # Rows that no sequence covers are written by no kernel, and the sinks' gradient sums over all.
-            delta = torch.zeros_like(self.lse) if problem.varlen and problem.sinks else torch.empty_like(self.lse)
-        self.delta = delta
+        self.delta = torch.empty_like(self.lse) if delta is None else delta
         self.scale = tensors.sm_scale / (problem.softcap or 1.0)  # signed: no maximum is taken here
 
     def preprocess(self) -> Launch:
@@ -217,7 +214,7 @@ def attention_backward(
         launch_kernel(backward.gradient("dq", config, dq=gradients.dq))
 
     with on_device(tensors.q):
-        clear(backward_launches(problem, tensors, gradients))
+        clear(backward_launches(problem, tensors, gradients, delta))
         launch_kernel(backward.preprocess())
         run_dkdv(tuned_config("dkdv", problem, run_dkdv))
         run_dq(tuned_config("dq", problem, run_dq))
@@ -247,12 +244,12 @@ def repeat(
     if dkdv_config is None or dq_config is None:
         return None
     launches = (
-        *backward_launches(problem, tensors, gradients),
+        *backward_launches(problem, tensors, gradients, delta),
         backward.preprocess(),
         backward.gradient("dkdv", dkdv_config, dk=gradients.dk, dv=gradients.dv),
         backward.gradient("dq", dq_config, dq=gradients.dq),
     )
-    return repeat_of(launches, tensors, (out, lse, dout), owners, [delta], problem.varlen)
+    return repeat_of(launches, tensors, (out, lse, dout), owners, [delta])
 
 
 def repeat_of(
@@ -261,7 +258,6 @@ def repeat_of(
     of_forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     owners: Sequence[torch.Tensor],
     memory: Sequence[torch.Tensor],
-    varlen: bool,
 ) -> Callable[..., list[torch.Tensor | None] | None] | None:
     """What `repeat` returns for these launches.
 
@@ -270,9 +266,7 @@ def repeat_of(
         memory: what else the launches write; the last one is delta where there are sinks.
     """
     given = [*of_forward, *tensors.present()]
-    # Rows of delta that no sequence covers are written by no kernel.
-    filled = [(len(owners) + i, 0.0) for i, x in enumerate(memory) if x.shape == of_forward[1].shape]
-    replay = replay_of(launches, given, (*owners, *memory), choice, filled if varlen else [])
+    replay = replay_of(launches, given, (*owners, *memory), choice)
     if replay is None:
         return None
     strides_now, missing = [x.stride() for x in given], [None] * (3 - len(owners))

@@ -1,4 +1,4 @@
-"""Rows of packed tensors that no sequence covers: outputs and gradients are 0 there, log-sum-exps +inf.
+"""Rows of packed tensors that no sequence covers: outputs and gradients are 0 there, log-sum-exps +inf, delta 0.
 
 They lie before the first sequence and after the last one, and where a sequence is longer than the longest is said to
 be. Mostly there are none, and only the device knows: a kernel that looks is cheaper than to write everything twice.
@@ -57,10 +57,11 @@ def _clear_rows(base, rows, exists, heads, stride_m, stride_h, HEAD_DIM: tl.cons
     do_not_specialize=("batch", "heads", "total", "longest"), do_not_specialize_on_alignment=("cu_seqlens_ptr",)
 )
 def _clear_kernel(
-    cu_seqlens_ptr, x_ptr, y_ptr, lse_ptr,
+    cu_seqlens_ptr, x_ptr, y_ptr, statistics_ptr,
     stride_xm, stride_xh, stride_ym, stride_yh,
     batch, heads, total,
     longest,  # rows of a sequence that other kernels write
+    value,  # that the statistics become
     c: tl.constexpr,
 ):  # fmt: skip
     """Clears the gap between two sequences: gap b lies before sequence b, the last one behind the last sequence."""
@@ -79,17 +80,22 @@ def _clear_kernel(
         _clear_rows(x_ptr, rows, exists, heads, stride_xm, stride_xh, c.HEAD_DIM, c.BLOCK_D)
         if y_ptr is not None:
             _clear_rows(y_ptr, rows, exists, heads, stride_ym, stride_yh, c.HEAD_DIM_V, c.BLOCK_DV)
-        if lse_ptr is not None:
-            lse = lse_ptr + rows
+        if statistics_ptr is not None:
+            statistics = statistics_ptr + rows
             for _ in range(heads):
-                tl.store(lse, float("inf"), mask=exists)
-                lse += total
+                tl.store(statistics, value, mask=exists)
+                statistics += total
 
 
 def launch_of(
-    cu_seqlens: torch.Tensor, longest: int, x: torch.Tensor, y: torch.Tensor | None, lse: torch.Tensor | None
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    x: torch.Tensor,
+    y: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
+    value: float = 0.0,
 ) -> Launch:
-    """Of x and y (T, H, ·), whose last stride is 1, and lse (H, T), contiguous."""
+    """Of x and y (T, H, ·), whose last stride is 1, and statistics (H, T), contiguous, which become `value`."""
     batch = cu_seqlens.shape[0] - 1
     total, heads, head_dim = x.shape
     head_dim_v = head_dim if y is None else y.shape[2]
@@ -97,10 +103,10 @@ def launch_of(
     shares = 1 if is_interpreting() else max(FEWEST_PROGRAMS, min(MOST_PROGRAMS, PROGRAMS // (batch + 1)))
     values = ClearConstants(head_dim, head_dim_v, CLEARED_ELEMENTS // max(block_d, block_dv), block_d, block_dv, shares)
     arguments = {
-        "cu_seqlens_ptr": cu_seqlens, "x_ptr": x, "y_ptr": y, "lse_ptr": lse,
+        "cu_seqlens_ptr": cu_seqlens, "x_ptr": x, "y_ptr": y, "statistics_ptr": statistics,
         "stride_xm": x.stride(0), "stride_xh": x.stride(1),
         "stride_ym": 0 if y is None else y.stride(0), "stride_yh": 0 if y is None else y.stride(1),
-        "batch": batch, "heads": heads, "total": total, "longest": longest,
+        "batch": batch, "heads": heads, "total": total, "longest": longest, "value": value,
     }  # fmt: skip
     return Launch(_clear_kernel, (batch + 1) * shares, arguments, {"c": values}, {"num_warps": 4})
 
@@ -114,18 +120,21 @@ def forward_launches(
     """What clears rows of out and lse; nothing where sequences are not packed."""
     if tensors.cu_seqlens_q is None:
         return []
-    return [launch_of(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse)]
+    return [launch_of(tensors.cu_seqlens_q, problem.seqlen_q, out, None, lse, float("inf"))]
 
 
 def backward_launches(
-    problem: AttentionProblem, tensors: AttentionTensors, gradients: AttentionGradients
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    gradients: AttentionGradients,
+    delta: torch.Tensor | None,
 ) -> list[Launch]:
-    """What clears rows of dq, dk and dv."""
+    """What clears rows of dq, dk and dv, and of delta, where there is one."""
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         return []
     return [
-        launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, None, None),
-        launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv, None),
+        launch_of(tensors.cu_seqlens_q, problem.seqlen_q, gradients.dq, statistics=delta),
+        launch_of(tensors.cu_seqlens_k, problem.seqlen_k, gradients.dk, gradients.dv),
     ]
 
 

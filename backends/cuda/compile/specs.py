@@ -184,8 +184,10 @@ def _clearing() -> Iterator[CompileSpec]:
     offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
     for d, dv in ((64, 64), (80, 80), (192, 128)):
         k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
-        yield spec_of(clear.launch_of(offsets, 1024, v, None, lse), "attention_clear", f"float16 D={dv} out")
-        yield spec_of(clear.launch_of(offsets, 1024, k, v, None), "attention_clear", f"float16 D={d} gradients")
+        yield spec_of(
+            clear.launch_of(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
+        )
+        yield spec_of(clear.launch_of(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:

@@ -213,10 +213,7 @@ def _config(problem: AttentionProblem) -> Sm90BwdConfig:
 
 def _delta(problem: AttentionProblem, lse: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
     """Memory for delta, where somebody needs it: the caller, or the sinks' gradient, which sums over all rows."""
-    if given is not None or not problem.sinks:
-        return given
-    # Rows that no sequence covers are written by no kernel.
-    return torch.zeros_like(lse) if problem.varlen else torch.empty_like(lse)
+    return torch.empty_like(lse) if given is None and problem.sinks else given
 
 
 def _can_describe(
@@ -245,7 +242,7 @@ def attention_backward(
     backward = Sm90Backward(problem, tensors, _config(problem), lse)
     delta = _delta(problem, lse, gradients.delta)
     with on_device(tensors.q), post_processing():
-        clear(backward_launches(problem, tensors, gradients))
+        clear(backward_launches(problem, tensors, gradients, delta))
         launch_kernel(backward.prepare(out, dout, dlse, delta))
         launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
         launch_kernel(backward.convert(gradients.dq))
@@ -270,14 +267,14 @@ def repeat(
     backward = Sm90Backward(problem, tensors, _config(problem), lse)
     delta = _delta(problem, lse, gradients.delta)
     launches = (
-        *backward_launches(problem, tensors, gradients),
+        *backward_launches(problem, tensors, gradients, delta),
         backward.prepare(out, dout, None, delta),
         backward.gradient(dout, gradients.dk, gradients.dv),
         backward.convert(gradients.dq),
     )
     memory = [backward.workspace] if delta is None else [backward.workspace, delta]
     with post_processing():
-        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory, problem.varlen)
+        return portable.repeat_of(launches, tensors, (out, lse, dout), owners, memory)
 
 
 OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

@@ -193,7 +193,6 @@ def replay_of(
     given: Sequence[torch.Tensor],
     made: Sequence[torch.Tensor],
     choice: Callable[[], object],
-    filled: Sequence[tuple[int, float]] = (),
     own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     numbers: Sequence[str] = (),
 ) -> Replay | None:
@@ -205,7 +204,6 @@ def replay_of(
     Args:
         given: tensors of the call, different objects each.
         made: tensors that a call allocates; arguments that are not `given` lie in one of them.
-        filled: (index in `made`, value) of those that are filled before the launches.
         own: by an argument's name, what makes a tensor for it, from the first of `made`.
         numbers: arguments that are numbers of the call, which it gives behind the addresses. A kernel takes them behind
             its tensors, and is not compiled for their value.
@@ -265,8 +263,6 @@ def replay_of(
                 return replay(addresses)
         new = [allocate(*each) for each in like]
         every = [*addresses, None, *[x.data_ptr() for x in new]]
-        for i, value in filled:
-            new[i].fill_(value)
         if makers:
             kept = [make(new[0]) for make in makers]  # until all is launched
             every += [x.data_ptr() for x in kept]
