@@ -53,31 +53,38 @@ W_MASKS, W_CAUSAL = (
     "c=w:test_masks n=n:test_masks",
     "c=w:test_causal_from_the_top_left n=n:test_causal_from_the_top_left",
 )
-T_DECODERS, T_BOTH = "c=t:test_decoders", f"c=t:test_decoders {N_LAYER}"
+T_BOTH, T_PACKED = f"c=t:test_decoders {N_LAYER}", "c=t:test_decoders n=n:test_packed_sequences_of_transformers"
+T_MASKS, T_HALF = (
+    "c=t:test_decoders n=n:test_a_mask_of_transformers_that_says_everything",
+    "c=t:test_half_precision n=n:test_a_mask_of_transformers_that_says_everything",
+)
 D_CALLS, D_REFUSED, T_REFUSED = "c=d:test_calls", "refused=d:test_refused", "refused=t:test_refusals"
 THREE, THREE_PACKED, THREE_ABSENT = (
-    "c=3:test_dense_and_packed_projections",
-    "c=3:test_packed_sequences",
+    "c=3:test_dense_and_packed_projections n=n:test_flash_attention_3",
+    "c=3:test_packed_sequences n=n:test_flash_attention_3",
     "3:test_what_is_absent",
 )
 THREE_PAGES = "c=3:test_packed_queries_as_ascends_training_consistency_calls n=n:test_flash_attn_npu_v3_over_pages"
 D_TRAINING = "c=d:test_autocast_and_gradient_checkpointing"
 EVIDENCE = {
     "forward and gradients": (f"{F_BOTH} {G_DENSE} {N_VARLEN}", W_MASKS, T_BOTH, D_CALLS, THREE),
-    "causal, equal lengths": (F_SDPA, W_CAUSAL, T_DECODERS, D_CALLS, THREE),
+    "causal, equal lengths": (F_SDPA, W_CAUSAL, T_PACKED, D_CALLS, THREE),
     "causal, other lengths": (
         F_BOTH, W_CAUSAL, f"c=t:test_generation {N_LAYER}", D_CALLS, THREE_PACKED,
     ),
     "grouped heads": (f"{F_BOTH} {G_DENSE} {N_VARLEN}", W_CAUSAL, T_BOTH, D_CALLS, THREE),
     "padding": ("", W_MASKS, T_BOTH, D_CALLS, ""),
-    "any mask, additive bias": ("", W_MASKS, T_DECODERS, D_CALLS, ""),
-    "gradient of a bias": ("", "c=w:test_a_learned_bias", "c=t:test_t5", "", ""),
-    "packed sequences": (f"c=f:test_varlen_attn {G_VARLEN} {N_VARLEN}", "", T_DECODERS, "", THREE_PACKED),
+    "any mask, additive bias": ("", W_MASKS, T_MASKS, D_CALLS, ""),
+    "gradient of a bias": (
+        "", "c=w:test_a_learned_bias n=n:test_a_learned_bias", "c=t:test_t5 n=n:test_a_learned_bias_of_transformers",
+        "", "",
+    ),
+    "packed sequences": (f"c=f:test_varlen_attn {G_VARLEN} {N_VARLEN}", "", T_PACKED, "", THREE_PACKED),
     "window": (f"{F_BOTH} {G_VARLEN} {N_VARLEN}", "", T_BOTH, "", THREE),
     "softcap": ("", "", T_BOTH, "", THREE),
     "sinks": ("", "", T_BOTH, "", ""),
     "half precision": (
-        F_SDPA, W_CAUSAL, "c=t:test_half_precision",
+        F_SDPA, W_CAUSAL, T_HALF,
         "c=d:test_half_precision g=d:test_a_unet_in_half_precision", THREE,
     ),
     "autocast": ("", "c=w:test_autocast", "c=t:test_half_precision", D_TRAINING, "c=3:test_autocast"),
@@ -85,7 +92,9 @@ EVIDENCE = {
         "c=f:test_dropout_travels_in_rng_state g=p:test_graphs_and_dropout", "c=w:test_dropout",
         "c=t:test_dropout_under_gradient_checkpointing", "c=d:test_dropout_and_compiled_graphs", "",
     ),
-    "static and dynamic caches, generated tokens": ("", "", "c=t:test_generation", "", ""),
+    "static and dynamic caches, generated tokens": (
+        "", "", "c=t:test_generation n=n:test_one_token_of_transformers", "", "",
+    ),
     "gradient checkpointing": (
         "c=f:test_gradient_checkpointing", "c=w:test_gradient_checkpointing", "c=t:test_gradient_checkpointing",
         D_TRAINING, "",

@@ -54,6 +54,11 @@ def test_masks(handle: Handle, npu: torch.device, mask: str) -> None:
     assert handle.calls == {f"{SDPA}: diyfa": 1}
 
 
+def test_a_learned_bias(handle: Handle, npu: torch.device) -> None:
+    assert_like_the_reference(on(npu, attention), leaves(*[(2, 2, 9, 16)] * 3, (2, 9, 9), dtype=torch.float32))
+    assert handle.calls == {f"{SDPA}: diyfa": 1}
+
+
 @pytest.mark.parametrize("sizes", [(19, 19), (19, 33), (33, 19)], ids=str)
 def test_causal_from_the_top_left(handle: Handle, npu: torch.device, sizes: tuple[int, int]) -> None:
     """PyTorch's causal mask of unequal lengths begins at the top left."""
@@ -139,6 +144,67 @@ def test_a_layer_of_transformers(npu: torch.device, padded: bool) -> None:
             on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, mask, **extras)[0].transpose(1, 2)),
             leaves(*SHAPES), causal=True, window=(7, 0), softcap=3.0, sinks=sinks, sm_scale=0.2, attn_bias=bias,
         )  # fmt: skip
+
+
+def test_packed_sequences_of_transformers(npu: torch.device) -> None:
+    offsets = torch.tensor([0, 17, 17, 40], dtype=torch.int32)
+    module, given = SimpleNamespace(is_causal=True), offsets.to(npu)
+    extras = {"cu_seq_lens_q": given, "cu_seq_lens_k": given, "max_length_q": 23, "max_length_k": 23}
+
+    def attend(*rows: torch.Tensor) -> torch.Tensor:
+        return attention_of_transformers(module, *(x.transpose(0, 1)[None] for x in rows), None, **extras)[0][0]
+
+    assert_like_the_reference(
+        on(npu, attend), leaves((40, 4, 32), (40, 2, 32), (40, 2, 32)), "thd",
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_of_transformers_that_says_everything(npu: torch.device, dtype: torch.dtype) -> None:
+    module, mask = (
+        SimpleNamespace(is_causal=True),
+        torch.randn(2, 1, 19, 33, generator=torch.Generator().manual_seed(3)),
+    )
+    given = mask.to(dtype).to(npu)
+    assert_like_the_reference(
+        on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, given)[0].transpose(1, 2)),
+        leaves(*SHAPES, dtype=dtype), attn_bias=mask.to(dtype),
+    )  # fmt: skip
+
+
+def test_a_learned_bias_of_transformers(npu: torch.device) -> None:
+    module = SimpleNamespace(is_causal=False)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return attention_of_transformers(module, q, k, v, None, position_bias=bias)[0].transpose(1, 2)
+
+    assert_like_the_reference(on(npu, attend), leaves(*SHAPES, (1, 4, 19, 33), dtype=torch.float32))
+
+
+def test_one_token_of_transformers(npu: torch.device) -> None:
+    """By the kernels over a cache, as a dynamic or a static one hands its keys on."""
+    module, extras = SimpleNamespace(is_causal=True), {"softcap": 3.0, "sliding_window": 20}
+    q, k, v = (x.detach() for x in leaves((2, 4, 1, 32), *SHAPES[1:]))
+    found, _ = attention_of_transformers(module, q.to(npu), k.to(npu), v.to(npu), None, **extras)
+    with diyfa.use_backend("cpu"):
+        want, _ = attention_of_transformers(module, q, k, v, None, **extras)
+    torch.testing.assert_close(found.cpu(), want, atol=2e-3, rtol=2e-3)
+
+
+def test_flash_attention_3(npu: torch.device) -> None:
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (9, 0), "softcap": 5.0}
+    assert_like_the_reference(
+        on(npu, lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options)),
+        leaves((2, 19, 4, 32), *[(2, 19, 2, 32)] * 2), "bshd", sm_scale=0.3, causal=True, window=(9, 0), softcap=5.0,
+    )  # fmt: skip
+    offsets = torch.tensor([0, 7, 7, 27], dtype=torch.int32), torch.tensor([0, 9, 13, 33], dtype=torch.int32)
+    on_device = [x.to(npu) for x in offsets]
+    assert_like_the_reference(
+        on(npu, lambda q, k, v: flash_attn_3.flash_attn_varlen_func(q, k, v, *on_device, 20, 20, causal=True)),
+        leaves((27, 4, 32), (33, 2, 32), (33, 2, 32)), "thd",
+        cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], causal=True,
+    )  # fmt: skip
 
 
 def test_flash_attn_npu_v3_over_pages(npu: torch.device) -> None:
