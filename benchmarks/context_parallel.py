@@ -44,7 +44,7 @@ from diyfa.distributed.ring import (
 )
 from diyfa.distributed.sharding import segments_of
 from diyfa.distributed.steps import Step, steps_of
-from diyfa.distributed.ulysses import Ulysses
+from diyfa.distributed.ulysses import Ulysses, repeats_of
 from diyfa.options import WHOLE
 from diyfa.testing import AttentionCase, Results, check_budget, make_inputs
 
@@ -286,7 +286,7 @@ def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> 
     idle = sizes.ring(dist.group.WORLD, tuple(Step(step.shift, ()) for step in steps), qkv)
     busy = sizes.ring(dist.group.WORLD, steps, qkv)
     q, *keys = qkv
-    out, lse = ring_forward(busy, *qkv, None)
+    out, _, lse = ring_forward(busy, *qkv, None)
     dout = torch.randn_like(out)
 
     def saved() -> Saved:
@@ -313,7 +313,8 @@ def _ring_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> 
 def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) -> tuple[Apart, Apart]:
     """Forward and backward of Ulysses: its exchanges, and attention of a rank's heads over all rows."""
     ranks = dist.get_world_size()
-    exchange = Ulysses(dist.group.WORLD, segments_of((0, rows, rows), ranks, "zigzag"), "bhsd")
+    segments = segments_of((0, rows, rows), ranks, "zigzag")
+    exchange = Ulysses(dist.group.WORLD, segments, "bhsd", repeats_of(sizes.heads_kv, ranks))
     q, k, v = exchange.scatter_heads(*qkv)
     lse = ops.empty_lse(qkv[0], "bhsd").zero_()
 
@@ -323,7 +324,7 @@ def _ulysses_apart(sizes: Sizes, rows: int, qkv: list[torch.Tensor], reps: int) 
 
     def gradients_there_and_back() -> None:
         exchange.scatter_results(qkv[0], lse)
-        exchange.gather_gradients(q, k, v, qkv[1])
+        exchange.gather_gradients(q, k, v)
 
     exchanges = there_and_back, gradients_there_and_back
     links = [reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in exchanges]

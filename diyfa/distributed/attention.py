@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from diyfa import ops, registry, validation
 from diyfa.attention import Result, autocast, checked_options
 from diyfa.distributed import cost, ulysses
 from diyfa.distributed.check import agree
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.ring import Ring, ring_attention, ring_forward, ring_gradients
+from diyfa.distributed.ring import Ring, ring_forward, ring_gradients
 from diyfa.distributed.sharding import (
     Group,
     Segments,
@@ -130,8 +131,8 @@ def context_parallel_attention(
     All ranks must call it, with arguments that differ in the values of tensors alone; the first call of each kind
     compares them. q, k and v belong to one sequence (self-attention): they have the same rows.
 
-    q, k and v may be DTensors that are sharded along the sequence, and by heads or batch along other mesh dimensions;
-    the result then is one.
+    q, k and v may be DTensors that are sharded along the sequence, and by heads (whose numbers are multiples of the
+    shards) or batch along other mesh dimensions; the result then is one.
 
     Args:
         q: this rank's rows, (B, H, S / ranks, D), in layout "bshd" (B, S / ranks, H, D); packed sequences (T / ranks,
@@ -238,7 +239,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, gi
 
         return with_local_tensors(_checked, (q, k, v), group, layout_of(given), given)
     groups = groups_of(group)
-    out, lse = _attend(agreed_call(q, k, v, groups, given), groups, given["return_lse"])
+    call = agreed_call(q, k, v, groups, given)
+    out, lse = _ContextParallel.apply(plan_of(call, groups), given["return_lse"], *call.qkv, given["sinks"])
     return out if lse is None else (out, lse)
 
 
@@ -283,18 +285,6 @@ def with_one_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], given: di
 _outside_graphs = _OutsideGraphs(_checked)
 
 
-def _attend(
-    call: _Call, groups: tuple[dist.ProcessGroup, ...], return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None)."""
-    exchange, ring, lengths, options = _plan_of(call, groups)
-    q, k, v = call.qkv if exchange is None else exchange.scatter_heads(*call.qkv)
-    out, lse = ops.attend(q, k, v, lengths, options) if ring is None else ring_attention(ring, q, k, v, options.sinks)
-    if exchange is None:
-        return out, lse if return_lse else None
-    return exchange.gather_heads(out, lse if return_lse else None)
-
-
 class _Plan(NamedTuple):
     """How a call is computed: what is exchanged before and after, and a ring or one call of these lengths."""
 
@@ -304,16 +294,18 @@ class _Plan(NamedTuple):
     options: AttentionOptions  # with the optional tensors of this rank's heads
 
 
-def _plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
+def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     qkv, (sequences, segments), options, method, (sample, head) = call
     if method == "ring":
         return _Plan(None, _ring(groups[0], segments, sequences, options, call.first), WHOLE, options)
-    size = dist.get_world_size(groups[-1])
-    head += dist.get_rank(groups[-1]) * (qkv[0].shape[head_dim(options.layout)] // size)
+    size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
+    head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
     teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # whose rows come together
     own = dist.get_rank(groups[0]) if method == "both" else 0
-    exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout) if size > 1 else None
-    if exchange is not None:
+    exchange = None
+    if size > 1:
+        repeats = ulysses.repeats_of(qkv[1].shape[heads], size)
+        exchange = ulysses.Ulysses(groups[-1], teams[own], options.layout, repeats)
         options = options._replace(
             sinks=exchange.own_heads(options.sinks), alibi_slopes=exchange.own_heads(options.alibi_slopes)
         )
@@ -347,37 +339,56 @@ def _ring(
     return Ring(group, steps, options._replace(sinks=None), first)
 
 
-def forward(
-    call: _Call, groups: tuple[dist.ProcessGroup, ...]
-) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """(out, lse, and of an exchange also its q, k, v, out and lse), without autograd."""
-    exchange, ring, lengths, options = _plan_of(call, groups)
-    q, k, v = call.qkv if exchange is None else exchange.scatter_heads(*call.qkv)
-    out, lse = ops.forward(q, k, v, lengths, options) if ring is None else ring_forward(ring, q, k, v, options.sinks)
-    if exchange is None:
-        return out, lse, ()
-    whole_out, whole_lse = exchange.gather_heads(out, lse)
-    assert whole_lse is not None, "it was given"
-    return whole_out, whole_lse, (q, k, v, out, lse)
+def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> tuple[Any, ...]:
+    """(out, lse or None, and the q, k, v, out and lse that `backward` reads), without autograd."""
+    exchange, ring, lengths, options = plan
+    q, k, v = qkv if exchange is None else exchange.scatter_heads(*qkv)
+    if ring is None:
+        out, lse = ops.forward(q, k, v, lengths, options)
+        kept = q, k, v, out, lse
+    else:
+        out, lse, own_lse = ring_forward(ring, q, k, v, options.sinks)
+        kept = q, k, v, out, own_lse
+    if exchange is not None:
+        return *exchange.gather_heads(out, lse if with_lse else None), kept
+    return out, lse if with_lse else None, kept
 
 
 def backward(
-    call: _Call,
-    groups: tuple[dist.ProcessGroup, ...],
-    results: tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]],
-    gradients: tuple[torch.Tensor, torch.Tensor],
+    plan: _Plan, kept: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv and dsinks or None, from what `forward` returned and the gradients of out and lse."""
-    exchange, ring, lengths, options = _plan_of(call, groups)
-    (q, k, v), (out, lse, exchanged), (dout, dlse) = call.qkv, results, gradients
+    """dq, dk, dv and dsinks or None, from what `forward` kept and the gradients of its out and lse."""
+    exchange, ring, lengths, options = plan
+    q, k, v, out, lse = kept
+    summed = exchange is not None and exchange.repeats > 1  # dk and dv are shares, to be rounded when they are whole
     if exchange is not None:
-        q, k, v, out, lse = exchanged
         dout, dlse = exchange.scatter_results(dout, dlse)
     if ring is None:
+        if summed and q.dtype in (torch.float16, torch.bfloat16):
+            options = options._replace(out_dtype="float32")
         dq, dk, dv, *_, dsinks = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
     else:
         dq, dk, dv, dsinks = ring_gradients(ring, (q, k, v, options.sinks, out, lse), (dout, dlse))
+    dq = dq.to(q.dtype)
+    if not summed:
+        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
     if exchange is not None:
-        dq, dk, dv = exchange.gather_gradients(dq, dk, dv, call.qkv[1])
+        dq, dk, dv = exchange.gather_gradients(dq, dk, dv)
         dsinks = None if options.sinks is None else exchange.of_all_heads(dsinks)
-    return dq, dk, dv, dsinks
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+class _ContextParallel(torch.autograd.Function):
+    """`forward`, with gradients of q, k, v and sinks. Every rank must run both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, with_lse: bool, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out, lse, kept = forward(plan, (q, k, v), with_lse)
+        ctx.save_for_backward(*kept)
+        ctx.plan = plan
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *backward(ctx.plan, ctx.saved_tensors, dout, dlse)

@@ -1,7 +1,7 @@
 """The call in a compiled graph: two operators, forward and backward, of which nothing is traced.
 
-What a graph cannot hold, the group and the options that are no numbers, has a number. The forward operator returns what
-Ulysses exchanged besides its results, because the backward one reads it; with a ring, or one rank, that is nothing.
+What a graph cannot hold, the group and the options that are no numbers, has a number. The forward operator returns
+besides its results what else the backward one reads (`kept`): what Ulysses exchanged, or a ring's own log-sum-exp.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from diyfa import ops, registry, validation
 from diyfa.distributed import attention, ulysses
 from diyfa.distributed.merge import head_dim, row_dim
+from diyfa.distributed.ring import has_common_key
 from diyfa.distributed.sharding import Group, groups_of
 from diyfa.problem import empty_output
 
@@ -26,9 +27,9 @@ _calls: dict[int, tuple[Group, dict[str, Any]]] = {}  # as many as there are kin
 _lib = torch.library.Library("diyfa_distributed", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state"
 _OPTIONS = "SymInt window_left, SymInt window_right, float? sm_scale, float softcap, float dropout_p, int number"
-_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor[] exchanged)")
+_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse, Tensor[] kept)")
 _lib.define(
-    f"attention_bwd(Tensor dout, Tensor dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] exchanged, {_OPTIONS}) "
+    f"attention_bwd(Tensor dout, Tensor dlse, {_INPUTS}, Tensor out, Tensor lse, Tensor[] kept, {_OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
 
@@ -90,19 +91,22 @@ def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], given: dict[
 def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     groups, given = _given(rest)
     call = attention.agreed_call(q, k, v, groups, given | {"method": _method(q, groups, given)})
-    out, lse, exchanged = attention.forward(call, groups)
-    if exchanged:  # in whatever order they came
+    out, lse, kept = attention.forward(attention.plan_of(call, groups), call.qkv)
+    own = [x.contiguous() for x in kept if not any(x is known for known in (*call.qkv, out, lse))]
+    if len(own) == len(kept):  # exchanged, in whatever order they came
         out, lse = out.contiguous(), lse.contiguous()
-    return out, lse, [x.contiguous() for x in exchanged]
+    return out, lse, own
 
 
 def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     groups, given = _given(rest)
     layout = attention.layout_of(given)
     out, lse = empty_output(q, v.shape[-1]), ops.empty_lse(q, layout)
-    size, rows, heads = dist.get_world_size(groups[-1]), row_dim(layout), head_dim(layout)
-    if _method(q, groups, given) == "ring" or size == 1:
-        return out, lse, []
+    method, rows, heads = _method(q, groups, given), row_dim(layout), head_dim(layout)
+    around, size = (dist.get_world_size(groups[n]) for n in (0, -1))  # of the ring's group, and of the exchange's
+    if method == "ring" or size == 1:
+        moved = method != "ulysses" and has_common_key(around, k, given["softcap"], given["sinks"])
+        return out, lse, [torch.empty_like(lse)] if moved else []
     out = q.new_empty(out.shape)
 
     def exchanged(x: torch.Tensor, rows: int, heads: int, repeats: int = 1) -> torch.Tensor:
@@ -116,12 +120,14 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    (*tensors, out, lse, exchanged), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
+    (*tensors, out, lse, kept), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
     groups, given = _given((*tensors, *options))
     call = attention.described_call((q, k, v), groups, given | {"method": _method(q, groups, given)})
     call = attention.with_one_state(call, groups, given)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # gradients are computed as ever
-    dq, dk, dv, dsinks = attention.backward(call, groups, (out, lse, exchanged), (dout, dlse))
+    plan = attention.plan_of(call, groups)
+    known = [*call.qkv, out, lse]
+    dq, dk, dv, dsinks = attention.backward(plan, [*known[: len(known) - len(kept)], *kept], dout, dlse)
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -133,15 +139,15 @@ def _bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.options = inputs[: 3 + len(TENSORS)], inputs[3 + len(TENSORS) :]
-    out, lse, exchanged = output
-    ctx.save_for_backward(*tensors, out, lse, *exchanged)
+    out, lse, kept = output
+    ctx.save_for_backward(*tensors, out, lse, *kept)
 
 
 @once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *exchanged = ctx.saved_tensors
+    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *kept = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, exchanged, *ctx.options
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, kept, *ctx.options
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
 

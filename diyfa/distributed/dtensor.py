@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,12 @@ def _first(q: DTensor, dim: int) -> int:
     return first
 
 
+def _placed(local: torch.Tensor, q: DTensor, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:
+    """The whole, of this shape, on q's mesh: uneven parts do not tell."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, q.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 def with_local_tensors(
     attend: Callable[..., Any], qkv: Sequence[torch.Tensor], group: Group, layout: str, options: dict[str, Any]
 ) -> Any:
@@ -66,6 +73,12 @@ def with_local_tensors(
         if x.device_mesh != mesh or x.placements != placements:
             raise ValueError(f"q, k and v must be placed alike, got q {placements} and {name} {x.placements}")
     dims = _sequence_dims(q, layout)
+    heads = head_dim(layout)
+    cuts = math.prod(mesh.size(n) for n, placement in enumerate(placements) if placement == Shard(heads))
+    if q.shape[heads] % cuts or k.shape[heads] % cuts:  # uneven parts would pair query heads with others' keys
+        raise ValueError(
+            f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {cuts} shards"
+        )
     own: Any = mesh
     if len(dims) < mesh.ndim:
         if mesh.mesh_dim_names is None:
@@ -77,12 +90,11 @@ def with_local_tensors(
     options["first"] = 0 if layout == VARLEN else _first(q, LAYOUTS[layout][0]), _first(q, head_dim(layout))
     options["drawn_in"] = tuple(mesh.get_group(n) for n in range(mesh.ndim))  # dropout's state is that of all
     result = attend(q.to_local(), k.to_local(), v.to_local(), own, options)
+    shape = (*q.shape[:-1], v.shape[-1])
     if isinstance(result, torch.Tensor):
-        return DTensor.from_local(result, mesh, placements, run_check=False)
+        return _placed(result, q, placements, shape)
     out, lse = result
-    where = {row_dim(layout): lse.dim() - 1, head_dim(layout): lse.dim() - 2}
+    where = {row_dim(layout): lse.dim() - 1, heads: lse.dim() - 2}
     of_lse = [Shard(where.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in placements]
-    return (
-        DTensor.from_local(out, mesh, placements, run_check=False),
-        DTensor.from_local(lse, mesh, of_lse, run_check=False),
-    )
+    sizes = *q.shape[: lse.dim() - 2], q.shape[heads], q.shape[row_dim(layout)]
+    return _placed(out, q, placements, shape), _placed(lse, q, of_lse, sizes)

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from diyfa import ops
-from diyfa.distributed.merge import Merged, as_rows, head_dim, row_dim
+from diyfa.distributed.merge import INF, Merged, as_rows, head_dim, row_dim
 from diyfa.distributed.sharding import gather_parts
 from diyfa.distributed.steps import Call, Step
 from diyfa.dropout import with_origins
@@ -116,20 +115,34 @@ def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, in
     return [(sample + b, head, own.query, own.key) for b in range(q.shape[0])]
 
 
-def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
-    """About the mean of all ranks' keys, the same on every rank, shaped like one row of `k`.
+def has_common_key(ranks: int, k: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
+    """Whether `common_key` is looked for.
 
-    None where it cannot be taken off (a softcap, which bounds L itself, and sinks, which are no products with keys), or
+    Not where it cannot be taken off (a softcap, which bounds L itself, and sinks, which are no products with keys), or
     need not be: of other dtypes the rounding of the inputs is far larger.
     """
-    ranks = dist.get_world_size(ring.group)
-    if k.dtype != torch.float32 or ranks == 1 or ring.options.softcap or sinks is not None:
+    return k.dtype == torch.float32 and ranks > 1 and not softcap and sinks is None
+
+
+def common_key(ring: Ring, k: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """What all ranks' keys have in common, the same on every rank, shaped like one row of `k`; None: not looked for.
+
+    Of each feature it is the value nearest to zero, or zero where signs differ, so that no key grows, and none loses
+    digits to another that is far larger.
+    """
+    if not has_common_key(dist.get_world_size(ring.group), k, ring.options.softcap, sinks):
         return None
     dim = row_dim(ring.options.layout)
     ends = [row for call in ring.steps[0].calls for row in call.keys]  # between them no row that belongs to no sequence
-    own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim).mean(dim, keepdim=True)
-    every = gather_parts(own[None].contiguous(), (ring.group,))
-    return torch.where(every.isfinite(), every, 0.0).mean(0)
+    own = _rows(k, (min(ends, default=0), max(ends, default=0)), dim)
+    if own.shape[dim]:
+        bounds = torch.stack((own.amin(dim, keepdim=True), own.amax(dim, keepdim=True)))
+    else:
+        row = [1 if n == dim else size for n, size in enumerate(k.shape)]
+        bounds = torch.stack((k.new_full(row, INF), k.new_full(row, -INF)))
+    least, most = gather_parts(bounds[None], (ring.group,)).unbind(1)
+    common = least.amin(0).clamp(min=0) + most.amax(0).clamp(max=0)
+    return torch.where(common.isfinite(), common, 0.0)
 
 
 def _of_query_heads(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -137,11 +150,11 @@ def _of_query_heads(ring: Ring, common: torch.Tensor, q: torch.Tensor) -> torch.
     return common.repeat_interleave(q.shape[dim] // common.shape[dim], dim) * ring.options.sm_scale
 
 
-def _moved(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: torch.Tensor, sign: int) -> torch.Tensor:
-    """The log-sum-exp with (`sign` 1) or without (-1) the common key; rows that see no key have none to move."""
+def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp of the keys as they were given; rows that see no key keep theirs."""
     scores = (q * _of_query_heads(ring, common, q)).sum(-1)
     scores = scores if ring.options.layout == "bhsd" else scores.transpose(-1, -2)
-    return torch.where(lse.isinf(), lse, lse + sign * scores)
+    return torch.where(lse.isinf(), lse, lse + scores)
 
 
 def forward_step(
@@ -155,8 +168,10 @@ def forward_step(
         merged.add(call.queries[0], *ops.forward(queries, keys, values, _lengths(call, q.device), options))
 
 
-def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> ops.Pair:
-    """(out, lse) of this rank's queries."""
+def ring_forward(
+    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, the log-sum-exp that `ring_gradients` wants: without the common key) of this rank's queries."""
     common = common_key(ring, k, sinks)
     if common is not None:
         k = k - common
@@ -170,7 +185,7 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
             arrived = transfer.wait() if transfer else [held]
         (held,) = arrived
     out, lse = merged.result()
-    return out, lse if common is None else _moved(ring, lse, q, common, 1)
+    return out, lse if common is None else _with_common_key(ring, lse, q, common), lse
 
 
 class Sum:
@@ -229,7 +244,7 @@ def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Ten
 
 
 def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv of what this rank holds; its queries' gradients are added to `saved`."""
+    """dk and dv, in float32, of what this rank holds; its queries' gradients are added to `saved`."""
     held = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
     parcels: list[Any] = []  # the sums of the step before, on their way to the rank that has their keys now
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
@@ -246,46 +261,26 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
             parcels = [(following.shift - step.shift, sums)]
         elif step.shift:
             (sums,) = _Transfer(ring.group, [(dist.get_world_size(ring.group) - step.shift, sums)]).wait()
-    dk, dv = (x.to(k.dtype) for x in sums)
+    dk, dv = sums
     return dk, dv
 
 
 def ring_gradients(
-    ring: Ring, saved: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ring: Ring, saved: Sequence[Any], gradients: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv and dsinks or None; `saved` are q, k, v, sinks, out and lse."""
+    """dq, dk, dv, in float32 (float64), and dsinks or None.
+
+    `saved` are q, k, v, sinks, out and the last that `ring_forward` returns.
+    """
     q, k, v, sinks, out, lse = saved
     dout, dlse = gradients
-    dout = torch.zeros_like(out) if dout is None else dout
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     dq = Sum(q, row_dim(ring.options.layout))
     common = common_key(ring, k, sinks)
     if common is not None:
-        k, lse = k - common, _moved(ring, lse, q, common, -1)
+        k = k - common
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
     if common is not None and dlse is not None:  # the rows of dS sum up to dlse
         seen = torch.where(lse.isinf(), 0.0, dlse)
         dq.all().add_(as_rows(seen, ring.options.layout) * _of_query_heads(ring, common, q))
-    return dq.all().to(q.dtype), dk, dv, dsinks
-
-
-class _RingAttention(torch.autograd.Function):
-    """`ring_forward`, with gradients of q, k, v and sinks from out and lse."""
-
-    @staticmethod
-    def forward(ctx: Any, ring: Ring, q: Any, k: Any, v: Any, sinks: Any) -> ops.Pair:
-        out, lse = ring_forward(ring, q, k, v, sinks)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.ring = ring
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return None, *ring_gradients(ctx.ring, ctx.saved_tensors, gradients)
-
-
-def ring_attention(ring: Ring, q: Any, k: Any, v: Any, sinks: torch.Tensor | None) -> ops.Pair:
-    """(out, lse) of this rank's queries over the keys of all ranks; differentiable. Every rank must call it."""
-    return _RingAttention.apply(ring, q, k, v, sinks)
+    return dq.all(), dk, dv, dsinks

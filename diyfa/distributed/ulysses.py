@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from diyfa.distributed.merge import head_dim, row_dim
 from diyfa.distributed.sharding import Segments
@@ -82,21 +81,6 @@ class _Exchange(NamedTuple):
         return [x for _, x in sorted(arrived, key=lambda pair: pair[0])]
 
 
-class _Gather(torch.autograd.Function):
-    """One direction of an exchange; its gradient is the other."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, rows: bool, *tensors: Any) -> Any:
-        ctx.exchange, ctx.rows = exchange, rows
-        return tuple(exchange.gather_rows(tensors) if rows else exchange.gather_heads(tensors))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gather = ctx.exchange.gather_heads if ctx.rows else ctx.exchange.gather_rows
-        return (None, None, *gather(gradients))
-
-
 def refuses(heads: int, ranks: int) -> str | None:
     """Why the heads cannot be divided, or None."""
     return f"{heads} query heads cannot be divided between {ranks} ranks" if heads % ranks else None
@@ -108,46 +92,47 @@ def repeats_of(heads_kv: int, ranks: int) -> int:
 
 
 class Ulysses(NamedTuple):
-    """What the exchanges of one call need: `held` are the segments of this group's ranks."""
+    """The exchanges of one call, without autograd: `held` are the segments of this group's ranks."""
 
     group: dist.ProcessGroup
     held: tuple[Segments, ...]
     layout: str
+    repeats: int  # of each key/value head
 
-    def scatter_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k, v of own rows -> of all rows in order, with this rank's heads; differentiable."""
+    def scatter_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """q, k, v of own rows -> of all rows in order, with this rank's heads."""
+        if self.repeats > 1:
+            k, v = (x.repeat_interleave(self.repeats, head_dim(self.layout)) for x in (k, v))
+        return self._exchange(q, k, v).gather_rows((q, k, v))
+
+    def gather_gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of what `scatter_heads` returns, the opposite way; those of repeated heads are summed."""
+        dq, dk, dv = self._exchange(dq, dk, dv).gather_heads((dq, dk, dv))
+        if self.repeats > 1:
+            heads = head_dim(self.layout)
+            dk, dv = (x.unflatten(heads, (-1, self.repeats)).sum(heads + 1) for x in (dk, dv))
+        return [dq, dk, dv]
+
+    def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> list[Any]:
+        """out, and the log-sum-exp where there is one, the other way."""
+        given = (out,) if lse is None else (out, lse)
+        return self._padded(self._exchange(*given).gather_heads(given))
+
+    def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor | None) -> list[Any]:
+        """Gradients of what `gather_heads` returns, the opposite way."""
+        given = (dout,) if dlse is None else (dout, dlse)
+        return self._padded(self._exchange(*given).gather_rows(given))
+
+    def _exchange(self, *tensors: torch.Tensor) -> _Exchange:
+        """Of outputs, or what has their dimensions, and log-sum-exps, which have no features."""
         rows, heads = row_dim(self.layout), head_dim(self.layout)
-        repeats = repeats_of(k.shape[heads], dist.get_world_size(self.group))
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, heads) for x in (k, v))
-        exchange = _Exchange(self.group, _order_of(self.held, q.device), ((rows, heads),) * 3)
-        return _Gather.apply(exchange, True, q, k, v)
+        features = tensors[0].dim()
+        dims = tuple((rows, heads) if x.dim() == features else (x.dim() - 1, x.dim() - 2) for x in tensors)
+        return _Exchange(self.group, _order_of(self.held, tensors[0].device), dims)
 
-    def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """out, and the log-sum-exp where it is wanted, the other way."""
-        results = [(out, (row_dim(self.layout), head_dim(self.layout)))]
-        if lse is not None:
-            results.append((lse, (lse.dim() - 1, lse.dim() - 2)))
-        tensors, dims = zip(*results, strict=True)
-        found = _Gather.apply(_Exchange(self.group, _order_of(self.held, out.device), dims), False, *tensors)
-        return found[0], found[1] if lse is not None else None
-
-    def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of what `gather_heads` returns, the opposite way; without autograd."""
-        dims = ((row_dim(self.layout), head_dim(self.layout)), (dlse.dim() - 1, dlse.dim() - 2))
-        return _Exchange(self.group, _order_of(self.held, dout.device), dims).gather_rows((dout, dlse))
-
-    def gather_gradients(
-        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of what `scatter_heads` returns, the opposite way, of keys like `k`; without autograd."""
-        rows, heads = row_dim(self.layout), head_dim(self.layout)
-        dq, dk, dv = _Exchange(self.group, _order_of(self.held, dq.device), ((rows, heads),) * 3).gather_heads(
-            (dq, dk, dv)
-        )
-        if dk.shape[heads] > k.shape[heads]:
-            dk, dv = (x.unflatten(heads, (k.shape[heads], -1)).sum(heads + 1) for x in (dk, dv))
-        return dq, dk, dv
+    @staticmethod
+    def _padded(found: list[torch.Tensor]) -> list[Any]:
+        return [*found, None] if len(found) == 1 else found
 
     def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
         """The opposite of `own_heads`, with zeros for the heads of other ranks."""

@@ -31,11 +31,14 @@ from context_parallel_cases import (
     run_in_groups_of_different_use,
     run_in_modes,
     run_misplaced_dtensors,
+    run_repeated_heads,
     run_sharded,
     run_twice,
     run_under_pytorch,
+    run_uneven_dtensors,
     run_with_common_key,
     run_with_gaps,
+    run_with_large_keys,
     run_without_common_key,
     train_gpt,
 )
@@ -127,12 +130,17 @@ def test_dtensors(workers):
         assert workers.run(run_dtensors_with_heads, dropout_p) == [[True] * 6] * RANKS, dropout_p
 
 
+def test_uneven_dtensors(workers):
+    assert workers.run(run_uneven_dtensors) == [[True] * 7] * RANKS
+
+
 def test_misplaced_dtensors_are_refused(workers):
     placed = "ValueError: q must be sharded along its sequence"
     told = [
         "ValueError: q, k and v must be placed alike", placed, placed, placed,
         "TypeError: q, k and v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
         "ValueError: group must be a DeviceMesh of one or two",
+        "ValueError: 8 query and 3 key/value heads must be multiples of 2", "ValueError: 3 query and 3 key/value heads",
     ]  # fmt: skip
     for messages in workers.run(run_misplaced_dtensors):
         assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told
@@ -259,9 +267,20 @@ def test_float64_stays_float64(workers):
 
 @pytest.mark.parametrize("score", [30.0, 100.0, 1000.0, 10761.0])
 def test_what_float32_keys_have_in_common_costs_nothing(workers, score):
-    for method in ("ring", "both"):
+    for method in ("ring", "both", "compiled"):
         for error, allowed in workers.run(run_with_common_key, score, method, False)[0]:
             assert error <= allowed, f"{method}: {error:.2g}, allowed {allowed:.2g}"
+
+
+@pytest.mark.parametrize("which", ["last", "half", "packed", "packed negative"])
+def test_keys_that_rows_do_not_see_cost_them_no_digits(workers, which):
+    for error, allowed in workers.run(run_with_large_keys, which)[0]:
+        assert error <= allowed, f"{error:.2g}, allowed {allowed:.2g}"
+
+
+@pytest.mark.parametrize("how", ["ulysses", "both", "compiled"])
+def test_gradients_of_repeated_heads_are_rounded_once(workers, how):
+    assert workers.run(run_repeated_heads, how) == [[True] * 3] * RANKS
 
 
 @pytest.mark.parametrize("score", [100.0, 10761.0])

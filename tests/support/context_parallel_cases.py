@@ -343,7 +343,11 @@ def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[fl
     )
     alone = results(partial(flash_attention, backend="cpu"), whole, dout, dlse)
     own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
-    attend = partial(context_parallel_attention, group=group, method=method, backend="cpu")
+    attend: Any = partial(
+        context_parallel_attention, group=group, method="ring" if method == "compiled" else method, backend="cpu"
+    )
+    if method == "compiled":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     parts = results(attend, own, shard_sequence(dout, group, 2), shard_sequence(dlse, group, 2))
     found = [unshard_sequence(x.detach(), group, 2) for x in parts]
     budgets = []
@@ -377,11 +381,92 @@ def run_choices() -> list[bool]:
     with batch_invariant(), mock.patch.object(attention.cost, "cheapest", return_value="ring"):
         expected = context_parallel_attention(q, k, v, method="ulysses", **common)
         found.append(torch.equal(context_parallel_attention(q, k, v, **common), expected))
-    with mock.patch.object(attention, "_attend", return_value=(q, None)) as attend:
+    with mock.patch.object(attention, "plan_of", wraps=attention.plan_of) as plan_of:
         context_parallel_attention(q, k, v, deterministic=True, window=(3, 5), softcap=2.0, backend="cpu")
-    options = attend.call_args.args[0].options
+    options = plan_of.call_args.args[0].options
     seen = options.deterministic, options.window_left, options.window_right, options.softcap
     return [*found, seen == (True, 3, 5, 2.0)]
+
+
+def run_with_large_keys(which: str) -> list[tuple[float, float]]:
+    """float32 keys that some rows do not see and that are far larger than theirs: errors of these rows' out, dq, dk and
+    dv, each beside what the error of one device allows."""
+    q, k, v, dout = (x.detach().clone() for x in _small(22))
+    k, v = k[:, :2].clone(), v[:, :2].clone()
+    options: dict[str, Any] = {"causal": True}
+    rows = slice(0, 63)
+    if which == "last":  # causal, and no gradient of the row that sees it
+        k[:, :, -1] = 1e8
+    elif which == "half":
+        k[:, :, 32:] += 1e5
+        options, rows = {"window": (0, 0)}, slice(0, 32)
+    dout[:, :, rows.stop :] = 0
+    cu_seqlens = None
+    if which == "packed":
+        k[0, :, 40:] += 1e6
+        options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
+    elif which == "packed negative":
+        k[0, :, 40:] -= 1e6
+        options, rows, cu_seqlens = {"causal": True}, slice(0, 40), torch.tensor([0, 40, 64], dtype=torch.int32)
+    if cu_seqlens is not None:
+        q, k, v, dout = (x[0].transpose(0, 1).contiguous() for x in (q, k, v, dout))
+    dim = 2 if cu_seqlens is None else 0
+
+    def results(attend: Any, qkv: Sequence[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+        out = attend(*qkv)
+        return [out, *torch.autograd.grad(out, qkv, dout)]
+
+    def one_device(*qkv: torch.Tensor, **given: Any) -> torch.Tensor:
+        if cu_seqlens is None:
+            attend = reference_attention if qkv[0].dtype == torch.float64 else flash_attention
+            return attend(*qkv, **options, **given)
+        return flash_attention_varlen(*qkv, cu_seqlens, cu_seqlens, 64, 64, backend="cpu", **options)
+
+    exact = results(one_device, [x.double().requires_grad_() for x in (q, k, v)], dout.double())
+    given = {} if cu_seqlens is not None else {"backend": "cpu"}
+    alone = results(partial(one_device, **given), [x.clone().requires_grad_() for x in (q, k, v)], dout)
+    cut: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    own = [shard_sequence(x, None, dim, **cut).requires_grad_() for x in (q, k, v)]
+    attend = partial(context_parallel_attention, method="ring", backend="cpu", **options, **cut)
+    parts = results(attend, own, shard_sequence(dout, None, dim, **cut))
+    budgets = []
+    for part, of_one, x in zip(parts, alone, exact, strict=True):
+        whole, of_one, x = (
+            y.detach().double().narrow(dim, 0, rows.stop)
+            for y in (unshard_sequence(part.detach(), None, dim, **cut), of_one, x)
+        )
+        allowed = BUDGET_FACTOR * float((of_one - x).abs().max()) + 2.0**-24 * float(x.abs().max())
+        budgets.append((float((whole - x).abs().max()), allowed))
+    return budgets
+
+
+def run_repeated_heads(how: str) -> list[bool]:
+    """One key/value head for more ranks, in float16: each rank's share of dV is beyond its range, their sum is not."""
+    heads = 8
+    q, k, v = (torch.zeros(1, n, 64, 16, dtype=torch.float16) for n in (heads, 1, 1))
+    dout = torch.full((1, heads, 64, 16), 10000.0, dtype=torch.float16)
+    dout[:, heads // 2 :] = -9000.0
+    k += torch.linspace(-1, 1, 64, dtype=torch.float16)[:, None]
+    group = mesh(4) if how == "both" else None
+
+    def gradients(attend: Any, qkv: list[torch.Tensor], dout: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad(attend(*qkv), qkv, dout)
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = gradients(partial(flash_attention, causal=True, backend="cpu"), whole, dout)
+    attend: Any = partial(
+        context_parallel_attention,
+        group=group,
+        causal=True,
+        method="both" if how == "both" else "ulysses",
+        backend="cpu",
+    )
+    if how == "compiled":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    own = [shard_sequence(x, group, 2).requires_grad_() for x in (q, k, v)]
+    found = gradients(attend, own, shard_sequence(dout, group, 2))
+    pairs = zip((unshard_sequence(x, group, 2) for x in found), expected, strict=True)
+    return [torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in pairs]
 
 
 def run_without_common_key(softcap: float, infinite: bool) -> list[float]:
@@ -484,7 +569,7 @@ def run_dtensors(method: str) -> list[bool]:
 
 def run_misplaced_dtensors() -> list[str]:
     """What DTensors raise that cannot be followed."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
     x = torch.randn(1, 4, 8, 8)
@@ -493,16 +578,37 @@ def run_misplaced_dtensors() -> list[str]:
         DTensor.from_local(x, grid, places)
         for places in ([Shard(2), Shard(1)], [Shard(1), Replicate()], [Shard(2), Shard(3)], [Shard(2), Partial()])
     )
+    of_eight, of_three = (distribute_tensor(torch.randn(1, n, 16, 8), grid, [Shard(2), Shard(1)]) for n in (8, 3))
     found = []
     for q, k, group in (
         (good, by_heads, None), (nowhere, nowhere, None), (by_features, by_features, None), (sums, sums, None),
         (good, x, None), (good, good, grid["tp"]), (x, x, init_device_mesh("cpu", (1, 2, 2))),
+        (of_eight, of_three, None), (of_three, of_three, None),
     ):  # fmt: skip
         try:
             context_parallel_attention(q, k, k, group, backend="cpu")
         except (ValueError, TypeError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def run_uneven_dtensors() -> list[bool]:
+    """A batch that the mesh does not divide: results have the whole shape on every rank, and gradients pass through."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    grid = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "dp"))
+    qkv, dout = [x.detach()[:1].repeat(3, 1, 1, 1) for x in _small(2)[:3]], _small(2)[3].detach()[:1].repeat(3, 1, 1, 1)
+    qkv = [(x * torch.tensor([1.0, 0.5, -1.0])[:, None, None, None]).requires_grad_() for x in qkv]
+    common: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
+    expected = flash_attention(*qkv, **common)
+    grads = torch.autograd.grad(expected[0], qkv, dout)
+    places = [Shard(2), Shard(0)]
+    given = [distribute_tensor(x.detach(), grid, places).requires_grad_() for x in qkv]
+    results = context_parallel_attention(*given, load_balance="none", **common)
+    shaped = [x.shape == y.shape for x, y in zip(results, expected, strict=True)]
+    found = torch.autograd.grad(results[0], given, distribute_tensor(dout, grid, places))
+    pairs = zip((*expected, *grads), (*results, *found), strict=True)
+    return [*shaped, *(torch.allclose(a, b.full_tensor(), atol=1e-5) for a, b in pairs)]
 
 
 def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[bool]:
