@@ -97,12 +97,18 @@ def _check_no_grad(tensors: dict[str, Any]) -> None:
             )
 
 
+def _check_not_expanded(**tensors: torch.Tensor) -> None:
+    """What is written has memory for each of its elements."""
+    for name, x in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
+
+
 def _check_out(out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """What the result is written to."""
     _check("out", out, q, (*q.shape[:-1], head_dim_v), q.dtype)
     _check_stride(out=out)
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out must not be expanded: each element is written, got strides {out.stride()}")
+    _check_not_expanded(out=out)
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -130,6 +136,7 @@ def _check_new_keys(
     if v is not None:
         _check("v", v, q, (*of_new, v_cache.shape[3]), q.dtype)
         _check_stride(v=v)
+    _check_not_expanded(k_cache=k_cache, v_cache=v_cache)
     if not torch.compiler.is_compiling() and all(type(x) in _IN_MEMORY and not x.is_meta for x in (k_cache, v_cache)):
         check_new_values(k_cache, v_cache, v)
     if cos is None and sin is None:
@@ -142,9 +149,11 @@ def _check_new_keys(
             f"rotary_cos must have shape (rows, rotary_dim / 2) with rotary_dim at most {q.shape[-1]}, "
             f"got {_shape(cos)}"
         )
-    if cos.shape[0] < capacity:
+    beyond = max(0, q.shape[1] - length)  # query i is rotated by row cache_seqlens + i, be there as many keys or not
+    if cos.shape[0] < capacity + beyond:
+        more = f", and {beyond} for queries beyond them" if beyond else ""
         raise ValueError(
-            f"rotary_cos must have a row for each of the {capacity} keys that there can be, got {cos.shape[0]}"
+            f"rotary_cos must have a row for each of the {capacity} keys that there can be{more}, got {cos.shape[0]}"
         )
     _check("rotary_cos", cos, q, _shape(cos), *{q.dtype, torch.float32})
     _check("rotary_sin", sin, q, _shape(cos), cos.dtype)
@@ -371,11 +380,12 @@ def flash_attn_with_kvcache(
         k, v: (B, Snew, Hk, D) and (B, Snew, Hk, Dv) in q's dtype: they become keys cache_seqlens, cache_seqlens + 1, …
             of their sequence. Both or none; a latent cache takes k alone. What would land beyond the cache is dropped
             where the host cannot see it.
-        rotary_cos, rotary_sin: (rows, R / 2) in q's dtype or float32, R <= D, a row for each key there can be. They
-            rotate the first R features of k by row cache_seqlens + i, and those of q by row cache_seqlens + i where
-            the mask is causal or a window, else by row cache_seqlens. They need k.
+        rotary_cos, rotary_sin: (rows, R / 2) in q's dtype or float32, R <= D, a row for each key there can be and for
+            each query more than new keys. They rotate the first R features of k by row cache_seqlens + i, and those of
+            q by row cache_seqlens + i where the mask is causal or a window, else by row cache_seqlens. They need k.
         cache_seqlens: keys in the cache, counted from row 0 of the sequence: an int, (B,) int32, or None: it is full.
-        cache_batch_idx: (B,) int32, the row of the contiguous cache that is sequence b's; default b.
+        cache_batch_idx: (B,) int32, the row of the contiguous cache that is sequence b's; default b. Of sequences that
+            append to one row of the cache, or of a page, some one's keys are there afterwards.
         cache_leftpad: (B,) int32, rows at a sequence's beginning that hold no keys.
         block_table: (B, pages of a sequence) int32: key j lies in row j % page size of page
             block_table[b, j // page size]. Any order; sequences may share pages; entries beyond the last page are

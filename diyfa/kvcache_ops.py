@@ -113,6 +113,8 @@ def check_new_values(k_cache: torch.Tensor, v_cache: torch.Tensor, v: torch.Tens
         raise ValueError("k comes without v, but v_cache is not the first features of k_cache in the same memory")
     if v is not None and latent:
         raise ValueError("v must be None where v_cache is a view of k_cache: k brings the values, too")
+    if v is not None and share_memory(k_cache, v_cache):
+        raise ValueError("v_cache must not overlap k_cache, unless it is the first features of the same memory")
 
 
 def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:

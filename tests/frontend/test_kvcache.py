@@ -81,6 +81,7 @@ def test_the_signature_is_flash_attns() -> None:
 INT = torch.tensor([1, 2], dtype=torch.int32)
 COS = torch.ones(40, 4)
 FLOAT8 = torch.zeros(B, 40, HK, D).to(torch.float8_e4m3fn)
+BOTH = torch.ones(B, 40, HK, D + 8)
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q_rank": ({"q": torch.ones(B, H, D)}, ValueError, r"q must be \(batch, seqlen, heads, head_dim\)"),
     "q_type": ({"q": None}, TypeError, r"q must be a torch\.Tensor"),
@@ -132,6 +133,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out_dtype": ({"out": torch.ones(B, SQ, H, D).half()}, TypeError, "out must be float32"),
     "out_stride": ({"out": torch.ones(B, SQ, D, H).mT}, ValueError, "last dimension of out must have stride 1"),
     "out_expanded": ({"out": torch.ones(B, SQ, 1, D).expand(-1, -1, H, -1)}, ValueError, "out must not be expanded"),
+    "cache_expanded": ({"k_cache": torch.ones(1, 40, HK, D).expand(B, -1, -1, -1)}, ValueError,
+                       "k_cache must not be expanded"),
+    "values_expanded": ({"v_cache": torch.ones(B, 40, 1, D).expand(-1, -1, HK, -1)}, ValueError,
+                        "v_cache must not be expanded"),
+    "caches_overlap": ({"k_cache": BOTH[..., :D], "v_cache": BOTH[..., 8:]}, ValueError, "v_cache must not overlap"),
+    "cos_queries": ({"q": torch.ones(B, SQ + 2, H, D), "rotary_cos": COS, "rotary_sin": COS}, ValueError,
+                    "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
     "gradient": ({"sinks": torch.ones(H, requires_grad=True)}, ValueError, "no backward pass, but sinks requires"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
@@ -225,6 +233,16 @@ def test_values_in_a_latent_cache_come_with_the_keys() -> None:
     given["v_cache"] = given["k_cache"][..., :8]
     given["v"] = torch.ones(B, SQ, HK, 8)
     _refused(diyfa.flash_attn_with_kvcache, given, ValueError, "v must be None where v_cache is a view of k_cache")
+
+
+def test_caches_in_one_buffer_and_expanded_ones_that_are_only_read() -> None:
+    both = torch.randn(B, 40, HK, 2 * D)
+    apart, side_by_side = call(), call(k_cache=both[..., :D], v_cache=both[..., D:])
+    apart |= {"k_cache": both[..., :D].clone(), "v_cache": both[..., D:].clone()}
+    assert torch.equal(*(diyfa.flash_attn_with_kvcache(**x) for x in (apart, side_by_side)))
+    one = both[:1, ..., :D].expand(B, -1, -1, -1)
+    read = call(k=None, v=None, k_cache=one, v_cache=one.clone())
+    assert diyfa.flash_attn_with_kvcache(**read).isfinite().all()
 
 
 # ---- Operators, torch.compile, plans ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from refusals import refusal
 from targets import TARGETS
 
 import diyfa
-from diyfa import registry, testing
+from diyfa import kvcache, registry, testing
 from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations
 
 BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
@@ -95,6 +95,66 @@ def test_packed_keys_of_which_some_are_used(backend: str) -> None:
         scores = q[queries].cpu().double().transpose(0, 1) @ k[keys, 0].cpu().double().T / 4
         want = (torch.softmax(scores, -1) @ v[keys, 0].cpu().double()).transpose(0, 1)
         torch.testing.assert_close(got[queries].double(), want, rtol=1e-4, atol=1e-4)
+
+
+UNCHECKED: dict[str, tuple[int, list[int], list[Any] | None]] = {  # page size, lengths, rows of the batch or page table
+    "last rows": (0, [17, 16], None),
+    "some beyond": (0, [18, 19], None),
+    "far beyond": (0, [25, 2**31 - 1], None),
+    "some before": (0, [-1, -2], None),
+    "far before": (0, [-5, -(2**31)], None),
+    "rows of the batch": (0, [3, 4], [3, 1]),
+    "negative rows": (0, [3, 4], [-1, 0]),
+    "pages": (16, [15, 30], [[0, 4], [-1, 3]]),
+    "pages of three": (3, [5, 2], [[0, 1], [2, 4]]),
+    "pages of one": (1, [0, 1], [[0, 3], [4, 2]]),
+}
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("name", UNCHECKED)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+def test_what_nobody_checked_is_written_nowhere(
+    backend: str, name: str, rotary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the host sees no lengths and no tables: what has no place in the cache is dropped, all else lands."""
+    monkeypatch.setattr(kvcache, "_check_values", lambda tensors: None)
+    target, (page_size, lens, where) = TARGETS[backend], UNCHECKED[name]
+    generator = torch.Generator().manual_seed(0)
+    entries, size, added = (4, page_size, 3) if page_size else (3, 20, 3)
+    guarded = [torch.full((entries + 2, size, HK, 16), 7.0) for _ in "kv"]
+    on_device = [x.clone().to(target.device) for x in guarded]
+    new = [torch.randn(2, added, heads, 16, generator=generator) for heads in (HK, HK, H)]
+    options: dict[str, Any] = {}
+    if where is not None:
+        options["block_table" if page_size else "cache_batch_idx"] = torch.tensor(where, dtype=torch.int32)
+    if rotary:
+        angles = torch.arange(48)[:, None] * torch.linspace(0.1, 1, 4)
+        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": False}
+    k, v, q, seqlens = (x.to(target.device) for x in (*new, torch.tensor(lens, dtype=torch.int32)))
+    with registry.use_backend(target.backend):
+        diyfa.flash_attn_with_kvcache(
+            q, *(x[1:-1] for x in on_device), k, v, cache_seqlens=seqlens, causal=True,
+            **{key: x.to(target.device) if isinstance(x, torch.Tensor) else x for key, x in options.items()},
+        )  # fmt: skip
+    table = where if page_size else None
+    capacity = size * len(table[0]) if table else size
+    for b, i in ((b, i) for b in range(2) for i in range(added)):
+        j = lens[b] + i
+        if not 0 <= j < capacity:
+            continue
+        entry, row = (table[b][j // size], j % size) if table else (b if where is None else where[b], j)
+        if not 0 <= entry < entries:
+            continue
+        first, second = new[0][b, i].split([4, 12], -1)
+        second, rest = second.split([4, 8], -1)
+        if rotary:
+            cos, sin = options["rotary_cos"][j], options["rotary_sin"][j]
+            first, second = first * cos - second * sin, second * cos + first * sin
+        guarded[0][entry + 1, row] = torch.cat([first, second, rest], -1)
+        guarded[1][entry + 1, row] = new[1][b, i]
+    torch.testing.assert_close(on_device[0].cpu(), guarded[0], rtol=1e-6, atol=1e-6 if rotary else 0)
+    assert torch.equal(on_device[1].cpu(), guarded[1])
 
 
 # ---- The mode diyfa.batch_invariant -----------------------------------------------------------------------------
