@@ -157,6 +157,21 @@ def test_what_nobody_checked_is_written_nowhere(
     assert torch.equal(on_device[1].cpu(), guarded[1])
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "npu"])  # which refuses float8
+def test_values_beyond_float8_become_its_largest(backend: str) -> None:
+    target = TARGETS[backend]
+    new = (
+        torch.tensor([-1e4, -449.0, -448.0, 0.0, 448.0, 449.0, 1e4, 2.0]).repeat(2).to(torch.bfloat16).view(1, 1, 1, 16)
+    )
+    caches = [torch.zeros(1, 8, 1, 16).to(torch.float8_e4m3fn) for _ in "kv"]
+    q, k, v, k_cache, v_cache = (x.to(target.device) for x in (new, new, -new, *caches))
+    with registry.use_backend(target.backend):
+        diyfa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3, k_descale=0.5, v_descale=2.0)
+    for cache, x, descale in ((k_cache, new, 0.5), (v_cache, -new, 2.0)):
+        want = (x[0, 0, 0].float() / descale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(cache[0, 3, 0].cpu().float(), want)
+
+
 # ---- The mode diyfa.batch_invariant -----------------------------------------------------------------------------
 
 H, HK, D = 4, 2, 32
