@@ -35,7 +35,7 @@ from diyfa.options import WHOLE, AttentionOptions, Lengths
 
 
 class Ring(NamedTuple):
-    """What a call of `ring_attention` has besides its tensors."""
+    """What a ring has besides its tensors."""
 
     group: dist.ProcessGroup
     steps: tuple[Step, ...]
