@@ -1,6 +1,6 @@
 """The Hopper kernel over a latent cache on an H100 or H200: right, repeatable, and how fast beside the portable one.
 
-    PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base tile_cost_4 …]
+    PYTHONPATH=. python tests/manual/hopper_decode_mla.py [--candidates base scan_32 …]
 
 A candidate is the kernel's source with some lines replaced. Each is compiled and checked in a process of its own, all
 at once, and timed in another, one after the other; a process that hangs is killed. GB/s are of the latent keys, once;
@@ -36,8 +36,7 @@ NAME = "diyfa.backends.cuda.hopper.decode_mla"
 SOURCE = ROOT / "backends" / "cuda" / "hopper" / "decode_mla.py"
 CANDIDATES: dict[str, list[tuple[str, str]]] = {
     "base": [],
-    "tile_cost_4": [("TILE_COST = gl.constexpr(2)", "TILE_COST = gl.constexpr(4)")],
-    "tile_cost_1": [("TILE_COST = gl.constexpr(2)", "TILE_COST = gl.constexpr(1)")],
+    "scan_32": [("SCAN = gl.constexpr(128)", "SCAN = gl.constexpr(32)")],
 }
 PORTABLE = "portable"
 

@@ -32,6 +32,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     DecodeConfig,
     decode_config,
     feature_blocks,
+    has_long_line,
     is_small_call,
     is_split,
     is_widened,
@@ -41,6 +42,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     reads_values_once,
     row_blocks,
     rows_per_tile,
+    scan_of,
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
@@ -67,9 +69,8 @@ _INTERPRETING = tl.constexpr(is_interpreting())
 COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
 FOLDED_PARTS = 8  # that a program of `_fold_kernel` reads at once
 # To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
-TILE_COST = tl.constexpr(4)
+TILE_COST = tl.constexpr(2)
 LONG_SHARE = tl.constexpr(8)
-SCAN = tl.constexpr(128)  # tiles whose work is added up at once
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class DecodeConstants(Constants):
     """Constants of both kernels."""
 
     split: bool  # programs share the keys of a tile
+    scan: int  # tiles whose work is added up at once
+    one_scan: bool  # those are all
+    long_line: bool  # there may be more blocks than 32 bits count
     has_left: bool
     has_right: bool
     softcap: bool
@@ -171,8 +175,8 @@ def _blocks_of_tiles(
     start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
     length, added, capacity, group, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys that each of SCAN tiles of rows sees, from tile `start` on; none beyond the last."""
-    tiles = start + tl.arange(0, SCAN)
+    """Blocks of keys that each of `c.SCAN` tiles of rows sees, from tile `start` on; none beyond the last."""
+    tiles = start + tl.arange(0, c.SCAN)
     inside = tiles < batch * blocks_m
     _, n_queries, _, n_keys, pad = _sequence(
         tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
@@ -183,17 +187,62 @@ def _blocks_of_tiles(
 
 
 @triton.jit
-def _work_of(blocks, heads_kv, tile_cost):
-    """What a tile of rows takes of its heads' programs, in blocks of keys: to begin one takes time too."""
-    return tl.where(blocks > 0, blocks + tile_cost, 0).to(tl.int64) * heads_kv
+def _line_of_work(
+    programs, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
+    total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
+):  # fmt: skip
+    """The line of work: for each tile of rows of each sequence, for each head of keys, its blocks.
+
+    Returns (its length, the equal share of each program, what it counts to begin a tile, blocks of the first tiles).
+    """
+    LINE: tl.constexpr = tl.int64 if c.LONG_LINE else tl.int32
+    first_counts = _blocks_of_tiles(
+        0, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
+        length, added, capacity, group, window_left, window_right, c,
+    )  # fmt: skip
+    blocks = tl.sum(first_counts.to(LINE), 0)
+    begun = tl.sum((first_counts > 0).to(tl.int32), 0)
+    if not c.ONE_SCAN:
+        for start in range(c.SCAN, batch * blocks_m, c.SCAN):
+            counts = _blocks_of_tiles(
+                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
+            )  # fmt: skip
+            blocks += tl.sum(counts.to(LINE), 0)
+            begun += tl.sum((counts > 0).to(tl.int32), 0)
+    # Where all programs have little to do, even parts of the blocks are shortest.
+    tile_cost = tl.where(blocks * heads_kv >= LONG_SHARE * programs, TILE_COST, 0)
+    length = (blocks + tile_cost * begun) * heads_kv
+    return length, tl.maximum(tl.cdiv(length, programs), 1), tile_cost, first_counts
 
 
 @triton.jit
-def _passed(blocks, ahead, at, heads_kv, tile_cost):
-    """(How many of these tiles of rows end at or before place `at` of the line of work, how long they are)."""
-    work = _work_of(blocks, heads_kv, tile_cost)
-    passed = ahead + tl.cumsum(work, 0) <= at
-    return tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, work, 0), 0)
+def _passed(counts, ahead, place, heads_kv, tile_cost, c: tl.constexpr):
+    """Tiles with so many blocks, the first of which begins at `ahead` -> (how many end at or before a place of the
+    line, where the last of these ends or 0, where all end)."""
+    work = tl.where(counts > 0, counts + tile_cost, 0).to(ahead.dtype) * heads_kv
+    ends = ahead + (work if c.SCAN == 1 else tl.cumsum(work, 0))
+    passed = ends <= place
+    return tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(passed, ends, 0), 0), tl.max(ends, 0)
+
+
+@triton.jit
+def _tile_at(
+    place, first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
+    leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
+):  # fmt: skip
+    """The tile of rows that a place of the line lies in, and the place where that begins."""
+    tile, before, ahead = _passed(first_counts, place * 0, place, heads_kv, tile_cost, c)
+    if not c.ONE_SCAN:
+        for start in range(c.SCAN, batch * blocks_m, c.SCAN):
+            counts = _blocks_of_tiles(
+                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
+                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
+            )  # fmt: skip
+            tiles_here, before_here, ahead = _passed(counts, ahead, place, heads_kv, tile_cost, c)
+            tile += tiles_here
+            before = tl.maximum(before, before_here)
+    return tile, before
 
 
 @triton.jit
@@ -476,7 +525,7 @@ _RUNTIME = (
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
-    "slopes_ptr", "sinks_ptr", "k_descale_ptr", "v_descale_ptr", "tails_ptr",
+    "slopes_ptr", "sinks_ptr", "k_descale_ptr", "v_descale_ptr",
 )  # fmt: skip
 
 
@@ -488,7 +537,6 @@ def _decode_kernel(
     o_ptr, lse_ptr,
     sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
     statistics_ptr,  # [2 · programs, 2, BLOCK_M]
-    tails_ptr,  # [programs, 2]: the tile that a program leaves unfinished or -1, the program that finishes it
     length,  # of each sequence, where nothing on the device says it; a repeated call gives it with the tensors
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
@@ -548,42 +596,16 @@ def _decode_kernel(
                     stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
                 )  # fmt: skip
     else:
-        # The line of work: for each tile of rows of each sequence, for each head of keys, its blocks. A first pass adds
-        # it up, a second finds the tile that this program's part begins in. Mostly all tiles are looked at at once.
-        counts = _blocks_of_tiles(
-            0, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
-            total_k, length, added, capacity, group, window_left, window_right, c,
+        total, share, tile_cost, first_counts = _line_of_work(
+            tl.num_programs(0), batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
+            seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
         )  # fmt: skip
-        first_counts = counts
-        blocks = tl.sum(counts.to(tl.int64), 0)
-        begun = tl.sum((counts > 0).to(tl.int32), 0)
-        for start in range(SCAN, batch * blocks_m, SCAN):
-            counts = _blocks_of_tiles(
-                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-            )  # fmt: skip
-            blocks += tl.sum(counts.to(tl.int64), 0)
-            begun += tl.sum((counts > 0).to(tl.int32), 0)
-        # Where all programs have little to do, even parts of the blocks are shortest.
-        tile_cost = tl.where(blocks * heads_kv >= LONG_SHARE * tl.num_programs(0), TILE_COST, 0)
-        total = (blocks + tile_cost * begun) * heads_kv
-        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
-        at = tl.minimum(pid.to(tl.int64) * share, total)
+        at = tl.minimum(pid * share, total)
         stop = tl.minimum(at + share, total)
-        tile, before = _passed(first_counts, tl.zeros([], tl.int64), at, heads_kv, tile_cost)
-        ahead = tl.sum(_work_of(first_counts, heads_kv, tile_cost), 0)  # work before the tiles that are looked at
-        for start in range(SCAN, batch * blocks_m, SCAN):
-            counts = _blocks_of_tiles(
-                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-            )  # fmt: skip
-            tiles_here, work_here = _passed(counts, ahead, at, heads_kv, tile_cost)
-            tile += tiles_here
-            before += work_here
-            ahead += tl.sum(_work_of(counts, heads_kv, tile_cost), 0)
-
-        tail = -1
-        last = -1
+        tile, before = _tile_at(
+            at, first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
+            leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
+        )  # fmt: skip
         while at < stop:
             b = tile // blocks_m
             block_m = tile % blocks_m
@@ -593,7 +615,8 @@ def _decode_kernel(
             )  # fmt: skip
             first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
             work = tl.where(count > 0, count + tile_cost, 0)
-            if at < before + work.to(tl.int64) * heads_kv:
+            tile_end = before + work.to(at.dtype) * heads_kv
+            if at < tile_end:
                 done = (at - before).to(tl.int32)  # work of the heads that come first here
                 hk = done // work
                 from_work = done % work
@@ -616,11 +639,7 @@ def _decode_kernel(
                         )  # fmt: skip
                     else:
                         # What goes on here is in the first of the program's two places, what begins in the other.
-                        slot = 2 * pid
-                        if begin == 0:
-                            slot += 1
-                            tail = tile * heads_kv + hk
-                            last = pid + tl.cdiv(work - to_work, tl.minimum(share, 1 << 30).to(tl.int32))
+                        slot = 2 * pid + (begin == 0)
                         offs_m = tl.arange(0, c.BLOCK_M)
                         offs_d = tl.arange(0, c.BLOCK_DV)
                         sums = sums_ptr + slot.to(tl.int64) * (c.BLOCK_M * c.BLOCK_DV)
@@ -629,35 +648,48 @@ def _decode_kernel(
                         tl.store(statistics_ptr + slot * (2 * c.BLOCK_M) + c.BLOCK_M + offs_m, l_i)
                 at += to_work - from_work
             else:
-                before += work.to(tl.int64) * heads_kv
+                before = tile_end
                 tile += 1
-        tl.store(tails_ptr + 2 * pid, tail)
-        tl.store(tails_ptr + 2 * pid + 1, last)
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
 def _combine_kernel(
-    cu_seqlens_q_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr, statistics_ptr, tails_ptr,
-    stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q,
-    rows_per_tile, c: tl.constexpr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr,
+    statistics_ptr, length,
+    stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
+    total_k, added, capacity, window_left, window_right, rows_per_tile, c: tl.constexpr,
 ):  # fmt: skip
-    """One row of the tile that one program of `_decode_kernel` left unfinished."""
-    if c.OVERLAP:
-        gdc_wait()
+    """One row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows from the same
+    line of work, before there is anything to read."""
     owner = tl.program_id(0) // rows_per_tile
     row = tl.program_id(0) % rows_per_tile
-    tail = tl.load(tails_ptr + 2 * owner)
-    last = tl.load(tails_ptr + 2 * owner + 1)
-    tile = tail // heads_kv
+    total, share, tile_cost, first_counts = _line_of_work(
+        tl.num_programs(0) // rows_per_tile, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
+        leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
+    )  # fmt: skip
+    at = tl.minimum(owner * share, total)
+    stop = tl.minimum(at + share, total)
+    tile, before = _tile_at(
+        tl.maximum(stop - 1, 0), first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+        seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right,
+        c,
+    )  # fmt: skip
     b = tile // blocks_m
-    first_q = 0
-    n_queries = seqlen_q
-    if cu_seqlens_q_ptr is not None:
-        first_q = _clamp(tl.load(cu_seqlens_q_ptr + b, mask=tail >= 0, other=0), 0, total_q)
-        end_q = tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1, mask=tail >= 0, other=0), total_q)
-        n_queries = _clamp(end_q - first_q, 0, seqlen_q)
+    first_q, n_queries, _, n_keys, pad = _sequence(
+        b, b < batch, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
+        added, capacity, c,
+    )  # fmt: skip
+    _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    work = tl.maximum(count + tile_cost, 1)
+    hk = ((stop - 1 - before) // work).to(tl.int32)
+    first_block = before + (hk * work).to(at.dtype) + tile_cost  # the place of it, of this head
+    end = first_block + count
+    is_left = (at <= first_block) & (first_block < stop) & (stop < end)
+    last = ((end - 1) // share).to(tl.int32)  # the program that finishes it
     rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
-    if (tail >= 0) & (tl.max(rows, 0) < n_queries * group):
+    if c.OVERLAP:
+        gdc_wait()
+    if is_left & (tl.max(rows, 0) < n_queries * group):
         cols = tl.arange(0, c.BLOCK_DV)
         m_i = tl.full([1], LOWEST, tl.float32)
         l_i = tl.zeros([1], tl.float32)
@@ -678,7 +710,7 @@ def _combine_kernel(
             acc = acc * alpha[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
             m_i = m_new
         _store_rows(
-            acc, l_i, m_i, rows, b, tail % heads_kv, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+            acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
             stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
             cu_seqlens_q_ptr is not None, c,
         )  # fmt: skip
@@ -745,6 +777,9 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1) 
     combined = max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))
     return DecodeConstants(
         split=is_split(problem),
+        scan=scan_of(problem, config),
+        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
+        long_line=has_long_line(problem, config),
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -778,14 +813,14 @@ def config_of(problem: KVCacheProblem) -> DecodeConfig:
 
 
 def workspace(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> torch.Tensor | None:
-    """Memory for the parts of tiles that programs share: two for each program, with what it says of them."""
+    """Memory for the parts of tiles that programs share: two for each program."""
     columns = padded_head_dim(problem.head_dim_v) + 2
     count = programs(problem, config, device)
     if problem.batch_invariant and parts_apart(problem, config, device) > 1:
         return torch.empty(count * rows_per_tile(problem, config) * columns, dtype=torch.float32, device=device)
     if not is_split(problem):
         return None
-    return torch.empty(2 * count * (config.block_m * columns + 1), dtype=torch.float32, device=device)
+    return torch.empty(2 * count * config.block_m * columns, dtype=torch.float32, device=device)
 
 
 def launches_of(
@@ -817,12 +852,11 @@ def launches_of(
     }
     slopes, table = tensors.alibi_slopes, tensors.block_table
     kd, vd = tensors.k_descale, tensors.v_descale
-    sums = statistics = tails = None
+    sums = statistics = None
     if memory is not None:
         rows = grid * rows_per_tile(problem, config) if parts > 1 else 2 * grid * config.block_m
         width = padded_head_dim(problem.head_dim_v)
         sums, statistics = memory, memory[rows * width :]
-        tails = None if parts > 1 else memory[rows * (width + 2) :].view(torch.int32)
     arguments = {
         "q_ptr": q,
         "k_ptr": k,
@@ -841,7 +875,6 @@ def launches_of(
         "lse_ptr": lse,
         "sums_ptr": sums,
         "statistics_ptr": statistics,
-        "tails_ptr": tails,
         **strides,
         "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         "stride_table": 0 if table is None else table.stride(0),
@@ -870,11 +903,12 @@ def launches_of(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     launches = [Launch(_decode_kernel, grid, arguments, {"c": c}, options)]
     if memory is not None:
-        kernel, tiles, warps = (_fold_kernel, grid // parts, 1) if parts > 1 else (_combine_kernel, grid, 4)
+        kernel, tiles = (_fold_kernel, grid // parts) if parts > 1 else (_combine_kernel, grid)
         merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         early = {"launch_pdl": True} if c.overlap else {}
         rows = tiles * rows_per_tile(problem, config)
-        launches.append(Launch(kernel, rows, merged, {"c": c}, {"num_warps": warps, **early}))
+        # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.
+        launches.append(Launch(kernel, rows, merged, {"c": c}, {"num_warps": 1, **early}))
     return launches
 
 

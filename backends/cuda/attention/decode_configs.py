@@ -159,6 +159,7 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
 # forward 137 / 138 / 87 / 86 / 87, the Hopper forward 79 to 80; of 1024 keys 11 / 12 / 15 / 19 / 30, 21 to 23, and 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
+SCANS = (32, 128)  # tiles whose work is added up at once
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
@@ -186,6 +187,23 @@ def rows_per_tile(problem: KVCacheProblem, config: DecodeConfig) -> int:
     return min(config.block_m, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
 
 
+def _tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
+    """Tiles of rows of all sequences, if all have the most queries."""
+    return problem.batch * row_blocks(problem, config)
+
+
+def scan_of(problem: KVCacheProblem, config: DecodeConfig) -> int:
+    """Tiles whose work is added up at once: where a warp has one each, without the other warps."""
+    tiles = _tiles(problem, config)
+    return 1 if tiles <= 1 else next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
+
+
+def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
+    """Whether 32 bits may not count the blocks of all tiles."""
+    blocks = cdiv(problem.capacity, config.block_n)
+    return _tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
+
+
 def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
     absent = FULL_GPU if device.type == "meta" else INTERPRETED
     return config.programs_per_sm * (multiprocessors(device) or absent)
@@ -195,7 +213,7 @@ def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.dev
     """In batch-invariant mode how many programs a tile has, each with one part of its keys. 1: one has all of them."""
     if not problem.batch_invariant or problem.num_splits == 1:
         return 1
-    tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
+    tiles = _tiles(problem, config) * problem.heads_kv
     parts = max(1, cdiv(problem.capacity, PART_KEYS))
     sums = tiles * parts * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
     return parts if tiles < _programs_at_once(config, device) and sums <= MAX_PART_SUMS else 1
@@ -203,7 +221,7 @@ def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.dev
 
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
     """Programs to launch. It depends on nothing on the device: a graph may be replayed with other lengths."""
-    tiles = problem.batch * problem.heads_kv * row_blocks(problem, config)
+    tiles = _tiles(problem, config) * problem.heads_kv
     if not is_split(problem):
         return tiles * parts_apart(problem, config, device)
     blocks = max(1, cdiv(problem.capacity, config.block_n))

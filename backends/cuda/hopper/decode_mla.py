@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import decode as portable
-from diyfa.backends.cuda.attention.decode import LONG_SHARE
+from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
@@ -56,7 +56,6 @@ LEFT, RIGHT, KEYS_ONLY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # pa
 PARTS = gl.constexpr(3)
 # The first consumer has what they leave, 240.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
-TILE_COST = gl.constexpr(2)  # what it takes to begin a tile, in blocks of keys
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
 
 
@@ -159,7 +158,6 @@ class Line:
     done: gl.tensor  # work of the tile that is behind
     left: gl.tensor  # work of the share that is ahead
     tile_cost: gl.tensor
-    share: gl.tensor
 
     @gluon.jit
     def next_part(self, sizes):
@@ -190,7 +188,7 @@ class Line:
         end = gl.where(begin < end, end, 0)
         return (
             Part(tile, hk, begin, end, count, n_keys, pad),
-            Line(tile, done, left, self.tile_cost, self.share),
+            Line(tile, done, left, self.tile_cost),
         )
 
 
@@ -227,7 +225,7 @@ def _share_of_line(sizes):
         before = gl.maximum(before, gl.max(gl.where(is_passed, ends, 0), 0))
         ahead = gl.max(ends, 0)
     left = gl.minimum(share, total - at)
-    return Line(passed, (at - before).to(gl.int32), left.to(gl.int32), tile_cost, share.to(gl.int32))
+    return Line(passed, (at - before).to(gl.int32), left.to(gl.int32), tile_cost)
 
 
 @aggregate
@@ -304,9 +302,8 @@ class Outputs:
 
     o_ptr: gl.tensor
     lse_ptr: gl.tensor
-    sums_ptr: gl.tensor  # the three of `_decode_kernel`
+    sums_ptr: gl.tensor  # these two of `_decode_kernel`
     statistics_ptr: gl.tensor
-    tails_ptr: gl.tensor
     stride_ob: gl.tensor
     stride_oh: gl.tensor
     stride_om: gl.tensor
@@ -475,9 +472,6 @@ def _first_consumer(line, sizes, shared, outputs, score):
     score = score.in_log2()
     item = 0
     turn = 0
-    tails = outputs.tails_ptr + 2 * gl.program_id(0)
-    gl.store(tails, -1)
-    gl.store(tails + 1, -1)
     part, line = line.next_part(sizes)
     while part.end > 0:
         # The last key that each row sees; rows beyond the last token see what that does.
@@ -519,9 +513,6 @@ def _first_consumer(line, sizes, shared, outputs, score):
         o = warpgroup_mma_wait(0, deps=[o])
         shared.release(item - 1, LEFT)
         _store_half(o, l_i, part, sizes, outputs, 0)
-        if (part.begin == 0) & (part.end < part.count):
-            gl.store(tails, part.tile * sizes.heads_kv + part.hk)
-            gl.store(tails + 1, gl.program_id(0) + gl.cdiv(part.count - part.end, line.share))
         part, line = line.next_part(sizes)
 
 
@@ -553,7 +544,7 @@ _RUNTIME = (
     "length", "batch", "heads_kv", "group", "blocks_m", "entries", "seqlen_q", "added", "capacity", "stride_table",
     "steps_kb", "steps_kn",
 )  # fmt: skip
-_UNALIGNED = ("seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr", "tails_ptr")
+_UNALIGNED = ("seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr")
 
 
 @gluon.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
@@ -561,7 +552,7 @@ def _decode_mla_kernel(
     q_tensor, q_rest_tensor,  # (B, Sq, H, D)
     k_tensor, k_rest_tensor,  # ragged (`gluon/tma.py`): entries or pages, each with an end of its own
     seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr,
-    o_ptr, lse_ptr, sums_ptr, statistics_ptr, tails_ptr,
+    o_ptr, lse_ptr, sums_ptr, statistics_ptr,
     length,
     stride_ob, stride_oh, stride_om, stride_table,
     batch, heads_kv, group, blocks_m, entries, seqlen_q, added, capacity,
@@ -592,7 +583,7 @@ def _decode_mla_kernel(
         config, seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr, length, added, capacity, batch,
         heads_kv, group, blocks_m, seqlen_q, entries, stride_table,
     )  # fmt: skip
-    outputs = Outputs(o_ptr, lse_ptr, sums_ptr, statistics_ptr, tails_ptr, stride_ob, stride_oh, stride_om)
+    outputs = Outputs(o_ptr, lse_ptr, sums_ptr, statistics_ptr, stride_ob, stride_oh, stride_om)
     no_cap = 0.0
     score = Score(scale, no_cap, False, False, config.NEGATE)
     line = _share_of_line(sizes)
