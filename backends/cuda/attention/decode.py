@@ -94,6 +94,7 @@ class DecodeConstants(Constants):
     block_rest: int  # features of keys beyond block_d, 0: none
     block_dv: int
     page_size: int  # 0: no pages
+    one_page: bool  # a block of keys lies in one
     packed_keys: bool
     value_pairs: bool  # of float8 features are read
     values_in_keys: bool  # the first tile of the keys is that of the values
@@ -246,9 +247,10 @@ def _tile_at(
 
 
 @triton.jit
-def _pages_of(table, offs_n, n_keys, c: tl.constexpr):
-    """The pages that keys offs_n of a sequence lie in; -1 for one that does not exist."""
-    return tl.load(table + offs_n // c.PAGE_SIZE, mask=offs_n < n_keys, other=-1)
+def _pages_of(table, keys, n_keys, c: tl.constexpr):
+    """The pages that keys of a sequence lie in; -1 for one that does not exist."""
+    # Without a sign to look at, dividing by a power of two is a shift.
+    return tl.load(table + keys.to(tl.uint32) // c.PAGE_SIZE, mask=keys < n_keys, other=-1)
 
 
 @triton.jit
@@ -259,9 +261,10 @@ def _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stri
     """
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
-        exists = exists & (page >= 0) & (page < pages)
-        page = tl.where(exists, page, 0).to(tl.int64)
-        row = (offs_n % c.PAGE_SIZE).to(tl.int64)
+        is_page = (page >= 0) & (page < pages)
+        exists = exists & is_page
+        page = tl.where(is_page if c.ONE_PAGE else exists, page, 0).to(tl.int64)
+        row = (offs_n.to(tl.uint32) % c.PAGE_SIZE).to(tl.int64)
         k_rows = page * stride_kb + row * stride_kn
         v_rows = page * stride_vb + row * stride_vn
     else:
@@ -329,12 +332,14 @@ def _attend_keys(
     acc_odd = acc
     page = 0
     if c.PAGE_SIZE > 0:
-        page = _pages_of(table, pad + begin * c.BLOCK_N + tl.arange(0, c.BLOCK_N), n_keys, c)
+        first = pad + begin * c.BLOCK_N
+        page = _pages_of(table, first if c.ONE_PAGE else first + tl.arange(0, c.BLOCK_N), n_keys, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
         if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
-            page = _pages_of(table, offs_n + c.BLOCK_N, n_keys, c)
+            next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
+            page = _pages_of(table, next_keys, n_keys, c)
         k = _load_rows(k_base, k_rows, exists, 0, c.BLOCK_D, c.HEAD_DIM).to(q.dtype)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.BLOCK_REST > 0:
@@ -793,6 +798,7 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1) 
         block_rest=block_rest,
         block_dv=padded_head_dim(problem.head_dim_v),
         page_size=problem.page_size,
+        one_page=problem.paged and problem.page_size % config.block_n == 0 and not problem.leftpad,
         packed_keys=problem.packed_keys,
         value_pairs=reads_value_pairs(problem),
         values_in_keys=reads_values_once(problem),
