@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +40,18 @@ from diyfa.bench.timing import quantiles_of, synchronize, time_calls
 from diyfa.device import default_backend
 
 RESULTS = Path(__file__).parent / "results"
-Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something to time, and the context that it runs in. To enter that costs the host more than the call itself."""
+
+    run: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self) -> Any:
+        with self.context():
+            return self.run()
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,7 @@ def caches(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 def sdpa(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     """PyTorch's own, over whole rows of the cache."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-
-    def call() -> torch.Tensor:
-        with sdpa_kernel(which):
-            return F.scaled_dot_product_attention(*heads_first, enable_gqa=True)
-
-    return call
+    return Call(lambda: F.scaled_dot_product_attention(*heads_first, enable_gqa=True), lambda: sdpa_kernel(which))
 
 
 def flash_attention_3() -> Any:
@@ -130,12 +136,14 @@ def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
         }
 
     def ours() -> Any:
-        with diyfa.use_backend(backend), diyfa.batch_invariant() if case.mode else nullcontext():
-            return diyfa.flash_attn_with_kvcache(
-                q, k, v, cache_seqlens=lens, block_table=table, causal=True, **descales
-            )
+        return diyfa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table, causal=True, **descales)
 
-    found: dict[str, Call] = {"diyfa": ours}
+    @contextmanager
+    def chosen() -> Iterator[None]:
+        with diyfa.use_backend(backend), diyfa.batch_invariant() if case.mode else nullcontext():
+            yield
+
+    found = {"diyfa": Call(ours, chosen)}
     if not peers:
         return found
     if table is None and not case.float8 and len(set(case.lens)) == 1 and case.seqlen_q == 1:
@@ -143,11 +151,13 @@ def calls_of(case: Case, setup: Setup, peers: bool) -> dict[str, Call]:
         found["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v)
     fa3 = flash_attention_3()
     if fa3 is not None and not case.float8 and not case.latent:
-        found["FA3"] = lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True)
+        found["FA3"] = Call(
+            lambda: fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True)
+        )
     return found
 
 
-def captured(call: Call, device: torch.device) -> Call:
+def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """A replay of the call's CUDA graph; elsewhere the call."""
     if device.type != "cuda":
         return call
@@ -170,7 +180,7 @@ def captured(call: Call, device: torch.device) -> Call:
 
 def time_in_turns(setup: Setup, calls: dict[str, Call]) -> dict[str, float]:
     """Median milliseconds by name, without those that refuse; in turns, so that all run at the same clocks."""
-    ready: dict[str, Call] = {}
+    ready: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         try:
             ready[name] = captured(call, setup.device)
@@ -273,7 +283,8 @@ def host_rows(setup: Setup) -> Iterator[dict[str, Any]]:
     case = Case("B=1 S=128", (128,))
     for name, call in calls_of(case, setup, peers=True).items():
         try:
-            microseconds = host_microseconds(call, setup.device, 100, 11)
+            with call.context():
+                microseconds = host_microseconds(call.run, setup.device, 100, 11)
         except RuntimeError as error:
             print(f"{name} is left out: {str(error).splitlines()[0]}")
             continue
