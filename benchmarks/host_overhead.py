@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from diyfa import flash_attention
+from diyfa import flash_attention, flash_attention_varlen
 from diyfa.bench.record import default_path, device_name, write_json
 from diyfa.bench.timing import quantiles_of, synchronize
 from diyfa.device import default_backend
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = (1, 8, 128, 64)  # (B, H, S, D)
+FORWARD, BOTH, ONE_THREAD = "forward", "forward and backward", "forward and backward, one thread"
+MEASURED = {"empty operator": (FORWARD,), "empty Function": (BOTH, ONE_THREAD), "diyfa, packed": (FORWARD,)}
 
 
 def host_microseconds(fn: Callable[[], Any], device: torch.device, calls: int, rounds: int) -> float:
@@ -80,24 +82,30 @@ def main() -> None:
     def empty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return torch.ops.diyfa_benchmark.empty.default(q)
 
+    packed = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
+    ends = torch.arange(0, SIZE[0] * SIZE[2] + 1, SIZE[2], dtype=torch.int32, device=device)
+
+    def diyfa_packed(*_: torch.Tensor) -> Any:
+        return flash_attention_varlen(*packed, ends, ends, SIZE[2], SIZE[2], causal=True, backend=backend)
+
     rows = []
     print(f"{device_name(device)}, (B, H, S, D) = {SIZE}, causal")
-    both = "forward and backward"
     for name, attend in (
         ("empty operator", empty),
         ("empty Function", Empty.apply),
         ("PyTorch SDPA", sdpa),
         ("diyfa", diyfa),
+        ("diyfa, packed", diyfa_packed),
     ):
         for what, call in (
-            ("forward", lambda attend=attend: attend(q, k, v)),
-            (both, lambda attend=attend: train(attend)),
-            (f"{both}, one thread", lambda attend=attend: train(attend)),
+            (FORWARD, lambda attend=attend: attend(q, k, v)),
+            (BOTH, lambda attend=attend: train(attend)),
+            (ONE_THREAD, lambda attend=attend: train(attend)),
         ):
-            if (name == "empty operator" and what != "forward") or (name == "empty Function" and what == "forward"):
+            if what not in MEASURED.get(name, (what,)):
                 continue
             # Autograd runs the backward of a GPU's tensors in a thread of its own, unless it is told not to.
-            with torch.autograd.set_multithreading_enabled("one thread" not in what):
+            with torch.autograd.set_multithreading_enabled(what != ONE_THREAD):
                 microseconds = host_microseconds(call, device, arguments.calls, arguments.rounds)
             rows.append({"implementation": name, "pass": what, "host_us": microseconds})
             print(f"{name:14} {what:34} {microseconds:8.1f} µs")

@@ -43,6 +43,7 @@ def feature_blocks(head_dim: int) -> tuple[int, int]:
 # Decoding waits for memory: what counts is how many bytes are on their way, not how large a tile is. Registers let as
 # many programs run at once.
 _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
+    (64, 128, 4, 3, 2),
     (64, 64, 4, 4, 2),
     (64, 64, 4, 3, 2),
     (64, 32, 4, 2, 2),
