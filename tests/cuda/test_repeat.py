@@ -757,3 +757,27 @@ def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorde
         recorder.calls.clear()
     assert launched == [2 * 2 * 4, 2 * 2 * 4] * 2  # parts of tiles, rows of tiles
     assert are_same(*passes)
+
+
+def test_kernels_are_compiled_for_the_device_of_the_call(monkeypatch, recorder):
+    """Not for the current one."""
+    inside, compiled_in = [], []
+    compile_it = fwd._fwd_kernel.warmup
+
+    class Device:
+        def __enter__(self):
+            inside.append(True)
+
+        def __exit__(self, *args):
+            inside.clear()
+
+    def warmup(**named):
+        compiled_in.append(bool(inside))
+        return compile_it(**named)
+
+    monkeypatch.setattr(type(fwd._fwd_kernel), "warmup", staticmethod(warmup))
+    monkeypatch.setattr(replay, "on_device", lambda x: Device())
+    q, k, v = qkv()
+    for _ in range(3):
+        attend(q, k, v)
+    assert compiled_in == [True] and not inside

@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device
+from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, current_device, on_device
 from diyfa.backends.cuda.runtime.versions import TRITON
 from diyfa.problem import Launch
 
@@ -29,7 +29,7 @@ IS_KNOWN = TRITON in ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers `_call_
 
 Address = int | None
 Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
-Replay = Callable[[Sequence[Address]], list[torch.Tensor] | None]
+Replay = Callable[..., list[torch.Tensor] | None]  # (addresses, the first of what is made or None) -> what is made
 
 
 class TensorMaps:
@@ -196,10 +196,10 @@ def replay_of(
     own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     numbers: Sequence[str] = (),
 ) -> Replay | None:
-    """How to run `launches`, which are compiled, again -> a function of the addresses of `given`, or None.
+    """How to run `launches` for other tensors -> a function of the addresses of `given`, or None.
 
-    The function allocates what `made` is, launches and returns it; it returns None, having done nothing, where
-    `choice` answers otherwise than now, or a profiler wants to see launches.
+    The function allocates what `made` is, launches and returns it; the first of them may be given to it instead. It
+    returns None, having done nothing, where `choice` answers otherwise than now, or a profiler wants to see launches.
 
     Args:
         given: tensors of the call, different objects each.
@@ -215,6 +215,7 @@ def replay_of(
     own = own or {}
     makers, names_of_own = list(own.values()), list(own)
     slots_of_given = {id(x): i for i, x in enumerate(given)}
+    owners = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in made]
     nothing = len(given) + len(numbers)
     first_made = nothing + 1
     first_own, first_inside = first_made + len(made), first_made + len(made) + len(own)
@@ -227,9 +228,10 @@ def replay_of(
             return slots_of_given[id(x)]
         if name in own:
             return first_own + names_of_own.index(name)
-        for i, owner in enumerate(made):
-            if x.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
-                place = i, x.data_ptr() - owner.data_ptr()
+        storage = x.untyped_storage().data_ptr()
+        for i, (owner, begin) in enumerate(owners):
+            if storage == owner:
+                place = i, x.data_ptr() - begin
                 if not place[1]:
                     return first_made + i
                 if place not in inside:
@@ -238,30 +240,36 @@ def replay_of(
         return None
 
     again: list[Relaunch] = []
-    for launch in launches:
-        bases = {name: x.base if is_descriptor(x) else x for name, x in launch.arguments.items()}
-        slots = {name: slot(name, x) for name, x in bases.items() if x is None or isinstance(x, torch.Tensor)}
-        if None in slots.values():
-            return None
-        slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.kernel.arg_names}
-        options = COMPILE_OPTIONS | launch.options
-        compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **options, grid=(launch.grid,))
-        relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
-        if relaunch is None:
-            return None
-        again.append(relaunch)
-    like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
     device = (*made, *given)[0]
+    with on_device(device):  # kernels are compiled and loaded for the current one
+        for launch in launches:
+            slots: dict[str, int | None] = {}
+            for name, x in launch.arguments.items():
+                if type(x) is int or type(x) is float:  # most are, and they are asked least
+                    continue
+                base = x.base if is_descriptor(x) else x
+                if base is None or isinstance(base, torch.Tensor):
+                    slots[name] = slot(name, base)
+            if None in slots.values():
+                return None
+            slots |= {name: len(given) + i for i, name in enumerate(numbers) if name in launch.arguments}
+            options = COMPILE_OPTIONS | launch.options
+            compiled = launch.kernel.warmup(**launch.arguments, **launch.constants, **options, grid=(launch.grid,))
+            relaunch = None if compiled is None else relaunch_of(compiled, launch, slots)  # type: ignore[arg-type]
+            if relaunch is None:
+                return None
+            again.append(relaunch)
+    like = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
     chosen, stream_of = choice(), driver.active.get_current_stream
 
-    def replay(addresses: Sequence[Address]) -> list[torch.Tensor] | None:
+    def replay(addresses: Sequence[Address], first: torch.Tensor | None = None) -> list[torch.Tensor] | None:
         if choice() != chosen or launches_are_hooked():
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses)
-        new = [allocate(*each) for each in like]
+                return replay(addresses, first)
+        new = [allocate(*each) for each in like] if first is None else [first, *[allocate(*each) for each in like[1:]]]
         every = [*addresses, None, *[x.data_ptr() for x in new]]
         if makers:
             kept = [make(new[0]) for make in makers]  # until all is launched
