@@ -7,6 +7,7 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 KVCacheResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
+ROWS = 16  # of a cache: the number that all blocks of keys are multiples of
 
 _IN_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
@@ -341,6 +343,28 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
     )  # fmt: skip
 
 
+def _key_of_alike(key: tuple[Hashable, ...], q: Any, k_cache: Any, v_cache: Any, window: tuple[int, int]) -> Hashable:
+    """What calls have in common that read a contiguous cache of as many blocks of ROWS rows, from `key` of one of them.
+
+    A cache to which a model concatenates each new key has other rows and strides at each token. Of strides only that
+    decides which kernels are compiled for: whether they are 1, multiples of 16 (alignment follows from the rest), or
+    beyond 32 bits. None where a call has no such cache.
+    """
+    if not (isinstance(q, torch.Tensor) and isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)):
+        return None
+    shape, shape_v, strides, strides_v = k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride()
+    if len(shape) != 4 or shape[:3] != shape_v[:3]:
+        return None
+    batch, rows, heads, features = shape
+    left, right = window
+    return (
+        key[:8], key[10:14], key[16:],  # but shapes and strides of the caches
+        batch, (rows - 1) // ROWS, rows >> 31, heads, features, shape_v[3], strides == strides_v,
+        left >= rows, right >= rows,  # bounds of a window beyond every key are none
+        *[(x & 15, x == 1, x >> 31) for x in (*strides, *strides_v)],
+    )  # fmt: skip
+
+
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -432,7 +456,11 @@ def flash_attn_with_kvcache(
         ),
         softmax_scale, causal, window, softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
-    plan = fast_path.find(key)
+    plan, key_alike = fast_path.find(key), None
+    if plan is None and key is not None and k is None and block_table is None:
+        key_alike = _key_of_alike(key, q, k_cache, v_cache, window)
+        plan = fast_path.find(key_alike)
+        fast_path.remember(key, plan)
     if plan is None:
         _check_call(q, k_cache, v_cache, given)
     tensors = _bind(q, k_cache, v_cache, given)
@@ -448,6 +476,8 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         result, lse, plan = run(tensors, options, new, out, key is not None)
         fast_path.remember(key, plan)
+        if plan is not None and plan.serves_alike():
+            fast_path.remember(key_alike, plan)
     return (result, lse) if return_softmax_lse else result
 
 

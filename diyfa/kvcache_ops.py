@@ -8,6 +8,7 @@ transforms bypass the dispatcher, and an equal call runs by what an earlier one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -241,12 +242,15 @@ Present = Callable[[Any], Sequence[torch.Tensor]]
 
 def _reader_of(given: KVCacheTensors | NewKeys) -> Present:
     """`present` for tuples with the same tensors as this one, five times as fast."""
-    names = [name for name, x in given._asdict().items() if isinstance(x, torch.Tensor)]
-    return eval(f"lambda given: ({''.join(f'given.{name}, ' for name in names)})")
+    names = [name for name, x in zip(given._fields, given, strict=True) if isinstance(x, torch.Tensor)]
+    return attrgetter(*names) if len(names) > 1 else lambda given: (getattr(given, names[0]),)
 
 
 class _Step:
-    """One kernel of a call with its problem, and the cheaper way to run it again, where it has one."""
+    """One kernel of a call with its problem, and the cheaper way to run it again, where it has one.
+
+    That way is made for the second call, which runs by it: the layers of a model make equal calls.
+    """
 
     __slots__ = ("has_run", "kernel", "present", "problem", "repeat")
 
@@ -256,36 +260,53 @@ class _Step:
         self.repeat: Callable[..., Any] | None = None
         self.present: list[Present] = []
 
-    def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        if new.k.numel() == 0 and new.cos is None:
-            return
-        if self.repeat is not None:
-            present, present_new = self.present
-            if self.repeat(tensors.length, *present(tensors), *present_new(new)):
-                return
-        self.kernel.launch(self.problem, tensors, new)
+    def _prepare(self, problem: KVCacheProblem, tensors: KVCacheTensors, *results: Any) -> None:
         if self.has_run and self.kernel.repeat is not None:
-            self.present = [_reader_of(tensors), _reader_of(new)]
-            self.repeat = self.kernel.repeat(self.problem, tensors, new)
-        self.has_run = True
+            given: list[Any] = [x for x in (tensors, *results) if isinstance(x, tuple)]
+            self.present = [_reader_of(x) for x in given]
+            self.repeat = self.kernel.repeat(problem, tensors, *results)
+
+    def _append_again(self, tensors: KVCacheTensors, new: NewKeys) -> bool:
+        if self.repeat is None:
+            return False
+        present, present_new = self.present
+        return bool(self.repeat(tensors.length, *present(tensors), *present_new(new)))
+
+    def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
+        if (new.k.numel() == 0 and new.cos is None) or self._append_again(tensors, new):
+            return
+        self._prepare(self.problem, tensors, new)
+        if not self._append_again(tensors, new):
+            self.kernel.launch(self.problem, tensors, new)
+            self.has_run = True
+
+    def _attend_again(self, tensors: KVCacheTensors, out: torch.Tensor | None) -> Pair | None:
+        return None if self.repeat is None else self.repeat(tensors.length, out, *self.present[0](tensors))
 
     def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
-        if self.repeat is not None:
-            pair = self.repeat(tensors.length, given, *self.present[0](tensors))
-            if pair is not None:
-                return pair
-        problem = self.problem
+        pair = self._attend_again(tensors, given)
+        if pair is not None:
+            return pair
+        problem = self._problem_of(tensors)
         out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
         lse = empty_lse(tensors.q, problem.layout)
+        self._prepare(problem, tensors, out, lse)
+        pair = self._attend_again(tensors, out)
+        if pair is not None:
+            return pair
         if problem.varlen and not self.kernel.clears:
             out.zero_()
             lse.fill_(float("inf"))
         self.kernel.launch(problem, tensors, out, lse)
-        if self.has_run and self.kernel.repeat is not None:
-            self.present = [_reader_of(tensors)]
-            self.repeat = self.kernel.repeat(problem, tensors, out, lse)
         self.has_run = True
         return out, lse
+
+    def _problem_of(self, tensors: KVCacheTensors) -> KVCacheProblem:
+        """`problem`, or that of a call whose cache has another number of rows: see `KVCachePlan.serves_alike`."""
+        problem, rows = self.problem, tensors.k_cache.shape[1]
+        if not self.has_run or problem.paged or problem.packed_keys or rows == problem.capacity:
+            return problem
+        return problem.replace(capacity=rows)
 
 
 class KVCachePlan:
@@ -296,6 +317,11 @@ class KVCachePlan:
     def __init__(self) -> None:
         self.append: _Step | None = None
         self.attend: _Step | None = None
+
+    def serves_alike(self) -> bool:
+        """Whether it is also the plan of calls whose contiguous caches have other rows: see `Kernel.any_rows`."""
+        step = self.attend
+        return step is not None and step.kernel.any_rows(step.problem)
 
 
 def _rotates(new: NewKeys, q: torch.Tensor) -> NewKeys:

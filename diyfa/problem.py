@@ -430,7 +430,9 @@ class Kernel:
     runs what it could run only where `variant` names it, or None;
     `config(problem)` the tile it would use without tuning (a frozen dataclass, or None where there is none); `clears`
     whether it fills rows that no packed sequence covers, too, out, gradients and delta with 0 and lse with +inf: else
-    the caller has done that.
+    the caller has done that; `any_rows(problem)`, of kvcache_fwd with a contiguous cache, whether equal calls over
+    caches of other rows would be run by this kernel, too, and by what `repeat` returned: caches of as many blocks of 16
+    rows, and strides that are multiples of 16, or 1, where its are.
     `launch` has, by `op`, the signature
 
     * attention_fwd: `(problem, tensors, out, lse) -> None`, filling out (q's layout, in `problem.out_dtype`) and lse
@@ -441,9 +443,10 @@ class Kernel:
     * matmul: `(problem, a, b) -> c`
 
     An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
-    addresses: `repeat`, asked after that call with its tensors and results, returns a function or, where there is no
-    such way now, None. The function takes the tensors of the new call, `tensors.present()`, allocates and returns the
-    results, or returns None without having launched anything where what was decided no longer holds.
+    addresses: `repeat`, asked once it has run one, with its tensors and results or with those of an equal call, returns
+    a function or, where there is no such way now, None. The function takes the tensors of the new call,
+    `tensors.present()`, allocates and returns the results, or returns None without having launched anything where what
+    was decided no longer holds.
 
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
@@ -464,6 +467,7 @@ class Kernel:
     repeat: Callable[..., Callable[..., Any] | None] | None = field(repr=False, default=None)
     by_name_only: Callable[[Any], str | None] = field(repr=False, default=lambda problem: None)
     clears: bool = False
+    any_rows: Callable[[Any], bool] = field(repr=False, default=lambda problem: False)
 
 
 @dataclass(frozen=True)

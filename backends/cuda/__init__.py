@@ -191,6 +191,7 @@ def _kernels() -> tuple[Kernel, ...]:
             unsupported=decode.unsupported,
             config=decode.decode_config,
             repeat=decode.repeat if known else None,
+            any_rows=prefill_configs.has_few_queries,  # with more it is the keys that choose between the kernels
         ),
         Kernel(
             name="append",

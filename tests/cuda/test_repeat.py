@@ -5,6 +5,7 @@ There is no GPU here: CPU tensors stand in for CUDA's and a recorder for the fun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import diyfa
-from diyfa import fast_path, flash_attn_interface, ops
+from diyfa import fast_path, flash_attn_interface, kvcache, ops
 from diyfa.backends.cuda.attention import append, bwd, bwd_dbias, clear, configs, decode, decode_configs, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -37,26 +38,47 @@ from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 LARGE = {"shape": (4, 8, 2048, 128), "dtype": torch.float16}  # worth its descriptors
 
 
+def specialised(kernel, arguments):
+    """What Triton compiles a kernel for besides constants: of each number and tensor, by name."""
+    told = getattr(kernel, "kwargs", None) or vars(kernel)  # of an interpreted kernel, of another
+    numbers, pointers = (told[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
+
+    def of(name, x):
+        if isinstance(x, torch.Tensor):
+            return x.dtype, name not in pointers and x.data_ptr() % 16 == 0
+        if type(x) is not int:
+            return type(x)
+        return (x >= 2**31, *(() if name in numbers else (x == 1, x % 16 == 0)))
+
+    return tuple((name, of(name, x)) for name, x in zip(kernel.arg_names, arguments, strict=True))
+
+
 def fake_kernel(kernel, recorder):
-    """`kernel` compiled to a launcher of Triton's around `recorder`."""
+    """`kernel` compiled to a launcher of Triton's around `recorder`, which sees what it was compiled for, too."""
 
     def compiled_for(arguments):
         described = [isinstance(x, (TensorDescriptor, GluonDescriptor)) for x in arguments]
         signature = {i: "tensordesc<fp16[1, 1, 64, 64]>" if d else "*fp16" for i, d in enumerate(described)}
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
         launcher = launcher_around(recorder, signature, [meta] * sum(described) or None)
-        return SimpleNamespace(run=launcher, function=kernel.__name__, packed_metadata=(4, 1, 0))
+        return SimpleNamespace(
+            run=launcher, function=kernel.__name__, packed_metadata=(4, specialised(kernel, arguments))
+        )
 
     def warmup(grid, **named):
         return compiled_for([named[name] for name in kernel.arg_names])
 
-    def launch(**named):
+    def launch(grid, **named):
         compiled = warmup(None, **named)
         arguments = [named[name] for name in kernel.arg_names]
-        compiled.run(7, 1, 1, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *arguments)
+        shape = (*grid, 1, 1)[:3]
+        compiled.run(*shape, 77, kernel.__name__, compiled.packed_metadata, None, None, None, *arguments)
         return compiled
 
-    methods = {"arg_names": kernel.arg_names, "warmup": staticmethod(warmup), "__getitem__": lambda self, grid: launch}
+    def of_grid(self, grid):
+        return functools.partial(launch, grid)
+
+    methods = {"arg_names": kernel.arg_names, "warmup": staticmethod(warmup), "__getitem__": of_grid}
     return type("Fn", (), methods)()
 
 
@@ -528,6 +550,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     plan.repeat = None
     attend(q, k, v)  # makes a new one
     recorder.calls.clear()
+    entered.clear()
     attend(q, k, v)
     assert entered == [-1, "left"] and len(recorder.calls) == 1
 
@@ -600,7 +623,7 @@ def test_a_repeated_call_with_a_cache_launches_what_the_ordinary_one_does(record
         passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
         recorder.calls.clear()
     assert [len(calls) for calls in passes] == [3, 3, 3, 3]
-    assert len(launched) == 6  # of two calls
+    assert len(launched) == 3  # of the first call
     assert are_same(*passes)
 
 
@@ -642,7 +665,7 @@ def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does
         passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)] for call in calls])
         kept.append(own)  # memory that is not given out again
         recorder.calls.clear()
-    assert len(described) == 4  # of two calls
+    assert len(described) == 2  # of the first call
     assert are_same(*passes)
     with diyfa.use_backend("cuda"):
         v = torch.zeros(cache.shape).bfloat16()[..., :512]
@@ -677,12 +700,12 @@ def test_a_repeated_prefill_launches_what_the_ordinary_one_does(recorder, monkey
         passes.append([[x for x in call if not (by == "int" and type(x) is int and x == length)]])
         kept.append((own, cache))  # memory that is not given out again
         recorder.calls.clear()
-    assert len(described) == 2
+    assert len(described) == 1
     assert are_same(*passes)
     if gives_out:
         with diyfa.use_backend("cuda"):
             diyfa.flash_attn_with_kvcache(q, *cache, out=q, **options)
-        assert len(described) == 3
+        assert len(described) == 2
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
@@ -709,7 +732,7 @@ def test_a_repeated_call_of_few_queries_launches_what_the_ordinary_one_does(reco
         assert kernels == ["_clear_kernel"] * (layout == "thd") + ["_decode_kernel", "_combine_kernel"]
         kept.append((q, k, v, out, lse))
         recorder.calls.clear()
-    assert len(launched) == 4  # of two calls
+    assert len(launched) == 2  # of the first call
     assert are_same(*passes)
 
 
@@ -735,7 +758,7 @@ def test_packed_calls_by_hopper_kernels_clear_whether_repeated_or_not(recorder, 
             expected += ["_clear_kernel", "_clear_kernel", *HOPPER_BACKWARD]
         assert [call[4] for call in recorder.calls] == expected
         kept.append((q, k, v, out, ends))  # memory that is not given out again
-    assert len(described) == (2 if paged else 6)  # of two calls
+    assert len(described) == (1 if paged else 5)  # of the first call, and the second's gradients
 
 
 def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorder, monkeypatch):
@@ -755,8 +778,182 @@ def test_a_repeated_call_in_the_mode_launches_what_the_ordinary_one_does(recorde
         assert [call[1] for call in passes[-1]] == ["_decode_kernel", "_fold_kernel"]
         kept.append(own)
         recorder.calls.clear()
-    assert launched == [2 * 2 * 4, 2 * 2 * 4] * 2  # parts of tiles, rows of tiles
+    assert launched == [2 * 2 * 4, 2 * 2 * 4]  # parts of tiles, rows of tiles
     assert are_same(*passes)
+
+
+def tokens_over(rows, features=64, batch=2, heads=2, queries=1):
+    """(q, k, v) of new tokens over a cache of so many rows, as Transformers keeps it."""
+    q = torch.zeros(batch, 4 * heads, queries, features, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, batch, heads, rows, features, dtype=torch.bfloat16)
+    return [x.transpose(1, 2) for x in (q, k, v)]
+
+
+def with_batch_stride(rows, strides):
+    """Of one sample, whose stride is never read: the kernel is compiled for what it looks like."""
+    q, k, v = tokens_over(rows, batch=1)
+    stride = strides[rows % len(strides)]
+    return [q, *(x.as_strided(x.shape, (stride, *x.stride()[1:])) for x in (k, v))]
+
+
+def in_buffer(rows):
+    """Over the first rows of a cache that has room for more."""
+    q, k, v = tokens_over(400)
+    return [q, k[:, :rows], v[:, :rows]]
+
+
+def shifted(x):
+    """Not aligned."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride(), 1)
+
+
+def turned(x):
+    """Another view of the same memory."""
+    return x.as_strided(x.shape, x.contiguous().stride())
+
+
+GROWING = {  # rows -> q, k, v; options
+    "concatenated": (tokens_over, {}),
+    "in a buffer": (lambda rows: in_buffer(rows), {}),
+    "rows first": (lambda rows: [x.contiguous() for x in tokens_over(rows)], {}),
+    "either": (lambda rows: [x.contiguous() if rows % 2 else x for x in tokens_over(rows)], {}),
+    "strides of 8 and 16": (functools.partial(tokens_over, features=72), {}),
+    "few blocks": (functools.partial(tokens_over, batch=1, heads=1), {}),
+    "batch strides": (functools.partial(with_batch_stride, strides=(1, 17, 16, 2**31, 2**31 - 16, 2**32)), {}),
+    "window": (tokens_over, {"window_size": (306, 0)}),
+    "right window": (functools.partial(tokens_over, queries=3), {"window_size": (-1, 307), "causal": False}),
+    "one split": (tokens_over, {"num_splits": 1}),
+    "splits": (tokens_over, {"num_splits": 3}),
+    "lengths": (tokens_over, {"cache_seqlens": torch.tensor([300, 280], dtype=torch.int32)}),
+    "padding": (tokens_over, {"cache_leftpad": torch.tensor([3, 5], dtype=torch.int32)}),
+    "one or two tokens": (lambda rows: tokens_over(rows, queries=1 + rows % 2), {}),
+    "keys in a buffer": (lambda rows: [*in_buffer(rows)[:2], tokens_over(rows)[2]], {}),
+    "alignment": (lambda rows: [x if i != rows % 4 else shifted(x) for i, x in enumerate(tokens_over(rows))], {}),
+    "latent": (lambda rows: [(x := tokens_over(rows))[0], x[1], x[1][..., :32]], {}),
+    "values of keys or not": (lambda rows: [(x := tokens_over(rows))[0], x[1], x[1 + rows % 2]], {}),
+    "keys turned": (lambda rows: [(x := tokens_over(rows))[0], x[1], turned(x[1]) if rows % 2 else x[1]], {}),
+    "prompt": (functools.partial(tokens_over, queries=843), {}),  # from 311 rows on the Hopper kernel runs it
+}
+
+
+def launches_of_call(recorder, q, k, v, **options):
+    """(grids, what is handed on with names) of one call, and what has to be kept until addresses were compared."""
+    recorder.calls.clear()
+    with diyfa.use_backend("cuda"):
+        out, lse = diyfa.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **{"causal": True, **options})
+    calls = [named(call, q=q, k=k, v=v, out=out, lse=lse) for call in recorder.calls]
+    return [call[:3] for call in recorder.calls], calls, (out, lse)
+
+
+def ordinary_launches(monkeypatch, *args, **kwargs):
+    """The same of a call without earlier ones."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_path, "plans", {})
+        return launches_of_call(*args, **kwargs)
+
+
+ROWS_IN_TURN = (305, 306, 305, 320, 307, 304, 321, 306, 310, 305, 337, 336, 311, 304, 322, 321, 308, 309)
+
+
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("case", GROWING)
+def test_a_cache_that_grows_launches_what_the_ordinary_call_does(recorder, monkeypatch, case, invariant, gives_out):
+    make, options = GROWING[case]
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 3)
+    with diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+        for rows in ROWS_IN_TURN:
+            q, k, v = make(rows)
+            out = {"out": torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)} if gives_out else {}
+            grids, calls, kept = launches_of_call(recorder, q, k, v, **options, **out)
+            usual_grids, usual, also_kept = ordinary_launches(monkeypatch, recorder, q, k, v, **options, **out)
+            assert grids == usual_grids and are_same(calls, usual)
+            assert kept[0].stride() == also_kept[0].stride()
+
+
+def test_lengths_of_as_many_blocks_share_a_plan(recorder, monkeypatch):
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.grid) or launch(one))
+    for rows in range(305, 321):
+        for _ in range(2):
+            launches_of_call(recorder, *tokens_over(rows))
+    assert len(launched) == 2 and len(set(fast_path.plans.values())) == 1
+    launches_of_call(recorder, *tokens_over(321))
+    assert len(launched) == 4 and len(set(fast_path.plans.values())) == 2
+    launches_of_call(recorder, *tokens_over(312))
+    assert len(launched) == 4
+
+
+def test_smaller_blocks_have_other_grids(recorder, monkeypatch):
+    """Where a program has 16 keys at once."""
+    monkeypatch.setenv("DIYFA_ARCH", "sm_75")
+    found = []
+    for rows in (288, 289, 304, 305, 320, 321):
+        grids, _, _ = launches_of_call(recorder, *(x.half() for x in tokens_over(rows, batch=1, heads=1)))
+        found.append([grid[0] for grid in grids])
+    assert found == [[18, 72], [19, 76], [19, 76], [20, 80], [20, 80], [21, 84]]
+
+
+def test_blocks_of_keys_are_multiples_of_those_that_share_a_plan():
+    rows = {row[1] for row in decode_configs._ROWS + decode_configs._FLOAT8_ROWS}
+    assert not [n for n in (*rows, decode_configs.TURING_BLOCK_N, decode_configs.PART_KEYS) if n % kvcache.ROWS]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shared_plan_is_described_anew_for_the_length_of_the_call(recorder, monkeypatch, change):
+    """Where it cannot be repeated."""
+    launched = []
+    launch = decode.launch_kernel
+    monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.arguments) or launch(one))
+    for rows in (305, 306, 307):
+        launches_of_call(recorder, *tokens_over(rows))
+    assert len(launched) == 2
+    tensors = tokens_over(318)
+    with monkeypatch.context() as patch:
+        CHANGES[change](patch)
+        grids, calls, kept = launches_of_call(recorder, *tensors)
+        assert len(launched) == (4 if change == "hook" else 2)
+        usual_grids, usual, also_kept = ordinary_launches(monkeypatch, recorder, *tensors)
+        assert kept and also_kept and grids == usual_grids and are_same(calls, usual)
+    assert launched[-2]["capacity"] == launched[-2]["length"] == 318
+
+
+def test_a_forced_tile_sees_the_length_of_the_call(recorder):
+    seen = []
+
+    def config(problem):
+        seen.append(problem.capacity)
+        return dataclasses.replace(decode_configs.decode_config(problem), block_n=16)
+
+    for rows in (305, 306):
+        launches_of_call(recorder, *tokens_over(rows))
+    with attention_launch.use_config("decode", config):
+        for rows in (307, 318):
+            _, calls, _ = launches_of_call(recorder, *tokens_over(rows))
+            assert calls[0][-1].block_n == 16 and set(seen) == {rows}
+            seen.clear()
+    _, calls, _ = launches_of_call(recorder, *tokens_over(319))
+    assert calls[0][-1].block_n > 16
+
+
+def test_caches_of_different_rows_are_refused_among_alike_ones(recorder):
+    for rows in (305, 306, 307):
+        launches_of_call(recorder, *tokens_over(rows))
+    for rows in (305, 306, 307):
+        launches_of_call(recorder, *in_buffer(rows))
+    (q, k, _), (_, _, v) = in_buffer(308), in_buffer(309)
+    with pytest.raises(ValueError, match="same shape"):
+        launches_of_call(recorder, q, k, v)
+    for wrong in ((q, k, None), (q, None, k), (None, k, k), (q, k[0], k[0]), (q, k, k.float()), (q, k[:1], k[:1])):
+        with pytest.raises((TypeError, ValueError)):
+            launches_of_call(recorder, *wrong)
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        launches_of_call(recorder, q, k, k, cache_seqlens=309)
+    for _ in range(2):
+        launches_of_call(recorder, q, k, k, cache_seqlens=308)
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        launches_of_call(recorder, q, k[:, :307], k[:, :307], cache_seqlens=308)
 
 
 def test_kernels_are_compiled_for_the_device_of_the_call(monkeypatch, recorder):

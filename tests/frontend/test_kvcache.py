@@ -387,7 +387,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
 @pytest.mark.parametrize("by", ["tensor", "int"])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, rotary: bool, by: str) -> None:
-    """With other values and another length: the second call prepares, the third is repeated, all as the reference."""
+    """With other values and another length: the first call is launched, others are repeated, all as the reference."""
     seen: list[Any] = []
     _recording(monkeypatch, seen)
     for step in range(4):
@@ -399,9 +399,38 @@ def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, ro
         got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
         torch.testing.assert_close(got, want)
     how = [call[1] for call in seen]
-    assert how == ["launched"] * 4 + ["repeated"] * 4
+    assert how == ["launched"] * 2 + ["repeated"] * 6
     assert len(fast_path.plans) == 1
-    assert [call[2] for call in seen[4:]] == ([2, 2, 3, 3] if by == "int" else [0] * 4)
+    assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
+
+
+@pytest.mark.parametrize("extra", [{}, {"window_size": (33, 2)}, {"cache_seqlens": INT}], ids=["", "window", "lengths"])
+def test_caches_of_as_many_blocks_share_a_plan(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]) -> None:
+    """By a kernel that says so; each is told its own rows, and all are as the reference."""
+    backend, capacities = registry.load_backend("cpu"), []
+
+    def sharing(kernel: Any) -> Any:
+        def launch(problem: KVCacheProblem, *rest: Any) -> None:
+            capacities.append(problem.capacity)
+            kernel.launch(problem, *rest)
+
+        return replace(kernel, launch=launch, any_rows=lambda problem: True)
+
+    kernels = tuple(sharing(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
+    monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
+    monkeypatch.setattr(fast_path, "plans", {})
+    turns = (33, 40, 34, 48, 40, 35, 33)
+    for rows in turns:
+        k_cache, v_cache = torch.randn(2, B, HK, rows, D).transpose(2, 3)
+        changes = {"k": ..., "v": ..., "causal": False, "cache_seqlens": None, **extra}
+        given = call(k_cache=k_cache, v_cache=v_cache, **changes)
+        torch.testing.assert_close(diyfa.flash_attn_with_kvcache(**given), reference_kvcache(**given))
+    assert capacities == list(turns)
+    plans = len(set(fast_path.plans.values()))
+    assert plans == (2 if "window_size" in extra else 1)
+    for rows in (34, 35):  # what appends shares none
+        diyfa.flash_attn_with_kvcache(**call(rows))
+    assert len(set(fast_path.plans.values())) == plans + 2
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -46,7 +46,14 @@ from diyfa.backends.cuda.attention.decode_configs import (
 )
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_softmax_update
-from diyfa.backends.cuda.attention.launch import forced_config, kvcache_replay, own_objects
+from diyfa.backends.cuda.attention.launch import (
+    KVCacheRepeat,
+    KVCacheReplay,
+    Pair,
+    forced_config,
+    kvcache_replay,
+    own_objects,
+)
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -66,6 +73,8 @@ from diyfa.problem import (
 )
 
 _INTERPRETING = tl.constexpr(is_interpreting())
+# What changes as a cache grows: arguments of `_decode_kernel`, behind its tensors, that a repeated call gives anew.
+NUMBERS = ("length", "capacity", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn")
 COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
 FOLDED_PARTS = 8  # that a program of `_fold_kernel` reads at once
 # To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
@@ -542,15 +551,15 @@ def _decode_kernel(
     o_ptr, lse_ptr,
     sums_ptr,  # [2 · programs, BLOCK_M, BLOCK_DV]
     statistics_ptr,  # [2 · programs, 2, BLOCK_M]
-    length,  # of each sequence, where nothing on the device says it; a repeated call gives it with the tensors
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_om,
+    length,  # of each sequence, where nothing on the device says it; the first of `NUMBERS`
+    capacity, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_slopeb, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
     batch, heads_kv,
     group,  # query heads that share one key head
     blocks_m,  # tiles of rows of the longest sequence
     entries,  # pages, or batch entries of a contiguous cache
-    seqlen_q, total_q, total_k, added, capacity, window_left, window_right,
+    seqlen_q, total_q, total_k, added, window_left, window_right,
     rows_per_tile,  # that there are
     parts,  # programs of a tile, each with one part, for PARTS_APART
     scale, softcap,
@@ -660,9 +669,9 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
 def _combine_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr,
-    statistics_ptr, length,
+    statistics_ptr, length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
-    total_k, added, capacity, window_left, window_right, rows_per_tile, c: tl.constexpr,
+    total_k, added, window_left, window_right, rows_per_tile, c: tl.constexpr,
 ):  # fmt: skip
     """One row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows from the same
     line of work, before there is anything to read."""
@@ -726,9 +735,9 @@ def _fold_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr,
     sums_ptr,  # [tiles, parts, rows_per_tile, BLOCK_DV]
     statistics_ptr,  # [tiles, parts, 2, rows_per_tile]
-    length,
+    length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, blocks_m, seqlen_q, total_q, total_k,
-    added, capacity, window_left, window_right, rows_per_tile, parts, c: tl.constexpr,
+    added, window_left, window_right, rows_per_tile, parts, c: tl.constexpr,
 ):  # fmt: skip
     """One row of a tile whose parts have programs of their own: their sums, from the first to the last."""
     owner = tl.program_id(0) // rows_per_tile
@@ -935,21 +944,45 @@ def kvcache_forward(
             launch_kernel(launch)
 
 
-def repeat(
+def replay(
     problem: KVCacheProblem,
     tensors: KVCacheTensors,
     out: torch.Tensor,
     lse: torch.Tensor,
     config: DecodeConfig | None = None,
     launches: Callable[..., list[Launch]] = launches_of,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
-    """`Kernel.repeat`; `config` and `launches` as of `kvcache_forward`."""
+    numbers: tuple[str, ...] = NUMBERS,
+) -> KVCacheReplay | None:
+    """`kvcache_replay` of these kernels; `config` and `launches` as of `kvcache_forward`."""
     config = config or config_of(problem)
     tensors, out = own_objects(tensors), out.detach()
     memory = workspace(problem, config, out.device)
-    described = launches(problem, tensors, out, lse, config, memory)
-    made = [lse] if memory is None else [lse, memory]
-    return kvcache_replay([*forward_launches(problem, tensors, out, lse), *described], tensors, out, made)
+    described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
+    made = [out, lse] if memory is None else [out, lse, memory]
+    return kvcache_replay(described, tensors, made, numbers)
+
+
+def _numbers(layout: str, capacity: int, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """The values of `NUMBERS` but for the length."""
+    return capacity, *bhsd_strides(k, layout)[:3], *bhsd_strides(v, layout)[:3]
+
+
+def repeat(
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
+) -> KVCacheRepeat | None:
+    """`Kernel.repeat`, for contiguous caches of other rows, too: see `Kernel.any_rows`."""
+    again = replay(problem, tensors, out, lse)
+    if again is None:
+        return None
+    if problem.paged or problem.packed_keys:
+        fixed = _numbers(VARLEN if problem.packed_keys else "bshd", problem.capacity, tensors.k_cache, tensors.v_cache)
+        return lambda length, out, *present: again((length, *fixed), out, *present)
+
+    def of_any_rows(length: int, out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
+        _, k, v, *_ = present
+        return again((length, *_numbers("bshd", k.shape[1], k, v)), out, *present)
+
+    return of_any_rows
 
 
 def attention_forward(
@@ -968,11 +1001,14 @@ def attention_repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
     """`Kernel.repeat` of a forward pass."""
-    again = repeat(*as_kvcache(problem, tensors), _rows(problem, out), lse)
+    over_cache, of_cache = as_kvcache(problem, tensors)
+    again = replay(over_cache, of_cache, _rows(problem, out), lse)
+    layout = VARLEN if problem.varlen else "bshd"
+    numbers = problem.seqlen_k, *_numbers(layout, problem.seqlen_k, of_cache.k_cache, of_cache.v_cache)
     heads_first = problem.layout == "bhsd"
 
     def of_call(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        pair = None if again is None else again(problem.seqlen_k, None, *present)
+        pair = None if again is None else again(numbers, None, *present)
         return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
 
     return None if again is None else of_call

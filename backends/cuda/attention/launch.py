@@ -301,32 +301,26 @@ def forward_replay(
     return repeat
 
 
-KVCacheRepeat = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
+Pair = tuple[torch.Tensor, torch.Tensor]
+KVCacheRepeat = Callable[..., Pair | None]  # (length, out | None, *present) -> out, lse
+KVCacheReplay = Callable[..., Pair | None]  # the same with all numbers that the call gives, as a tuple
 
 
 def kvcache_replay(
     launches: list[Launch],
     tensors: KVCacheTensors,
-    out: torch.Tensor,
     made: list[torch.Tensor],
+    numbers: tuple[str, ...] = ("length",),
     own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-) -> KVCacheRepeat | None:
-    """`Kernel.repeat` of a forward kernel over a cache, whose `launches` fill out and `made`: lse, and what else is
-    allocated."""
-    present = tensors.present()
-    into = replay_of(launches, [*present, out], made, choice, own=own, numbers=("length",))
-    replay = replay_of(launches, present, [out, *made], choice, own=own, numbers=("length",))
-    if into is None or replay is None:
+) -> KVCacheReplay | None:
+    """How to run a forward kernel over a cache again, whose `launches` fill `made`: out, lse, and what else is
+    allocated; `numbers` as of `replay_of`."""
+    replay = replay_of(launches, tensors.present(), made, choice, own=own, numbers=numbers)
+    if replay is None:
         return None
 
-    def again(
-        length: int, out: torch.Tensor | None, *present: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        addresses = [x.data_ptr() for x in present]
-        if out is None:
-            results = replay([*addresses, length])
-            return None if results is None else (results[0], results[1])
-        results = into([*addresses, out.data_ptr(), length])
-        return None if results is None else (out, results[0])
+    def again(numbers: tuple[int, ...], out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
+        results = replay([*[x.data_ptr() for x in present], *numbers], out)
+        return None if results is None else (results[0], results[1])
 
     return again

@@ -16,7 +16,6 @@ consumer has read it, the left half last.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
 from diyfa.backends.cuda.attention.fwd import LOWEST
-from diyfa.backends.cuda.attention.launch import positive_scale
+from diyfa.backends.cuda.attention.launch import KVCacheRepeat, positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
 from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, optimisation_barrier, order_lanes, release, wait_full
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, ptxas_options
@@ -652,9 +651,10 @@ def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch
 
 def repeat(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+) -> KVCacheRepeat | None:
     """`Kernel.repeat`."""
     if not has_few_steps("bshd", tensors.k_cache):
         return portable.repeat(problem, tensors, out, lse)
     with post_processing():
-        return portable.repeat(problem, tensors, out, lse, configs.CONFIG, launches_of)
+        again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
+    return None if again is None else lambda length, out, *present: again((length,), out, *present)

@@ -96,13 +96,13 @@ def repeat(
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
     with post_processing():
         launches = [*forward_launches(problem, tensors, out, lse), launch_of(problem, tensors, out, lse, config)]
-        again = kvcache_replay(launches, tensors, out, [lse], own)
+        again = kvcache_replay(launches, tensors, [out, lse], own=own)
 
     def unless_in_place(
         length: int, out: torch.Tensor | None, *present: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if again is None or (out is not None and _is_in_place(present[0], out)):
             return None
-        return again(length, out, *present)
+        return again((length,), out, *present)
 
     return None if again is None else unless_in_place

@@ -57,6 +57,21 @@ def config_of(problem: KVCacheProblem) -> Sm90Config:
     return config
 
 
+def _queries(problem: KVCacheProblem) -> int:
+    """Of a sequence, on average."""
+    return problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
+
+
+def _fewest_queries(problem: KVCacheProblem) -> int:
+    group = problem.heads_q // problem.heads_kv
+    return next(fewest for most, fewest in FEWEST_QUERIES if group <= most)
+
+
+def has_few_queries(problem: KVCacheProblem) -> bool:
+    """Whether the kernel is refused however many keys there are."""
+    return _queries(problem) < _fewest_queries(problem)
+
+
 def refuses(problem: KVCacheProblem) -> str | None:
     """Why the kernel does not take `problem`, or None."""
     if problem.cache_dtype != problem.dtype:
@@ -68,10 +83,8 @@ def refuses(problem: KVCacheProblem) -> str | None:
     }
     if refused := [name for name, is_used in used.items() if is_used]:
         return f"sm90_prefill does not take {', '.join(refused)}"
-    queries = problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
-    group = problem.heads_q // problem.heads_kv
-    fewest = next(fewest for most, fewest in FEWEST_QUERIES if group <= most)
-    if queries < fewest:
+    if has_few_queries(problem):
+        fewest, queries = _fewest_queries(problem), _queries(problem)
         return f"sm90_prefill pays from {fewest} queries of a sequence on, these have {queries} on average"
     if reason := configs.refuses(as_forward(problem)):
         return reason
