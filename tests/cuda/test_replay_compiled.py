@@ -18,6 +18,7 @@ if not replay.IS_KNOWN:
 if torch.cuda.is_available():
     pytest.skip("there is a driver: test_repeat.py runs on the device", allow_module_level=True)
 
+GROWING = {"growing": 3, "growing in the mode": 2}  # plans
 CASES = ["absent tensors", "descriptors"]  # `replayed_launches.py` has others, which take longer
 
 
@@ -26,7 +27,7 @@ def calls(tmp_path_factory):
     driver, cache = tmp_path_factory.mktemp("driver"), tmp_path_factory.mktemp("cache")
     printed = run_python(
         "from replayed_launches import main; main()", SUPPORT, ROOT / "tests",
-        arguments=[str(driver), *CASES, "packed"], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache),
+        arguments=[str(driver), *CASES, "packed", *GROWING], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache),
     )  # fmt: skip
     return json.loads(printed.splitlines()[-1])
 
@@ -56,3 +57,13 @@ def test_packed_calls_clear_what_no_sequence_covers(calls):
     of_out, of_queries, of_keys = cleared
     assert of_out == {"cu_seqlens_q", "out", "lse"} and of_keys == {"cu_seqlens_k", "dk", "dv"}
     assert {"cu_seqlens_q", "dq"} < of_queries and len(of_queries) == 3  # delta, which is nobody's but the call's
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_a_cache_that_grows_is_handed_on_as_without_earlier_calls(calls, case):
+    """Lengths that share a plan, and others in turn."""
+    for replayed, usual in calls[case]["launches"]:
+        assert replayed == usual and len(usual) == 2
+        read = {word for launch in usual for x in launch if isinstance(x, list) for word in x}
+        assert {"q", "k", "v", "out", "lse"} <= read
+    assert calls[case]["plans"] == [GROWING[case]]

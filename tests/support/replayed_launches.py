@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from collections.abc import Hashable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 from simulators.cuda_driver import Recorded, install
 
 import diyfa
-from diyfa import ops
+from diyfa import fast_path, ops
+from diyfa.backends.cuda.attention import decode_configs
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import tune
 
@@ -76,8 +79,31 @@ def calls_of(case: str, recorded: list[Recorded], described: list[bool]) -> dict
     return {"launches": calls, "described": anew}
 
 
+GROWING = {"growing": (72, 0, False), "growing in the mode": (64, 1024, True)}  # features, rows more, invariant?
+
+
+def grown(case: str, recorded: list[Recorded]) -> dict[str, list]:
+    """{"launches": [of a call over a cache that grows, of the same call without earlier ones], for several lengths}"""
+    head_dim, more, invariant = GROWING[case]
+    pairs, kept = [], []
+    plans: dict[Hashable, Any] = {}
+    for rows in (305, 306, 305, 320, 307, 321, 308):  # strides of 72 features are multiples of 16 for even rows only
+        shapes = [(1, heads, n, head_dim) for heads, n in ((4, 1), (2, rows + more), (2, rows + more))]
+        q, k, v = (torch.zeros(shape).bfloat16().transpose(1, 2) for shape in shapes)
+        pair = []
+        for fast_path.plans in (plans, {}):
+            recorded.clear()
+            with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else nullcontext():
+                out, lse = diyfa.flash_attn_with_kvcache(q, k, v, causal=True, return_softmax_lse=True)
+            tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+            pair.append(by_name(recorded, tensors))
+            kept.append(tensors)
+        pairs.append(pair)
+    return {"launches": pairs, "plans": [len(set(plans.values()))]}
+
+
 def main() -> None:
-    """The arguments are a folder and names of cases; prints {case: what `calls_of` returns} as JSON."""
+    """The arguments are a folder and names of cases; prints {case: what `calls_of` or `grown` returns} as JSON."""
     folder, *cases = sys.argv[1:]
     recorded = install(Path(folder))
     described: list[bool] = []
@@ -87,4 +113,6 @@ def main() -> None:
     hopper_configs.environment_refusal = lambda: None
     hopper_configs._multiprocessors = lambda device: 132
     type(diyfa.registry.load_backend("cuda")).accepts = lambda self, device: None
-    print(json.dumps({case: calls_of(case, recorded, described) for case in cases}))
+    decode_configs.multiprocessors = lambda device: 132
+    found = {case: grown(case, recorded) if case in GROWING else calls_of(case, recorded, described) for case in cases}
+    print(json.dumps(found))
