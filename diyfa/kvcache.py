@@ -358,7 +358,7 @@ def _key_of_alike(key: tuple[Hashable, ...], q: Any, k_cache: Any, v_cache: Any,
     batch, rows, heads, features = shape
     left, right = window
     return (
-        key[:8], key[10:14], key[16:],  # but shapes and strides of the caches
+        key[:8], key[10:14], key[16:],  # all but shapes and strides of the caches, which come behind q
         batch, (rows - 1) // ROWS, rows >> 31, heads, features, shape_v[3], strides == strides_v,
         left >= rows, right >= rows,  # bounds of a window beyond every key are none
         *[(x & 15, x == 1, x >> 31) for x in (*strides, *strides_v)],
