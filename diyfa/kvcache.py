@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from diyfa import fast_path, registry, validation
-from diyfa.fast_path import may_be_read
 from diyfa.features import ATTENTION_DTYPES
 from diyfa.kvcache_ops import KVCacheOptions, bucket, check_new_values, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
@@ -329,7 +328,7 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif may_be_read(x, torch.nn.Parameter):
+        elif type(x) in _IN_MEMORY and x.layout is torch.strided and not x.is_neg():
             parts += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
         elif isinstance(x, torch.Tensor):
             return None

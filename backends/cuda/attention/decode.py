@@ -979,8 +979,10 @@ def repeat(
         return lambda length, out, *present: again((length, *fixed), out, *present)
 
     def of_any_rows(length: int, out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
-        _, k, v, *_ = present
-        return again((length, *_numbers("bshd", k.shape[1], k, v)), out, *present)
+        k, v = present[1], present[2]
+        k_b, k_n, k_h, _ = k.stride()
+        v_b, v_n, v_h, _ = v.stride()
+        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, *present)
 
     return of_any_rows
 
