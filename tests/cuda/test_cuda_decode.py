@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 from targets import TARGETS
-from triton.runtime import interpreter
 
 import diyfa
 from diyfa.testing import poisoned_allocations
@@ -37,17 +36,6 @@ def attend(*tensors: torch.Tensor, **options):
     with diyfa.use_backend("cuda"), poisoned_allocations():
         out, lse = diyfa.flash_attn_with_kvcache(*on_device, return_softmax_lse=True, **options)
     return out.cpu(), lse.cpu()
-
-
-@pytest.fixture
-def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's matmul, which the interpreter uses, may round a row by where in a tile it stands. Tensor cores do not."""
-
-    def create_dot(self, a, b, d, *precision):
-        product = a.data.astype("float64") @ b.data.astype("float64") + d.data
-        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Tensor:
@@ -121,7 +109,7 @@ def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessor
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: multiprocessors)
 
 
-@pytest.mark.parametrize("part_keys", [64, decode_configs.PART_KEYS])
+@pytest.mark.parametrize("part_keys", [128, decode_configs.PART_KEYS])
 @pytest.mark.parametrize("draw", range(4))
 def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch, rows_by_themselves):
     """The sequence's training forward decides; then its last tokens come from caches, in drawn company.
@@ -364,7 +352,7 @@ def test_parts_that_are_apart_add_up_to_the_same_bits(name, monkeypatch):
     launched = []
     launch = decode.launch_kernel
     monkeypatch.setattr(decode, "launch_kernel", lambda one: launched.append(one.kernel) or launch(one))
-    use_parts_of(monkeypatch, 128 if name == "float8" else 64, multiprocessors=100)  # as large as blocks are
+    use_parts_of(monkeypatch, 128, multiprocessors=100)  # as large as blocks are
     generator = torch.Generator().manual_seed(0)
     q, (k, v) = torch.randn(3, 5, 4, 32, generator=generator), torch.randn(2, 3, 800, 2, 32, generator=generator)
     k[:, 200:300] *= 20  # maxima that rise, and fall again
