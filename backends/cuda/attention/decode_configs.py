@@ -148,8 +148,8 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
             continue
         shared = shared_bytes(problem, block_m, block_n, stages)
         if width <= widest and shared <= spec.shared_per_block and several * (shared + RESERVED) <= spec.shared_per_sm:
-            if block_m > MMA_BLOCK_M and width > 64:
-                block_n, warps = 32, 8  # larger ones spill
+            if block_m > MMA_BLOCK_M:  # larger ones spill
+                block_n, warps = (32, 8) if width > 64 else (64, 4)
             return DecodeConfig(block_m, block_n, warps, stages, several)
     return None
 
