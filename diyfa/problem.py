@@ -416,7 +416,7 @@ class Launch(NamedTuple):
     """
 
     kernel: Any  # a jit function
-    grid: int | tuple[int, int]  # programs
+    grid: int | tuple[int, ...]  # programs
     arguments: dict[str, Any]  # by name: tensors, what describes them to the device, None, numbers
     constants: dict[str, Any]  # by name: mostly one, a frozen dataclass of all that the kernel is compiled for
     options: dict[str, Any]  # the compiler's: num_warps …

@@ -33,6 +33,7 @@ from diyfa.backends.cuda.attention.decode_configs import (
     decode_config,
     feature_blocks,
     has_long_line,
+    heads_together,
     is_small_call,
     is_split,
     is_widened,
@@ -90,6 +91,7 @@ class DecodeConstants(Constants):
     scan: int  # tiles whose work is added up at once
     one_scan: bool  # those are all
     long_line: bool  # there may be more blocks than 32 bits count
+    one_turn: bool  # all heads of keys are walked at the same time
     has_left: bool
     has_right: bool
     softcap: bool
@@ -198,12 +200,12 @@ def _blocks_of_tiles(
 
 @triton.jit
 def _line_of_work(
-    programs, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
+    sharers, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
     total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
-    """The line of work: for each tile of rows of each sequence, for each head of keys, its blocks.
+    """The line of work: for each tile of rows of each sequence, for each of `turns`, its blocks.
 
-    Returns (its length, the equal share of each program, what it counts to begin a tile, blocks of the first tiles).
+    Returns (its length, the equal share of each of `sharers`, what beginning a tile counts, blocks of the first tiles).
     """
     LINE: tl.constexpr = tl.int64 if c.LONG_LINE else tl.int32
     first_counts = _blocks_of_tiles(
@@ -221,16 +223,16 @@ def _line_of_work(
             blocks += tl.sum(counts.to(LINE), 0)
             begun += tl.sum((counts > 0).to(tl.int32), 0)
     # Where all programs have little to do, even parts of the blocks are shortest.
-    tile_cost = tl.where(blocks * heads_kv >= LONG_SHARE * programs, TILE_COST, 0)
-    length = (blocks + tile_cost * begun) * heads_kv
-    return length, tl.maximum(tl.cdiv(length, programs), 1), tile_cost, first_counts
+    tile_cost = tl.where(blocks * turns >= LONG_SHARE * sharers, TILE_COST, 0)
+    length = (blocks + tile_cost * begun) * turns
+    return length, tl.maximum(tl.cdiv(length, sharers), 1), tile_cost, first_counts
 
 
 @triton.jit
-def _passed(counts, ahead, place, heads_kv, tile_cost, c: tl.constexpr):
+def _passed(counts, ahead, place, turns, tile_cost, c: tl.constexpr):
     """Tiles with so many blocks, the first of which begins at `ahead` -> (how many end at or before a place of the
     line, where the last of these ends or 0, where all end)."""
-    work = tl.where(counts > 0, counts + tile_cost, 0).to(ahead.dtype) * heads_kv
+    work = tl.where(counts > 0, counts + tile_cost, 0).to(ahead.dtype) * turns
     ends = ahead + (work if c.SCAN == 1 else tl.cumsum(work, 0))
     passed = ends <= place
     return tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(passed, ends, 0), 0), tl.max(ends, 0)
@@ -238,18 +240,18 @@ def _passed(counts, ahead, place, heads_kv, tile_cost, c: tl.constexpr):
 
 @triton.jit
 def _tile_at(
-    place, first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
+    place, first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
     leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
     """The tile of rows that a place of the line lies in, and the place where that begins."""
-    tile, before, ahead = _passed(first_counts, place * 0, place, heads_kv, tile_cost, c)
+    tile, before, ahead = _passed(first_counts, place * 0, place, turns, tile_cost, c)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
             counts = _blocks_of_tiles(
                 start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
                 total_q, total_k, length, added, capacity, group, window_left, window_right, c,
             )  # fmt: skip
-            tiles_here, before_here, ahead = _passed(counts, ahead, place, heads_kv, tile_cost, c)
+            tiles_here, before_here, ahead = _passed(counts, ahead, place, turns, tile_cost, c)
             tile += tiles_here
             before = tl.maximum(before, before_here)
     return tile, before
@@ -565,11 +567,11 @@ def _decode_kernel(
     scale, softcap,
     c: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     if c.OVERLAP:
         gdc_launch_dependents()
     if not c.SPLIT:
+        pid = tl.program_id(0)
         part = 0
         if c.PARTS_APART:
             part = pid % parts
@@ -610,14 +612,18 @@ def _decode_kernel(
                     stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
                 )  # fmt: skip
     else:
+        # Programs that share a part of the line, each for a head of keys of its own.
+        together = tl.num_programs(0)
+        pid = tl.program_id(1) * together + tl.program_id(0)
+        turns = 1 if c.ONE_TURN else heads_kv // together
         total, share, tile_cost, first_counts = _line_of_work(
-            tl.num_programs(0), batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
+            tl.num_programs(1), batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
             seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
         )  # fmt: skip
-        at = tl.minimum(pid * share, total)
+        at = tl.minimum(tl.program_id(1) * share, total)
         stop = tl.minimum(at + share, total)
         tile, before = _tile_at(
-            at, first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
+            at, first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
             leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
         )  # fmt: skip
         while at < stop:
@@ -629,11 +635,13 @@ def _decode_kernel(
             )  # fmt: skip
             first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
             work = tl.where(count > 0, count + tile_cost, 0)
-            tile_end = before + work.to(at.dtype) * heads_kv
+            tile_end = before + work.to(at.dtype) * turns
             if at < tile_end:
-                done = (at - before).to(tl.int32)  # work of the heads that come first here
-                hk = done // work
-                from_work = done % work
+                from_work = (at - before).to(tl.int32)
+                hk = tl.program_id(0)
+                if not c.ONE_TURN:
+                    hk += from_work // work * together
+                    from_work = from_work % work
                 to_work = tl.minimum(work, from_work + (stop - at)).to(tl.int32)
                 begin = tl.maximum(from_work - tile_cost, 0)
                 end = tl.maximum(to_work - tile_cost, 0)
@@ -671,20 +679,23 @@ def _combine_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr,
     statistics_ptr, length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
-    total_k, added, window_left, window_right, rows_per_tile, c: tl.constexpr,
+    total_k, added, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
     """One row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows from the same
     line of work, before there is anything to read."""
-    owner = tl.program_id(0) // rows_per_tile
-    row = tl.program_id(0) % rows_per_tile
+    row = tl.program_id(0)
+    hk = tl.program_id(1)
+    owner = tl.program_id(2)
+    together = tl.num_programs(1)
+    turns = 1 if c.ONE_TURN else heads_kv // together
     total, share, tile_cost, first_counts = _line_of_work(
-        tl.num_programs(0) // rows_per_tile, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
-        leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
+        tl.num_programs(2), batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
+        seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
     )  # fmt: skip
     at = tl.minimum(owner * share, total)
     stop = tl.minimum(at + share, total)
     tile, before = _tile_at(
-        tl.maximum(stop - 1, 0), first_counts, tile_cost, batch, blocks_m, heads_kv, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+        tl.maximum(stop - 1, 0), first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
         seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right,
         c,
     )  # fmt: skip
@@ -695,11 +706,14 @@ def _combine_kernel(
     )  # fmt: skip
     _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
     work = tl.maximum(count + tile_cost, 1)
-    hk = ((stop - 1 - before) // work).to(tl.int32)
-    first_block = before + (hk * work).to(at.dtype) + tile_cost  # the place of it, of this head
+    first_block = before + tile_cost  # the place of it
+    if not c.ONE_TURN:
+        turn = (tl.maximum(stop - 1 - before, 0) // work).to(tl.int32)
+        first_block += turn * work
+        hk += turn * together
     end = first_block + count
     is_left = (at <= first_block) & (first_block < stop) & (stop < end)
-    last = ((end - 1) // share).to(tl.int32)  # the program that finishes it
+    last = ((end - 1) // share).to(tl.int32)  # the sharer that finishes it
     rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
     if c.OVERLAP:
         gdc_wait()
@@ -711,7 +725,7 @@ def _combine_kernel(
         for start in range(owner, last + 1, c.PARTS):
             part = start + tl.arange(0, c.PARTS)
             exists = part <= last
-            slot = tl.where(part == owner, 2 * part + 1, 2 * part)
+            slot = 2 * (part * together + tl.program_id(1)) + (part == owner)
             statistics = statistics_ptr + slot * (2 * c.BLOCK_M) + row
             m = tl.load(statistics, mask=exists, other=LOWEST)
             sums_of_weights = tl.load(statistics + c.BLOCK_M, mask=exists, other=0.0)
@@ -785,8 +799,10 @@ def can_overlap(arch: str) -> bool:
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1) -> DecodeConstants:
-    """What the kernels are compiled for; `parts`: see `parts_apart`."""
+def constants_of(
+    problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1
+) -> DecodeConstants:
+    """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
     combined = max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))
     return DecodeConstants(
@@ -794,6 +810,7 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1) 
         scan=scan_of(problem, config),
         one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
         long_line=has_long_line(problem, config),
+        one_turn=together == problem.heads_kv,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -845,16 +862,18 @@ def launches_of(
     lse: torch.Tensor,
     config: DecodeConfig,
     memory: torch.Tensor | None,
+    together: int | None = None,
 ) -> list[Launch]:
-    """What fills out and lse, through `workspace`."""
+    """What fills out and lse, through `workspace`. `together`: of another kernel; see `heads_together`."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
     group = problem.heads_q // problem.heads_kv
-    grid = programs(problem, config, q.device)
-    if not grid:
+    count = programs(problem, config, q.device)
+    if not count:
         return []
     parts = parts_apart(problem, config, q.device)
-    c = constants_of(problem, config, parts)
+    together = heads_together(problem, count) if together is None else together
+    c = constants_of(problem, config, parts, together)
     strides = {
         f"stride_{name}{letter}": stride
         for name, x, layout, letters in (
@@ -869,7 +888,7 @@ def launches_of(
     kd, vd = tensors.k_descale, tensors.v_descale
     sums = statistics = None
     if memory is not None:
-        rows = grid * rows_per_tile(problem, config) if parts > 1 else 2 * grid * config.block_m
+        rows = count * rows_per_tile(problem, config) if parts > 1 else 2 * count * config.block_m
         width = padded_head_dim(problem.head_dim_v)
         sums, statistics = memory, memory[rows * width :]
     arguments = {
@@ -916,14 +935,15 @@ def launches_of(
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    launches = [Launch(_decode_kernel, grid, arguments, {"c": c}, options)]
+    shared = together, count // together
+    launches = [Launch(_decode_kernel, shared if c.split else count, arguments, {"c": c}, options)]
     if memory is not None:
-        kernel, tiles = (_fold_kernel, grid // parts) if parts > 1 else (_combine_kernel, grid)
+        rows = rows_per_tile(problem, config)
+        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else (_combine_kernel, (rows, *shared))
         merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         early = {"launch_pdl": True} if c.overlap else {}
-        rows = tiles * rows_per_tile(problem, config)
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.
-        launches.append(Launch(kernel, rows, merged, {"c": c}, {"num_warps": 1, **early}))
+        launches.append(Launch(kernel, grid, merged, {"c": c}, {"num_warps": 1, **early}))
     return launches
 
 

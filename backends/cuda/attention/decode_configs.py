@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -208,6 +209,11 @@ def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
 def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
     absent = FULL_GPU if device.type == "meta" else INTERPRETED
     return config.programs_per_sm * (multiprocessors(device) or absent)
+
+
+def heads_together(problem: KVCacheProblem, programs: int) -> int:
+    """How many heads of keys walk the same keys at the same time: their rows of a cache lie side by side in memory."""
+    return gcd(problem.heads_kv, programs)
 
 
 def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:

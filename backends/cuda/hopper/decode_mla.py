@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
+from diyfa.backends.cuda.attention.decode_configs import programs
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import KVCacheRepeat, positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
@@ -618,7 +619,7 @@ def launches_of(
     memory: torch.Tensor | None,
 ) -> list[Launch]:
     """What fills out and lse, through `portable.workspace`: the portable launches, with this kernel as the first."""
-    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
+    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory, together=1)
     if not launches:
         return []
     main, *combine = launches
@@ -637,7 +638,8 @@ def launches_of(
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
     constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0)
     options = {"num_warps": 4, **ptxas_options()}
-    return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
+    count = programs(problem, configs.CONFIG, q.device)
+    return [Launch(_decode_mla_kernel, count, arguments, {"config": constants}, options), *combine]
 
 
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
