@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from math import prod
 from types import SimpleNamespace
 
 import pytest

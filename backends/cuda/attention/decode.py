@@ -4,8 +4,9 @@ The query heads that share a head of keys, and the new tokens of a sequence, are
 token * group + head, so that a tile of rows is a range of tokens. The keys of a tile of rows are walked in blocks. All
 blocks of all tiles lie on one line, and each program takes an equal part of it (Osama et al. 2023, arXiv:2301.03598):
 a batch of ragged lengths is as balanced as a uniform one. How long the line is follows from lengths on the device, so
-each program adds up the batch's work itself. A program that leaves a tile unfinished, or goes on where another began,
-puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
+each program adds up the batch's work itself. As many heads of keys as divide the programs are walked at the same time,
+each by a program of its own that has the same part of the line; other heads take turns on it. A program that leaves a
+tile unfinished, or goes on where another began, puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
 
 In batch-invariant mode keys are divided into parts of PART_KEYS, counted from the first one that is no padding. Each
 part is summed by itself, in order, and parts are added up from the first to the last. A block or a part that a row does
