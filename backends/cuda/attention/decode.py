@@ -800,9 +800,7 @@ def can_overlap(arch: str) -> bool:
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-def constants_of(
-    problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1
-) -> DecodeConstants:
+def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:
     """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
     combined = max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))
