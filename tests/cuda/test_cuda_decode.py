@@ -47,25 +47,29 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
     return lengths.clamp(max=most).int()
 
 
+# Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
+# at a time.
 @pytest.mark.parametrize(
-    ("draw", "batch", "long_line"),
-    [*((draw, 5, False) for draw in range(4)), (4, 1, False), (5, 17, False), (6, 70, False), (7, 5, True)],
-)
-def test_each_block_of_keys_is_seen_once(monkeypatch, draw, batch, long_line):
-    """Scores are all 0, and the value of a key is one at its block's feature: the sums of weights count keys.
-
-    Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits."""
-    generator = torch.Generator().manual_seed(draw)
-    programs = 2 * draw + 1
+    ("batch", "programs", "heads_kv", "long_line"),
+    [
+        (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
+        (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
+    ],
+)  # fmt: skip
+def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv, long_line):
+    """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
+    count keys."""
+    generator = torch.Generator().manual_seed(programs)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode, "has_long_line", lambda problem, config: long_line)
-    most, heads_kv, seqlen_q = 12 * BLOCK_N, 2, 3
+    most, seqlen_q = 12 * BLOCK_N, 3
     lengths = drawn_lengths(generator, batch, most)
-    q = torch.zeros(batch, seqlen_q, 14, 32)
+    q = torch.zeros(batch, seqlen_q, 7 * heads_kv, 32)
+    of_head = 1.0 + torch.arange(heads_kv)
     k, v = torch.full((batch, most, heads_kv, 32), float("nan")), torch.full((batch, most, heads_kv, 32), float("nan"))
     blocks = torch.nn.functional.one_hot(torch.arange(most) // BLOCK_N, 32).float()
     for b, n in enumerate(lengths.tolist()):
-        k[b, :n], v[b, :n] = 1.0, blocks[:n, None]
+        k[b, :n], v[b, :n] = 1.0, blocks[:n, None] * of_head[:, None]
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):  # 21 rows: two tiles of them
         out, lse = attend(q, k, v, cache_seqlens=lengths, causal=True)
     visible = (lengths[:, None] - seqlen_q + 1 + torch.arange(seqlen_q)).clamp(min=0)  # of each query
@@ -75,7 +79,8 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, draw, batch, long_line):
                 assert bool((out[b, i] == 0).all()) and bool((lse[b, :, i] == float("inf")).all())
                 continue
             counts = out[b, i] * lse[b, :, i].exp()[:, None]
-            torch.testing.assert_close(counts, blocks[:n].sum(0).expand(14, 32), rtol=1e-5, atol=1e-5)
+            expected = blocks[:n].sum(0) * of_head.repeat_interleave(7)[:, None]
+            torch.testing.assert_close(counts, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_program_shares_with_nobody(monkeypatch):

@@ -6,7 +6,8 @@ blocks of all tiles lie on one line, and each program takes an equal part of it 
 a batch of ragged lengths is as balanced as a uniform one. How long the line is follows from lengths on the device, so
 each program adds up the batch's work itself. As many heads of keys as divide the programs are walked at the same time,
 each by a program of its own that has the same part of the line; other heads take turns on it. A program that leaves a
-tile unfinished, or goes on where another began, puts its unnormalised sums to a workspace; `_combine_kernel` merges them.
+tile unfinished, or goes on where another began, puts its unnormalised sums to a workspace, and `_combine_kernel` merges
+them.
 
 In batch-invariant mode keys are divided into parts of PART_KEYS, counted from the first one that is no padding. Each
 part is summed by itself, in order, and parts are added up from the first to the last. A block or a part that a row does
@@ -124,15 +125,14 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _sequence(
-    b, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length, added,
-    capacity, c: tl.constexpr,
-):  # fmt: skip
+def _sequence(b, inside, lengths, c: tl.constexpr):
     """Sequences b -> (first row in q, queries, first row of packed keys, keys, padding before them).
 
     Those not `inside` of the batch are not looked up. Lengths on the device cannot be checked before the launch; they
     are clamped to the memory there is.
     """
+    offsets, (seqlen_q, total_q, total_k, length, added, capacity) = lengths
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr = offsets
     first_q = b * 0
     n_queries = first_q + seqlen_q
     first_k = b * 0
@@ -163,11 +163,12 @@ def _sequence(
 
 
 @triton.jit
-def _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c: tl.constexpr):
+def _key_blocks(block_m, n_queries, n_keys, pad, mask, c: tl.constexpr):
     """Blocks of keys that a tile of rows sees -> (the first, counted from `pad` on, how many).
 
     A tile that has rows has a block at least, for its results are to be written; one that has none has none.
     """
+    group, window_left, window_right = mask
     row0 = block_m * c.BLOCK_M
     rows = n_queries * group
     offset = n_keys - n_queries
@@ -184,49 +185,34 @@ def _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_righ
 
 
 @triton.jit
-def _blocks_of_tiles(
-    start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
-    length, added, capacity, group, window_left, window_right, c: tl.constexpr,
-):  # fmt: skip
+def _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
     """Blocks of keys that each of `c.SCAN` tiles of rows sees, from tile `start` on; none beyond the last."""
     tiles = start + tl.arange(0, c.SCAN)
     inside = tiles < batch * blocks_m
-    _, n_queries, _, n_keys, pad = _sequence(
-        tiles // blocks_m, inside, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
-        total_k, length, added, capacity, c,
-    )  # fmt: skip
-    _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    _, n_queries, _, n_keys, pad = _sequence(tiles // blocks_m, inside, lengths, c)
+    _, counts = _key_blocks(tiles % blocks_m, n_queries, n_keys, pad, mask, c)
     return tl.where(inside, counts, 0)
 
 
 @triton.jit
-def _line_of_work(
-    sharers, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q,
-    total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
-):  # fmt: skip
+def _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c: tl.constexpr):
     """The line of work: for each tile of rows of each sequence, for each of `turns`, its blocks.
 
     Returns (its length, the equal share of each of `sharers`, what beginning a tile counts, blocks of the first tiles).
     """
     LINE: tl.constexpr = tl.int64 if c.LONG_LINE else tl.int32
-    first_counts = _blocks_of_tiles(
-        0, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
-        length, added, capacity, group, window_left, window_right, c,
-    )  # fmt: skip
+    first_counts = _blocks_of_tiles(0, batch, blocks_m, lengths, mask, c)
     blocks = tl.sum(first_counts.to(LINE), 0)
     begun = tl.sum((first_counts > 0).to(tl.int32), 0)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
-            counts = _blocks_of_tiles(
-                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-            )  # fmt: skip
+            counts = _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c)
             blocks += tl.sum(counts.to(LINE), 0)
             begun += tl.sum((counts > 0).to(tl.int32), 0)
     # Where all programs have little to do, even parts of the blocks are shortest.
     tile_cost = tl.where(blocks * turns >= LONG_SHARE * sharers, TILE_COST, 0)
-    length = (blocks + tile_cost * begun) * turns
-    return length, tl.maximum(tl.cdiv(length, sharers), 1), tile_cost, first_counts
+    work = (blocks + tile_cost * begun) * turns
+    return work, tl.maximum(tl.cdiv(work, sharers), 1), tile_cost, first_counts
 
 
 @triton.jit
@@ -240,18 +226,12 @@ def _passed(counts, ahead, place, turns, tile_cost, c: tl.constexpr):
 
 
 @triton.jit
-def _tile_at(
-    place, first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
-    leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c: tl.constexpr,
-):  # fmt: skip
+def _tile_at(place, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c: tl.constexpr):
     """The tile of rows that a place of the line lies in, and the place where that begins."""
     tile, before, ahead = _passed(first_counts, place * 0, place, turns, tile_cost, c)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
-            counts = _blocks_of_tiles(
-                start, batch, blocks_m, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q,
-                total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-            )  # fmt: skip
+            counts = _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c)
             tiles_here, before_here, ahead = _passed(counts, ahead, place, turns, tile_cost, c)
             tile += tiles_here
             before = tl.maximum(before, before_here)
@@ -386,10 +366,12 @@ def _attend_keys(
 def _store_rows(
     acc,  # [rows, BLOCK_DV]
     l_i, m_i,  # [rows]
-    rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob, stride_oh, stride_om,
-    stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED: tl.constexpr, c: tl.constexpr,
+    rows, b, hk, first_q, n_queries, outputs, PACKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Normalise the sums of a sequence's rows and write them, and the log-sum-exp, as far as there are queries."""
+    o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, strides, sizes = outputs
+    stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh = strides
+    heads_kv, group, seqlen_q, total_q = sizes
     tokens = rows // group
     heads = hk * group + rows % group
     exists = tokens < n_queries
@@ -429,14 +411,17 @@ def _powers_of_two(largest):
 
 
 @triton.jit
-def _attend_rows(
-    b, hk, block_m, part_begin, part_end, first_q, n_queries, first_k, n_keys, pad,
-    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right, scale, softcap,
-    c: tl.constexpr,
-):  # fmt: skip
-    """Blocks [part_begin, part_end) of keys, for one tile of rows -> (acc, l_i, m_i, rows)."""
+def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
+    """Blocks [begin, end) of keys, for one tile of rows of what `_sequence` describes -> (acc, l_i, m_i, rows)."""
+    first_q, n_queries, first_k, n_keys, pad = sequence
+    queries, keys, values, places, features, score = inputs
+    q_ptr, stride_qb, stride_qh, stride_qm = queries
+    k_ptr, stride_kb, stride_kh, stride_kn = keys
+    v_ptr, stride_vb, stride_vh, stride_vn = values
+    block_table_ptr, stride_table, cache_batch_idx_ptr, entries = places
+    slopes_ptr, stride_slopeb, k_descale_ptr, stride_kdb, stride_kdh = features
+    scale, softcap = score
+    group, window_left, window_right = mask
     rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     tokens = rows // group
     heads = hk * group + rows % group
@@ -482,8 +467,8 @@ def _attend_rows(
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
     acc, l_i, m_i = _attend_keys(
-        q, q_rest, k_base, v_base, table, part_begin, part_end, tokens, slopes, n_keys, pad, offset, window_left,
-        window_right, entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
+        q, q_rest, k_base, v_base, table, begin, end, tokens, slopes, n_keys, pad, offset, window_left, window_right,
+        entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
     )  # fmt: skip
     return acc, l_i, m_i, rows
 
@@ -501,36 +486,18 @@ def _add_part(m_i, l_i, acc, m_part, l_part, acc_part):
 
 
 @triton.jit
-def _attend_parts(
-    b, hk, block_m, begin, end, first_q, n_queries, first_k, n_keys, pad,
-    q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right, scale, softcap,
-    c: tl.constexpr,
-):  # fmt: skip
+def _attend_parts(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.constexpr):
     """`_attend_rows` of all parts that blocks [begin, end) lie in, one after another."""
     if c.PART == 0 or c.PARTS_APART:  # they are in one
-        acc, l_i, m_i, rows = _attend_rows(
-            b, hk, block_m, begin, end, first_q, n_queries, first_k, n_keys, pad,
-            q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-            stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-            stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
-            scale, softcap, c,
-        )  # fmt: skip
+        acc, l_i, m_i, rows = _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c)
     else:
         m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
         l_i = tl.zeros([c.BLOCK_M], tl.float32)
         acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
         rows = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
         for n in range(begin // c.PART, tl.cdiv(end, c.PART)):
-            acc_part, l_part, m_part, _ = _attend_rows(
-                b, hk, block_m, tl.maximum(begin, n * c.PART), tl.minimum(end, (n + 1) * c.PART), first_q, n_queries,
-                first_k, n_keys, pad,
-                q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
-                scale, softcap, c,
-            )  # fmt: skip
+            first, last = tl.maximum(begin, n * c.PART), tl.minimum(end, (n + 1) * c.PART)
+            acc_part, l_part, m_part, _ = _attend_rows(b, hk, block_m, first, last, sequence, inputs, mask, c)
             m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
     return acc, l_i, m_i, rows
 
@@ -569,6 +536,24 @@ def _decode_kernel(
     c: tl.constexpr,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+    lengths = (
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
+        (seqlen_q, total_q, total_k, length, added, capacity),
+    )
+    mask = (group, window_left, window_right)
+    inputs = (
+        (q_ptr, stride_qb, stride_qh, stride_qm),
+        (k_ptr, stride_kb, stride_kh, stride_kn),
+        (v_ptr, stride_vb, stride_vh, stride_vn),
+        (block_table_ptr, stride_table, cache_batch_idx_ptr, entries),
+        (slopes_ptr, stride_slopeb, k_descale_ptr, stride_kdb, stride_kdh),
+        (scale, softcap),
+    )
+    outputs = (
+        o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+        (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
+        (heads_kv, group, seqlen_q, total_q),
+    )  # fmt: skip
     if c.OVERLAP:
         gdc_launch_dependents()
     if not c.SPLIT:
@@ -581,23 +566,15 @@ def _decode_kernel(
         hk = pid % heads_kv
         b = tile // blocks_m
         block_m = tile % blocks_m
-        first_q, n_queries, first_k, n_keys, pad = _sequence(
-            b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
-            added, capacity, c,
-        )  # fmt: skip
-        first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+        sequence = _sequence(b, True, lengths, c)
+        first_q, n_queries, _, n_keys, pad = sequence
+        first, count = _key_blocks(block_m, n_queries, n_keys, pad, mask, c)
         end = first + count
         if c.PARTS_APART:
             first = tl.maximum(first, part * c.PART)
             end = tl.minimum(end, (part + 1) * c.PART)
         if first < end:
-            acc, l_i, m_i, rows = _attend_parts(
-                b, hk, block_m, first, end, first_q, n_queries, first_k, n_keys, pad,
-                q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-                stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-                stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left, window_right,
-                scale, softcap, c,
-            )  # fmt: skip
+            acc, l_i, m_i, rows = _attend_parts(b, hk, block_m, first, end, sequence, inputs, mask, c)
             if c.PARTS_APART:
                 offs_m = tl.arange(0, c.BLOCK_M)
                 slot = pid.to(tl.int64) * parts + part
@@ -608,33 +585,24 @@ def _decode_kernel(
                 tl.store(statistics, m_i, mask=is_row)
                 tl.store(statistics + rows_per_tile, l_i, mask=is_row)
             else:
-                _store_rows(
-                    acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, stride_ob,
-                    stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q, PACKED, c,
-                )  # fmt: skip
+                _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, PACKED, c)
     else:
         # Programs that share a part of the line, each for a head of keys of its own.
         together = tl.num_programs(0)
         pid = tl.program_id(1) * together + tl.program_id(0)
         turns = 1 if c.ONE_TURN else heads_kv // together
         total, share, tile_cost, first_counts = _line_of_work(
-            tl.num_programs(1), batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
-            seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-        )  # fmt: skip
+            tl.num_programs(1), batch, blocks_m, turns, lengths, mask, c
+        )
         at = tl.minimum(tl.program_id(1) * share, total)
         stop = tl.minimum(at + share, total)
-        tile, before = _tile_at(
-            at, first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr,
-            leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-        )  # fmt: skip
+        tile, before = _tile_at(at, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c)
         while at < stop:
             b = tile // blocks_m
             block_m = tile % blocks_m
-            first_q, n_queries, first_k, n_keys, pad = _sequence(
-                b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k,
-                length, added, capacity, c,
-            )  # fmt: skip
-            first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+            sequence = _sequence(b, True, lengths, c)
+            first_q, n_queries, _, n_keys, pad = sequence
+            first, count = _key_blocks(block_m, n_queries, n_keys, pad, mask, c)
             work = tl.where(count > 0, count + tile_cost, 0)
             tile_end = before + work.to(at.dtype) * turns
             if at < tile_end:
@@ -648,18 +616,10 @@ def _decode_kernel(
                 end = tl.maximum(to_work - tile_cost, 0)
                 if begin < end:
                     acc, l_i, m_i, rows = _attend_rows(
-                        b, hk, block_m, first + begin, first + end, first_q, n_queries, first_k, n_keys, pad,
-                        q_ptr, k_ptr, v_ptr, block_table_ptr, cache_batch_idx_ptr, slopes_ptr, k_descale_ptr,
-                        stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-                        stride_vn, stride_slopeb, stride_table, stride_kdb, stride_kdh, group, entries, window_left,
-                        window_right, scale, softcap, c,
-                    )  # fmt: skip
+                        b, hk, block_m, first + begin, first + end, sequence, inputs, mask, c
+                    )
                     if end - begin == count:
-                        _store_rows(
-                            acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
-                            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
-                            PACKED, c,
-                        )  # fmt: skip
+                        _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, PACKED, c)
                     else:
                         # What goes on here is in the first of the program's two places, what begins in the other.
                         slot = 2 * pid + (begin == 0)
@@ -684,32 +644,33 @@ def _combine_kernel(
 ):  # fmt: skip
     """One row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows from the same
     line of work, before there is anything to read."""
+    lengths = (
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
+        (seqlen_q, total_q, total_k, length, added, capacity),
+    )
+    mask = (group, window_left, window_right)
+    outputs = (
+        o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+        (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
+        (heads_kv, group, seqlen_q, total_q),
+    )  # fmt: skip
     row = tl.program_id(0)
     hk = tl.program_id(1)
     owner = tl.program_id(2)
     together = tl.num_programs(1)
     turns = 1 if c.ONE_TURN else heads_kv // together
-    total, share, tile_cost, first_counts = _line_of_work(
-        tl.num_programs(2), batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr,
-        seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right, c,
-    )  # fmt: skip
+    total, share, tile_cost, first_counts = _line_of_work(tl.num_programs(2), batch, blocks_m, turns, lengths, mask, c)
     at = tl.minimum(owner * share, total)
     stop = tl.minimum(at + share, total)
-    tile, before = _tile_at(
-        tl.maximum(stop - 1, 0), first_counts, tile_cost, batch, blocks_m, turns, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length, added, capacity, group, window_left, window_right,
-        c,
-    )  # fmt: skip
+    end_of_part = tl.maximum(stop - 1, 0)
+    tile, before = _tile_at(end_of_part, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c)
     b = tile // blocks_m
-    first_q, n_queries, _, n_keys, pad = _sequence(
-        b, b < batch, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
-        added, capacity, c,
-    )  # fmt: skip
-    _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    first_q, n_queries, _, n_keys, pad = _sequence(b, b < batch, lengths, c)
+    _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
     work = tl.maximum(count + tile_cost, 1)
     first_block = before + tile_cost  # the place of it
     if not c.ONE_TURN:
-        turn = (tl.maximum(stop - 1 - before, 0) // work).to(tl.int32)
+        turn = ((end_of_part - before) // work).to(tl.int32)
         first_block += turn * work
         hk += turn * together
     end = first_block + count
@@ -738,11 +699,8 @@ def _combine_kernel(
             l_i = l_i * alpha + tl.sum(sums_of_weights * weights, 0)
             acc = acc * alpha[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
             m_i = m_new
-        _store_rows(
-            acc, l_i, m_i, rows, b, hk, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
-            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
-            cu_seqlens_q_ptr is not None, c,
-        )  # fmt: skip
+        packed: tl.constexpr = cu_seqlens_q_ptr is not None
+        _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, packed, c)
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
@@ -755,16 +713,23 @@ def _fold_kernel(
     added, window_left, window_right, rows_per_tile, parts, c: tl.constexpr,
 ):  # fmt: skip
     """One row of a tile whose parts have programs of their own: their sums, from the first to the last."""
+    lengths = (
+        (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
+        (seqlen_q, total_q, total_k, length, added, capacity),
+    )
+    mask = (group, window_left, window_right)
+    outputs = (
+        o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
+        (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
+        (heads_kv, group, seqlen_q, total_q),
+    )  # fmt: skip
     owner = tl.program_id(0) // rows_per_tile
     row = tl.program_id(0) % rows_per_tile
     tile = owner // heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
-    first_q, n_queries, _, n_keys, pad = _sequence(
-        b, True, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, seqlen_q, total_q, total_k, length,
-        added, capacity, c,
-    )  # fmt: skip
-    first, count = _key_blocks(block_m, n_queries, n_keys, pad, group, window_left, window_right, c)
+    first_q, n_queries, _, n_keys, pad = _sequence(b, True, lengths, c)
+    first, count = _key_blocks(block_m, n_queries, n_keys, pad, mask, c)
     rows = block_m * c.BLOCK_M + row + tl.arange(0, 1)
     if (count > 0) & (tl.max(rows, 0) < n_queries * group):
         cols = tl.arange(0, c.BLOCK_DV)
@@ -787,11 +752,8 @@ def _fold_kernel(
                 l_part = tl.sum(tl.where(is_part, l_parts, 0.0), 0) + tl.zeros([1], tl.float32)
                 acc_part = tl.sum(tl.where(is_part[:, None], acc_parts, 0.0), 0)[None, :]
                 m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
-        _store_rows(
-            acc, l_i, m_i, rows, b, owner % heads_kv, first_q, n_queries, o_ptr, lse_ptr, sinks_ptr, v_descale_ptr,
-            stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, heads_kv, group, seqlen_q, total_q,
-            cu_seqlens_q_ptr is not None, c,
-        )  # fmt: skip
+        packed: tl.constexpr = cu_seqlens_q_ptr is not None
+        _store_rows(acc, l_i, m_i, rows, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
 
 
 def can_overlap(arch: str) -> bool:
