@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from diyfa.testing import poisoned_allocations
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
+
+from line_of_work_kernel import line_of_work
 
 from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import decode, decode_configs
@@ -76,6 +80,74 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, draw, batch, long_line):
                 continue
             counts = out[b, i] * lse[b, :, i].exp()[:, None]
             torch.testing.assert_close(counts, blocks[:n].sum(0).expand(14, 32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [3, 8])
+@pytest.mark.parametrize(
+    ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
+)
+def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs):
+    """Sequences without queries have no place on it, wherever they stand; there may be no others."""
+    generator = random.Random(batch * programs + most)
+    queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
+    lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
+    config = DecodeConfig(16, BLOCK_N, 4, 1, 1)
+    call = problem(
+        layout="thd", batch=batch, heads_q=14, heads_kv=2, seqlen_q=3, total_q=sum(queries), capacity=most * BLOCK_N,
+        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    offsets = [0, *accumulate(queries)]
+    assert_line(call, config, lengths, offsets, queries, programs)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
+@pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
+def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
+    """Caches so long that nobody has the memory, but for one page that all entries of a table name. Beyond the bound
+    a line is as long as lengths on the device may make it."""
+    config = DecodeConfig(16, block_n, 4, 1, 1)
+    call = problem(
+        batch=batch, heads_q=heads_kv, heads_kv=heads_kv, page_size=16, lengths=True, window_right=-1,
+        arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    largest = (2**31 - 256) // block_n
+    first_long = -(-(1 << 28) // (batch * heads_kv)) - 1  # blocks of a sequence with which 64 bits count
+    blocks = min(first_long + beyond, largest) if beyond < 1 else largest
+    call = call.replace(capacity=blocks * block_n)
+    is_long = blocks >= first_long
+    assert decode.constants_of(call, config).long_line == is_long
+    lengths = [call.capacity - n % 5 for n in range(batch)]
+    for programs in (1, 7, 264):
+        assert_line(call, config, lengths, None, [1] * batch, programs)
+
+
+def assert_line(call, config, lengths, offsets, queries, programs) -> None:
+    """The kernels find the places of a line of work that is divided here by the rule, one tile after another."""
+    blocks_m, group = decode_configs.row_blocks(call, config), call.heads_q // call.heads_kv
+    counts = [
+        max(-(-n // config.block_n), 1) if block_m * config.block_m < rows * group else 0
+        for n, rows in zip(lengths, queries, strict=True)
+        for block_m in range(blocks_m)
+    ]
+    cost = decode.TILE_COST.value
+    if sum(counts) * call.heads_kv < decode.LONG_SHARE.value * programs:
+        cost = 0
+    work = [(count + cost) * call.heads_kv if count else 0 for count in counts]
+    begins = [0, *accumulate(work)]
+    total = begins[-1]
+    drawn = random.Random(total)
+    places = {min(p * max(-(-total // programs), 1), total) for p in range(programs)}
+    places |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
+    places = sorted(x for x in places if 0 <= x < total)
+    places = sorted(drawn.sample(places, min(len(places), 12))) or [0]
+    line = line_of_work(call, config, lengths, offsets, programs, places, DEVICE)
+    assert line[:3] == (total, max(-(-total // programs), 1), cost)
+    for place, found in zip(places, line.tiles, strict=True):
+        if total == 0:
+            assert found[0] >= len(counts) and found[1] == 0
+            continue
+        tile = next(i for i in range(len(work)) if begins[i + 1] > place)
+        assert found == (tile, begins[tile])
 
 
 def test_one_program_shares_with_nobody(monkeypatch):
