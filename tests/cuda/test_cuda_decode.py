@@ -174,6 +174,64 @@ def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
     return pages
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "leftpad"])
+@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (48, 16), (16, 32), (48, 32), (3, 16), (64, 64)])
+def test_blocks_of_keys_in_pages_of_any_size(page_size, block_n, padded, monkeypatch):
+    """A block lies in one page or several, and behind a padding it may begin anywhere. Scores are all 0."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 3)
+    generator = torch.Generator().manual_seed(0)
+    lengths, pads = torch.tensor([100, 33, 0, 64, 96]), torch.tensor([17, 1, 0, 63, 48 if padded else 0])
+    pads = pads if padded else torch.zeros_like(pads)
+    batch, columns = len(lengths), -(-130 // page_size)
+    table = torch.randperm(batch * columns, generator=generator).reshape(batch, columns).int()
+    beyond = torch.arange(columns) >= -(-lengths[:, None] // page_size)
+    absent = torch.tensor([-1, 2**30, -(2**31), table.numel()], dtype=torch.int32)  # the last is there, all NaN
+    table = torch.where(beyond, absent[torch.arange(batch * columns).reshape(batch, columns) % 4], table)
+    v = torch.randn(batch, 100, 1, 32, generator=generator)
+    values = torch.full((batch * columns + 1, page_size, 1, 32), float("nan"))
+    for b, n in enumerate(lengths.tolist()):
+        for j in range(int(pads[b]), n):
+            values[int(table[b, j // page_size]), j % page_size] = v[b, j]
+    options = {"cache_leftpad": pads.int()} if padded else {}
+    with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):
+        out, _ = attend(
+            torch.zeros(batch, 2, 2, 32), values, values, cache_seqlens=lengths.int(), block_table=table, **options
+        )
+    for b, (n, pad) in enumerate(zip(lengths.tolist(), pads.tolist(), strict=True)):
+        expected = v[b, pad:n, 0].double().mean(0) if n > pad else torch.zeros(32).double()
+        torch.testing.assert_close(out[b].double(), expected.expand(2, 2, 32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 4, 9])
+@pytest.mark.parametrize("queries", [[0, 3, 0, 0, 1, 2, 0], [0] * 7, [3] + [0] * 33 + [2, 0], [0] * 40 + [1]])
+def test_packed_sequences_without_queries_take_no_part(queries, programs, monkeypatch):
+    """Whether they stand first, last, or are all there are; rows that no sequence has are cleared."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    generator = torch.Generator().manual_seed(programs)
+    batch, total = len(queries), sum(queries)
+    lengths = drawn_lengths(generator, batch, 6 * BLOCK_N)
+    table = torch.randperm(batch * 6, generator=generator).reshape(batch, 6).int()
+    v = torch.randn(batch, 6 * BLOCK_N, 2, 32, generator=generator)
+    for b, n in enumerate(lengths.tolist()):
+        v[b, n:] = float("nan")
+    values = paged(v, BLOCK_N, table)
+    offsets = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    tensors = (x.to(DEVICE) for x in (torch.zeros(total + 2, 14, 32), values, values, offsets))
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)), diyfa.use_backend("cuda"), poisoned_allocations():
+        out, lse = diyfa.flash_attention_varlen(
+            *tensors, None, 3, 6 * BLOCK_N, seqused_k=lengths.to(DEVICE), block_table=table.to(DEVICE), return_lse=True
+        )
+    expected, counts = torch.zeros(total + 2, 14, 32), torch.zeros(total + 2)
+    for b, n in enumerate(lengths.tolist()):
+        rows = slice(int(offsets[b]), int(offsets[b + 1]))
+        counts[rows] = n
+        if n:
+            expected[rows] = v[b, :n].mean(0).repeat_interleave(7, 0)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+    expected_lse = torch.where(counts > 0, counts.log(), float("inf")).expand(14, -1)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
 def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
     """From now on parts have so many keys, and as many programs run at once as on a GPU of that size."""
     for module in (decode, decode_configs):
