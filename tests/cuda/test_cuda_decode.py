@@ -291,23 +291,27 @@ def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch, row
             assert torch.equal(got_lse[mine], lse[:, n - seqlen_q :])
 
 
-def test_a_page_that_there_is_not_is_absent():
+@pytest.mark.parametrize("absent", [(-1, 2**30), (5, -(2**31)), (2**31 - 1, -1)])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_a_page_that_there_is_not_is_absent(absent, block_n):
     """On a GPU nobody can check the table: entries outside the cache are never followed."""
     pages, page_size = 5, 16
     generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
-    table = torch.tensor([[2, -1, 4, 2**30]], dtype=torch.int32)
+    around = torch.full((2, pages + 2, page_size, 1, 32), float("nan")).half()
+    around[:, 1:-1] = torch.randn(2, pages, page_size, 1, 32, generator=generator)
+    k, v = around.to(DEVICE)[:, 1:-1]
+    table = torch.tensor([[0, absent[0], 4, absent[1]]], dtype=torch.int32)
     tensors = decode.KVCacheTensors(
-        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k.to(DEVICE), v.to(DEVICE), 0.2, 60,
-        block_table=table.to(DEVICE),
+        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k, v, 0.2, 60, block_table=table.to(DEVICE),
     )  # fmt: skip
     call = problem(
         batch=1, heads_q=2, heads_kv=1, capacity=64, head_dim=32, head_dim_v=32, page_size=page_size,
         arch=cuda.arch(torch.device(DEVICE)),
     )  # fmt: skip
     out, lse = torch.empty_like(tensors.q), torch.empty(call.lse_shape, device=DEVICE)
-    decode.kvcache_forward(call, tensors, out, lse)
-    rows = [torch.cat([x[2], x[4]])[None] for x in (k, v)]
+    with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):  # each in one page, or in several
+        decode.kvcache_forward(call, tensors, out, lse)
+    rows = [torch.cat([x[0], x[4]])[None].cpu() for x in (k, v)]
     wide = [x.float() for x in (tensors.q.cpu(), *rows)]
     expected = diyfa.reference_attention(*wide, sm_scale=0.2, layout="bshd", return_lse=True)
     torch.testing.assert_close(out.cpu().float(), expected[0], rtol=2e-3, atol=2e-3)
