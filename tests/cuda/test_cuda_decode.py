@@ -11,17 +11,20 @@ import torch
 from targets import TARGETS
 
 import diyfa
+from diyfa import kvcache
 from diyfa.testing import poisoned_allocations
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
+from guarded_memory import guard
 from line_of_work_kernel import line_of_work
 
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import decode, decode_configs
+from diyfa.backends.cuda.attention import clear, decode, decode_configs
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionProblem, KVCacheProblem
 
 DEVICE = TARGETS["cuda"].device
@@ -230,6 +233,38 @@ def test_packed_sequences_without_queries_take_no_part(queries, programs, monkey
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
     expected_lse = torch.where(counts > 0, counts.log(), float("inf")).expand(14, -1)
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="the interpreter's addresses are looked at")
+@pytest.mark.parametrize("page_size", [0, 3, 16])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_no_other_memory_is_read(packed, page_size, monkeypatch):
+    """Lengths, offsets, tables, keys and workspace: up to their last element, with values that nobody checked, too."""
+    accesses = guard(monkeypatch, decode, clear)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 4)
+    for check in ("_check_values", "_check_packed_values"):
+        monkeypatch.setattr(kvcache, check, lambda *arguments: None)
+    page_size = page_size or (5 if packed else 0)
+    columns, most = 7, 7 * page_size if page_size else 40
+    for values in ([most, 0, most], [2**31 - 1, -1, -(2**31)], [1, most - 1, most + 1]):
+        q = torch.randn(3, 2, 4, 32)
+        keys = torch.randn(3 * columns, page_size, 2, 32) if page_size else torch.randn(3, most, 2, 32)
+        lengths = torch.tensor(values, dtype=torch.int32)
+        options = {}
+        if page_size:
+            options["block_table"] = torch.arange(-1, 3 * columns - 1).reshape(3, columns).int()
+            options["block_table"][-1, -1] = 3 * columns
+        with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+            if not packed:
+                attend(q, keys, keys, cache_seqlens=lengths, causal=True, **options)
+                continue
+            for offsets in ([0, 2, 4, 6], [0, 0, 0, 0], [5, -(2**31), 2**31 - 1, 6]):
+                with diyfa.use_backend("cuda"), poisoned_allocations():
+                    cu_seqlens_q = torch.tensor(offsets, dtype=torch.int32)
+                    diyfa.flash_attention_varlen(
+                        q.flatten(0, 1), keys, keys, cu_seqlens_q, None, 2, most, seqused_k=lengths, **options
+                    )
+    assert accesses() > 100
 
 
 def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
