@@ -153,6 +153,17 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
         assert found == (tile, begins[tile])
 
 
+@pytest.mark.parametrize("programs", [8, 9, 17])
+def test_more_parts_of_a_tile_than_are_read_at_once(programs, monkeypatch):
+    """Each program has one block of the keys. Scores are all 0."""
+    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 1)  # so eight parts are
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    v = torch.randn(1, programs * BLOCK_N, 1, 32, generator=torch.Generator().manual_seed(0))
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+        out, _ = attend(torch.zeros(1, 1, 1, 32), v, v)
+    torch.testing.assert_close(out[0, 0, 0], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_one_program_shares_with_nobody(monkeypatch):
     """Its part is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
     generator = torch.Generator().manual_seed(0)
