@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
+from itertools import accumulate
 
 import pytest
 import torch
 from targets import TARGETS
 
 import diyfa
+from diyfa import kvcache
 from diyfa.testing import poisoned_allocations
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
+from guarded_memory import guard
+from line_of_work_kernel import line_of_work
+
 from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import decode, decode_configs
+from diyfa.backends.cuda.attention import clear, decode, decode_configs
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
+from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.problem import AttentionProblem, KVCacheProblem
 
 DEVICE = TARGETS["cuda"].device
@@ -83,6 +90,85 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv,
             torch.testing.assert_close(counts, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("programs", [3, 8])
+@pytest.mark.parametrize(
+    ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
+)
+def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs):
+    """Sequences without queries have no place on it, wherever they stand; there may be no others."""
+    generator = random.Random(batch * programs + most)
+    queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
+    lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
+    config = DecodeConfig(16, BLOCK_N, 4, 1, 1)
+    call = problem(
+        layout="thd", batch=batch, heads_q=14, heads_kv=2, seqlen_q=3, total_q=sum(queries), capacity=most * BLOCK_N,
+        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    offsets = [0, *accumulate(queries)]
+    assert_line(call, config, lengths, offsets, queries, programs)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
+@pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
+def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
+    """Caches so long that nobody has the memory, but for one page that all entries of a table name. Beyond the bound
+    a line is as long as lengths on the device may make it."""
+    config = DecodeConfig(16, block_n, 4, 1, 1)
+    call = problem(
+        batch=batch, heads_q=heads_kv, heads_kv=heads_kv, page_size=16, lengths=True, window_right=-1,
+        arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    largest = (2**31 - 256) // block_n
+    first_long = -(-(1 << 28) // (batch * heads_kv)) - 1  # blocks of a sequence with which 64 bits count
+    blocks = min(first_long + beyond, largest) if beyond < 1 else largest
+    call = call.replace(capacity=blocks * block_n)
+    is_long = blocks >= first_long
+    assert decode.constants_of(call, config).long_line == is_long
+    lengths = [call.capacity - n % 5 for n in range(batch)]
+    for programs in (1, 7, 264):
+        assert_line(call, config, lengths, None, [1] * batch, programs)
+
+
+def assert_line(call, config, lengths, offsets, queries, programs) -> None:
+    """The kernels find the places of a line of work that is divided here by the rule, one tile after another."""
+    blocks_m, group = decode_configs.row_blocks(call, config), call.heads_q // call.heads_kv
+    counts = [
+        max(-(-n // config.block_n), 1) if block_m * config.block_m < rows * group else 0
+        for n, rows in zip(lengths, queries, strict=True)
+        for block_m in range(blocks_m)
+    ]
+    cost = decode.TILE_COST.value
+    if sum(counts) * call.heads_kv < decode.LONG_SHARE.value * programs:
+        cost = 0
+    work = [(count + cost) * call.heads_kv if count else 0 for count in counts]
+    begins = [0, *accumulate(work)]
+    total = begins[-1]
+    drawn = random.Random(total)
+    places = {min(p * max(-(-total // programs), 1), total) for p in range(programs)}
+    places |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
+    places = sorted(x for x in places if 0 <= x < total)
+    places = sorted(drawn.sample(places, min(len(places), 12))) or [0]
+    line = line_of_work(call, config, lengths, offsets, programs, places, DEVICE)
+    assert line[:3] == (total, max(-(-total // programs), 1), cost)
+    for place, found in zip(places, line.tiles, strict=True):
+        if total == 0:
+            assert found[0] >= len(counts) and found[1] == 0
+            continue
+        tile = next(i for i in range(len(work)) if begins[i + 1] > place)
+        assert found == (tile, begins[tile])
+
+
+@pytest.mark.parametrize("programs", [8, 9, 17])
+def test_more_parts_of_a_tile_than_are_read_at_once(programs, monkeypatch):
+    """Each program has one block of the keys. Scores are all 0."""
+    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 1)  # so eight parts are
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    v = torch.randn(1, programs * BLOCK_N, 1, 32, generator=torch.Generator().manual_seed(0))
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+        out, _ = attend(torch.zeros(1, 1, 1, 32), v, v)
+    torch.testing.assert_close(out[0, 0, 0], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_one_program_shares_with_nobody(monkeypatch):
     """Its part is the whole line of work: the results are those of `num_splits=1`, bit for bit; others' are not."""
     generator = torch.Generator().manual_seed(0)
@@ -105,6 +191,96 @@ def paged(x: torch.Tensor, page_size: int, table: torch.Tensor) -> torch.Tensor:
     for b, j in torch.cartesian_prod(torch.arange(x.shape[0]), torch.arange(x.shape[1])).tolist():
         pages[table[b, j // page_size], j % page_size] = x[b, j]
     return pages
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "leftpad"])
+@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (48, 16), (16, 32), (48, 32), (3, 16), (64, 64)])
+def test_blocks_of_keys_in_pages_of_any_size(page_size, block_n, padded, monkeypatch):
+    """A block lies in one page or several, and behind a padding it may begin anywhere. Scores are all 0."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 3)
+    generator = torch.Generator().manual_seed(0)
+    lengths, pads = torch.tensor([100, 33, 0, 64, 96]), torch.tensor([17, 1, 0, 63, 48 if padded else 0])
+    pads = pads if padded else torch.zeros_like(pads)
+    batch, columns = len(lengths), -(-130 // page_size)
+    table = torch.randperm(batch * columns, generator=generator).reshape(batch, columns).int()
+    beyond = torch.arange(columns) >= -(-lengths[:, None] // page_size)
+    absent = torch.tensor([-1, 2**30, -(2**31), table.numel()], dtype=torch.int32)  # the last is there, all NaN
+    table = torch.where(beyond, absent[torch.arange(batch * columns).reshape(batch, columns) % 4], table)
+    v = torch.randn(batch, 100, 1, 32, generator=generator)
+    values = torch.full((batch * columns + 1, page_size, 1, 32), float("nan"))
+    for b, n in enumerate(lengths.tolist()):
+        for j in range(int(pads[b]), n):
+            values[int(table[b, j // page_size]), j % page_size] = v[b, j]
+    options = {"cache_leftpad": pads.int()} if padded else {}
+    with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):
+        out, _ = attend(
+            torch.zeros(batch, 2, 2, 32), values, values, cache_seqlens=lengths.int(), block_table=table, **options
+        )
+    for b, (n, pad) in enumerate(zip(lengths.tolist(), pads.tolist(), strict=True)):
+        expected = v[b, pad:n, 0].double().mean(0) if n > pad else torch.zeros(32).double()
+        torch.testing.assert_close(out[b].double(), expected.expand(2, 2, 32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 4, 9])
+@pytest.mark.parametrize("queries", [[0, 3, 0, 0, 1, 2, 0], [0] * 7, [3] + [0] * 33 + [2, 0], [0] * 40 + [1]])
+def test_packed_sequences_without_queries_take_no_part(queries, programs, monkeypatch):
+    """Whether they stand first, last, or are all there are; rows that no sequence has are cleared."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    generator = torch.Generator().manual_seed(programs)
+    batch, total = len(queries), sum(queries)
+    lengths = drawn_lengths(generator, batch, 6 * BLOCK_N)
+    table = torch.randperm(batch * 6, generator=generator).reshape(batch, 6).int()
+    v = torch.randn(batch, 6 * BLOCK_N, 2, 32, generator=generator)
+    for b, n in enumerate(lengths.tolist()):
+        v[b, n:] = float("nan")
+    values = paged(v, BLOCK_N, table)
+    offsets = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    tensors = (x.to(DEVICE) for x in (torch.zeros(total + 2, 14, 32), values, values, offsets))
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)), diyfa.use_backend("cuda"), poisoned_allocations():
+        out, lse = diyfa.flash_attention_varlen(
+            *tensors, None, 3, 6 * BLOCK_N, seqused_k=lengths.to(DEVICE), block_table=table.to(DEVICE), return_lse=True
+        )
+    expected, counts = torch.zeros(total + 2, 14, 32), torch.zeros(total + 2)
+    for b, n in enumerate(lengths.tolist()):
+        rows = slice(int(offsets[b]), int(offsets[b + 1]))
+        counts[rows] = n
+        if n:
+            expected[rows] = v[b, :n].mean(0).repeat_interleave(7, 0)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+    expected_lse = torch.where(counts > 0, counts.log(), float("inf")).expand(14, -1)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="the interpreter's addresses are looked at")
+@pytest.mark.parametrize("page_size", [0, 3, 16])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_no_other_memory_is_read(packed, page_size, monkeypatch):
+    """Lengths, offsets, tables, keys and workspace: up to their last element, with values that nobody checked, too."""
+    accesses = guard(monkeypatch, decode, clear)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 4)
+    for check in ("_check_values", "_check_packed_values"):
+        monkeypatch.setattr(kvcache, check, lambda *arguments: None)
+    page_size = page_size or (5 if packed else 0)
+    columns, most = 7, 7 * page_size if page_size else 40
+    for values in ([most, 0, most], [2**31 - 1, -1, -(2**31)], [1, most - 1, most + 1]):
+        q = torch.randn(3, 2, 4, 32)
+        keys = torch.randn(3 * columns, page_size, 2, 32) if page_size else torch.randn(3, most, 2, 32)
+        lengths = torch.tensor(values, dtype=torch.int32)
+        options = {}
+        if page_size:
+            options["block_table"] = torch.arange(-1, 3 * columns - 1).reshape(3, columns).int()
+            options["block_table"][-1, -1] = 3 * columns
+        with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
+            if not packed:
+                attend(q, keys, keys, cache_seqlens=lengths, causal=True, **options)
+                continue
+            for offsets in ([0, 2, 4, 6], [0, 0, 0, 0], [5, -(2**31), 2**31 - 1, 6]):
+                with diyfa.use_backend("cuda"), poisoned_allocations():
+                    cu_seqlens_q = torch.tensor(offsets, dtype=torch.int32)
+                    diyfa.flash_attention_varlen(
+                        q.flatten(0, 1), keys, keys, cu_seqlens_q, None, 2, most, seqused_k=lengths, **options
+                    )
+    assert accesses() > 100
 
 
 def use_parts_of(monkeypatch: pytest.MonkeyPatch, part_keys: int, multiprocessors: int) -> None:
@@ -166,31 +342,37 @@ def test_a_row_is_bitwise_the_same_in_any_call(draw, part_keys, monkeypatch, row
             assert torch.equal(got_lse[mine], lse[:, n - seqlen_q :])
 
 
-def test_a_page_that_there_is_not_is_absent():
+@pytest.mark.parametrize("absent", [(-1, 2**30), (5, -(2**31)), (2**31 - 1, -1)])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_a_page_that_there_is_not_is_absent(absent, block_n):
     """On a GPU nobody can check the table: entries outside the cache are never followed."""
     pages, page_size = 5, 16
     generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, pages, page_size, 1, 32, generator=generator).half()
-    table = torch.tensor([[2, -1, 4, 2**30]], dtype=torch.int32)
+    around = torch.full((2, pages + 2, page_size, 1, 32), float("nan")).half()
+    around[:, 1:-1] = torch.randn(2, pages, page_size, 1, 32, generator=generator)
+    k, v = around.to(DEVICE)[:, 1:-1]
+    table = torch.tensor([[0, absent[0], 4, absent[1]]], dtype=torch.int32)
     tensors = decode.KVCacheTensors(
-        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k.to(DEVICE), v.to(DEVICE), 0.2, 60,
-        block_table=table.to(DEVICE),
+        torch.randn(1, 1, 2, 32, generator=generator).half().to(DEVICE), k, v, 0.2, 60, block_table=table.to(DEVICE),
     )  # fmt: skip
     call = problem(
         batch=1, heads_q=2, heads_kv=1, capacity=64, head_dim=32, head_dim_v=32, page_size=page_size,
         arch=cuda.arch(torch.device(DEVICE)),
     )  # fmt: skip
     out, lse = torch.empty_like(tensors.q), torch.empty(call.lse_shape, device=DEVICE)
-    decode.kvcache_forward(call, tensors, out, lse)
-    rows = [torch.cat([x[2], x[4]])[None] for x in (k, v)]
+    with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):  # each in one page, or in several
+        decode.kvcache_forward(call, tensors, out, lse)
+    rows = [torch.cat([x[0], x[4]])[None].cpu() for x in (k, v)]
     wide = [x.float() for x in (tensors.q.cpu(), *rows)]
     expected = diyfa.reference_attention(*wide, sm_scale=0.2, layout="bshd", return_lse=True)
     torch.testing.assert_close(out.cpu().float(), expected[0], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone():
-    mode = problem(batch_invariant=True)
+@pytest.mark.parametrize("cache_dtype", ["float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone(head_dim, cache_dtype):
+    mode = problem(batch_invariant=True, cache_dtype=cache_dtype, head_dim=head_dim, head_dim_v=head_dim)
     same = [
         mode.replace(seqlen_q=2000), mode.replace(heads_q=8), mode.replace(batch=300, capacity=64),
         mode.replace(page_size=1), mode.replace(aligned=False), mode.replace(num_splits=7),

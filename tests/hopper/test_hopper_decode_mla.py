@@ -106,7 +106,7 @@ def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     source = source.replace(name, "SCAN = gl.constexpr(2)")
     monkeypatch.setattr(decode, "LONG_SHARE", gl.constexpr(1))  # of the combine kernel, too
     kernels = load_kernel({"hopper.decode_mla": source}, tmp_path, ("hopper.decode_mla",))
-    for programs in (2, 3):
+    for programs in (2, 3, 5):  # 5: as many as there are blocks, from which on it counts
         with monkeypatch.context() as patch:
             interpret(patch, programs=programs, kernels=kernels)
             check(case("long_shares", 129, 1, 40, heads=8))

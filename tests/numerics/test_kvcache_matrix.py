@@ -16,7 +16,7 @@ from refusals import refusal
 from targets import TARGETS
 
 import diyfa
-from diyfa import kvcache, registry, testing
+from diyfa import kvcache, registry, testing, validation
 from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations
 
 BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
@@ -155,6 +155,53 @@ def test_what_nobody_checked_is_written_nowhere(
         guarded[1][entry + 1, row] = new[1][b, i]
     torch.testing.assert_close(on_device[0].cpu(), guarded[0], rtol=1e-6, atol=1e-6 if rotary else 0)
     assert torch.equal(on_device[1].cpu(), guarded[1])
+
+
+OFFSETS: dict[str, tuple[list[int], list[int]]] = {  # of queries, of keys
+    "far before": ([0, 3, -(2**31)], [0, 6, -(2**31)]),
+    "before": ([-7, 3, -1], [0, 6, -1]),
+    "far beyond": ([0, 3, 2**31 - 1], [0, 6, 2**31 - 1]),
+    "descending": ([3, 4, 0], [6, 8, 1]),
+    "all far before": ([-(2**31)] * 3, [-(2**31)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+@pytest.mark.parametrize("by", ["pages", "packed keys", "training"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
+def test_offsets_that_nobody_checked_reach_no_other_memory(
+    backend: str, by: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the host sees no offsets. Rows before and behind those of the tensors are not read, nor written."""
+    monkeypatch.setattr(kvcache, "_check_packed_values", lambda *arguments: None)
+    monkeypatch.setattr(validation, "check_offsets", lambda *arguments: None)
+    target, generator = TARGETS[backend], torch.Generator().manual_seed(0)
+    rows_q, rows_k, around = 4, 8, 4
+
+    def guarded(rows: int, heads: int, beyond: float) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.full((rows + 2 * around, heads, 16), beyond)
+        whole[around:-around] = torch.randn(rows, heads, 16, generator=generator)
+        whole = whole.to(target.device)
+        return whole, whole[around:-around]
+
+    nan = float("nan")
+    (_, q), (_, k), (_, v), (whole_out, out) = (
+        guarded(rows, heads, beyond) for rows, heads, beyond in ((rows_q, H, nan), (rows_k, HK, nan), (rows_k, HK, nan),
+                                                                 (rows_q, H, 7.0))
+    )  # fmt: skip
+    offsets = [torch.tensor(x, dtype=torch.int32, device=target.device) for x in OFFSETS[name]]
+    options: dict[str, Any] = {}
+    if by == "pages":
+        k, v = (x.view(2, 4, HK, 16) for x in (k, v))
+        options["block_table"] = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32, device=target.device)
+    if by != "training":
+        options["out"] = out
+    if by == "packed keys":
+        options["seqused_k"] = torch.tensor([5, 2**31 - 1], dtype=torch.int32, device=target.device)
+    with registry.use_backend(target.backend), poisoned_allocations():
+        got, lse = diyfa.flash_attention_varlen(q, k, v, *offsets, 3, 6, return_lse=True, **options)
+    assert got.isfinite().all() and not lse.isnan().any()
+    assert bool((whole_out[:around] == 7).all()) and bool((whole_out[-around:] == 7).all())
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "npu"])  # which refuses float8

@@ -139,11 +139,11 @@ def _sequence(b, inside, lengths, c: tl.constexpr):
     pad = b * 0
     if cu_seqlens_q_ptr is not None:
         first_q = _clamp(tl.load(cu_seqlens_q_ptr + b, mask=inside, other=0), 0, total_q)
-        end_q = tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1, mask=inside, other=0), total_q)
+        end_q = _clamp(tl.load(cu_seqlens_q_ptr + b + 1, mask=inside, other=0), 0, total_q)
         n_queries = _clamp(end_q - first_q, 0, seqlen_q)
     if cu_seqlens_k_ptr is not None:
         first_k = tl.maximum(tl.load(cu_seqlens_k_ptr + b, mask=inside, other=0), 0)
-        end_k = tl.load(cu_seqlens_k_ptr + b + 1, mask=inside, other=0)
+        end_k = tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1, mask=inside, other=0), 0)
         if c.PACKED_KEYS:
             first_k = tl.minimum(first_k, total_k)
             end_k = tl.minimum(end_k, total_k)

@@ -129,7 +129,9 @@ def shared_bytes(problem: KVCacheProblem, block_m: int, block_n: int, num_stages
     block, buffers = block_n * (d + dv), max(1, num_stages - 1)  # one stage computes
     keys = block * size * buffers
     if problem.cache_dtype == FLOAT8:  # converted, some goes through shared memory once more
-        keys = block * (buffers + (0 if reads_value_pairs(problem) else size))
+        # What lies at other addresses may not have another tile where bits are promised.
+        pairs = reads_value_pairs(problem) and not problem.batch_invariant
+        keys = block * (buffers + (0 if pairs else size))
     if num_stages == 1 or _is_turing(problem):  # first keys, then values
         keys = block_n * max(d, dv) * size
     return keys + size * block_m * (d + block_n)

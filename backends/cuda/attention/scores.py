@@ -30,8 +30,8 @@ def sequence_of(
     if c.LENGTHS == PACKED:
         first_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b), 0), total_q)
         first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b), 0), total_k)
-        n_queries = tl.maximum(tl.minimum(tl.load(cu_seqlens_q_ptr + b + 1), total_q) - first_q, 0)
-        n_keys = tl.maximum(tl.minimum(tl.load(cu_seqlens_k_ptr + b + 1), total_k) - first_k, 0)
+        n_queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q_ptr + b + 1), first_q), total_q) - first_q
+        n_keys = tl.minimum(tl.maximum(tl.load(cu_seqlens_k_ptr + b + 1), first_k), total_k) - first_k
     if c.LENGTHS == SEQ_LENS:
         n_keys = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), seqlen_k)
         n_queries = tl.minimum(n_keys, seqlen_q)

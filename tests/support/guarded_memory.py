@@ -1,0 +1,58 @@
+"""Triton's interpreter with a look at each address: kernels read and write nothing but the tensors of their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from diyfa.problem import Launch
+
+
+def _range_of(x: torch.Tensor) -> tuple[int, int]:
+    """The bytes from the first element of a tensor to its last one."""
+    rows = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + rows * x.element_size()
+
+
+def guard(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> Callable[[], int]:
+    """From now on kernels that these modules launch touch no other memory; returns how many accesses were looked at."""
+    ranges, accesses = np.zeros((0, 2), dtype=np.uint64), 0
+
+    def check(pointers: Any, mask: Any) -> None:
+        nonlocal accesses
+        first = np.asarray(pointers.data).astype(np.uint64)
+        first = first[np.broadcast_to(np.asarray(mask.data), first.shape).astype(bool)]
+        end = first + np.uint64(max(pointers.dtype.element_ty.primitive_bitwidth // 8, 1))
+        inside = (ranges[:, :1] <= first[None]) & (end[None] <= ranges[:, 1:])
+        if not inside.any(0).all():
+            raise AssertionError(f"{pointers.dtype} of no tensor of the launch")
+        accesses += 1
+
+    def guarded(access: Callable[..., Any], place_of_mask: int) -> Callable[..., Any]:
+        def of_builder(builder: Any, pointers: Any, *rest: Any) -> Any:
+            check(pointers, rest[place_of_mask])
+            return access(builder, pointers, *rest)
+
+        return of_builder
+
+    for name, place_of_mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+        access = getattr(interpreter.InterpreterBuilder, name)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, guarded(access, place_of_mask))
+
+    def guarded_launch(launch_kernel: Callable[[Launch], None]) -> Callable[[Launch], None]:
+        def launch(one: Launch) -> None:
+            nonlocal ranges
+            tensors = [_range_of(x) for x in one.arguments.values() if isinstance(x, torch.Tensor)]
+            ranges = np.array(tensors, dtype=np.uint64)
+            launch_kernel(one)
+
+        return launch
+
+    for module in modules:
+        monkeypatch.setattr(module, "launch_kernel", guarded_launch(module.launch_kernel))
+    return lambda: accesses
