@@ -131,8 +131,9 @@ def _sequence(b, inside, lengths, c: tl.constexpr):
     Those not `inside` of the batch are not looked up. Lengths on the device cannot be checked before the launch; they
     are clamped to the memory there is.
     """
-    offsets, (seqlen_q, total_q, total_k, length, added, capacity) = lengths
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr = offsets
+    pointers, sizes = lengths
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr = pointers
+    seqlen_q, total_q, total_k, length, added, capacity = sizes
     first_q = b * 0
     n_queries = first_q + seqlen_q
     first_k = b * 0
