@@ -200,6 +200,7 @@ def test_offsets_that_nobody_checked_reach_no_other_memory(
         options["seqused_k"] = torch.tensor([5, 2**31 - 1], dtype=torch.int32, device=target.device)
     with registry.use_backend(target.backend), poisoned_allocations():
         got, lse = diyfa.flash_attention_varlen(q, k, v, *offsets, 3, 6, return_lse=True, **options)
+    got, lse, whole_out = got.cpu(), lse.cpu(), whole_out.cpu()
     assert got.isfinite().all() and not lse.isnan().any()
     assert bool((whole_out[:around] == 7).all()) and bool((whole_out[-around:] == 7).all())
 

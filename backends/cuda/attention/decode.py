@@ -255,7 +255,7 @@ def _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stri
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
         is_page = (page >= 0) & (page < pages)
-        exists = exists & is_page
+        exists = (exists & is_page) != 0  # a bool in the interpreter, too, where that of one page becomes numbers
         page = tl.where(is_page if c.ONE_PAGE else exists, page, 0).to(tl.int64)
         row = (offs_n.to(tl.uint32) % c.PAGE_SIZE).to(tl.int64)
         k_rows = page * stride_kb + row * stride_kn
