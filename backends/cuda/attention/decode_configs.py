@@ -163,7 +163,7 @@ def decode_config(problem: KVCacheProblem) -> DecodeConfig | None:
 # forward 137 / 138 / 87 / 86 / 87, the Hopper forward 79 to 80; of 1024 keys 11 / 12 / 15 / 19 / 30, 21 to 23, and 12.
 SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
-SCANS = (32, 128)  # tiles whose work is added up at once
+SCANS = (1, 32, 128)  # tiles whose work is added up at once
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
@@ -199,7 +199,7 @@ def _tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
 def scan_of(problem: KVCacheProblem, config: DecodeConfig) -> int:
     """Tiles whose work is added up at once: where a warp has one each, without the other warps."""
     tiles = _tiles(problem, config)
-    return 1 if tiles <= 1 else next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
+    return next((lanes for lanes in SCANS if tiles <= lanes), SCANS[-1])
 
 
 def has_long_line(problem: KVCacheProblem, config: DecodeConfig) -> bool:
