@@ -893,7 +893,7 @@ def test_smaller_blocks_have_other_grids(recorder, monkeypatch):
     for rows in (288, 289, 304, 305, 320, 321):
         grids, _, _ = launches_of_call(recorder, *(x.half() for x in tokens_over(rows, batch=1, heads=1)))
         found.append([prod(grid) for grid in grids])
-    assert found == [[18, 72], [19, 76], [19, 76], [20, 80], [20, 80], [21, 84]]
+    assert found == [[18, 4], [19, 4], [19, 4], [20, 4], [20, 4], [21, 4]]
 
 
 def test_blocks_of_keys_are_multiples_of_those_that_share_a_plan():

@@ -95,6 +95,7 @@ class DecodeConstants(Constants):
     one_scan: bool  # those are all
     long_line: bool  # there may be more blocks than 32 bits count
     one_turn: bool  # all heads of keys are walked at the same time
+    by_tile: bool  # the combine kernel has programs for each tile, of which there are fewer than that share the line
     has_left: bool
     has_right: bool
     softcap: bool
@@ -534,7 +535,7 @@ def _attend_parts(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.cons
 _RUNTIME = (
     "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
     "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
-    "window_right", "rows_per_tile", "parts",
+    "window_right", "rows_per_tile", "parts", "sharers",
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
@@ -670,10 +671,12 @@ def _combine_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr,
     statistics_ptr, length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
-    total_k, added, window_left, window_right, c: tl.constexpr,
+    total_k, added, window_left, window_right,
+    sharers,  # of the line of work
+    c: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows
-    from the same line of work, before there is anything to read."""
+    """Columns of one row of a tile, if programs of `_decode_kernel` share it: of the tile that one of them leaves
+    unfinished, or BY_TILE. Which they are, follows from the same line of work, before there is anything to read."""
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
@@ -687,26 +690,35 @@ def _combine_kernel(
     row = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS)
     first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     hk = tl.program_id(1)
-    owner = tl.program_id(2)
     together = tl.num_programs(1)
     turns = 1 if c.ONE_TURN else heads_kv // together
-    total, share, cost, first_counts = _line_of_work(tl.num_programs(2), batch, blocks_m, turns, lengths, mask, c)
+    total, share, cost, first_counts = _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c)
     tile_cost, _ = cost
-    at = tl.minimum(owner * share, total)
-    stop = tl.minimum(at + share, total)
-    end_of_part = tl.maximum(stop - 1, 0)
-    tile, before = _tile_at(end_of_part, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
+    if c.BY_TILE:
+        tile = tl.program_id(2) // turns
+        earlier = tl.arange(0, c.SCAN) < tile
+        before = tl.sum(tl.where(earlier, _work_of(first_counts, cost, c), 0), 0).to(total.dtype) * turns
+    else:
+        owner = tl.program_id(2)
+        end_of_part = tl.maximum(tl.minimum(owner * share + share, total) - 1, 0)
+        tile, before = _tile_at(end_of_part, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
     b = tile // blocks_m
     first_q, n_queries, _, n_keys, pad = _sequence(b, b < batch, lengths, c)
     _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
     work = tl.maximum(_work_of(count, cost, c), 1)
     first_block = before + tile_cost  # the place of it
     if not c.ONE_TURN:
-        turn = ((end_of_part - before) // work).to(tl.int32)
+        if c.BY_TILE:
+            turn = tl.program_id(2) % turns
+        else:
+            turn = ((end_of_part - before) // work).to(tl.int32)
         first_block += turn * work
         hk += turn * together
+    if c.BY_TILE:
+        owner = (first_block // share).to(tl.int32)
+    stop = tl.minimum(owner * share + share, total)
     end = first_block + count
-    is_left = (at <= first_block) & (first_block < stop) & (stop < end)
+    is_left = (owner * share <= first_block) & (first_block < stop) & (stop < end)
     last = ((end - 1) // share).to(tl.int32)  # the sharer that finishes it
     rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
     if c.OVERLAP:
@@ -801,12 +813,15 @@ def constants_of(
     `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
     columns = combined_columns(problem, config, count)
+    tiles = problem.batch * row_blocks(problem, config)
+    one_scan = tiles <= scan_of(problem, config)
     return DecodeConstants(
         split=is_split(problem),
         scan=scan_of(problem, config),
-        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
+        one_scan=one_scan,
         long_line=has_long_line(problem, config),
         one_turn=together == problem.heads_kv,
+        by_tile=one_scan and tiles * problem.heads_kv < count,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -932,14 +947,17 @@ def launches_of(
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    shared = together, count // together
-    launches = [Launch(_decode_kernel, shared if c.split else count, arguments, {"c": c}, options)]
+    launches = [
+        Launch(_decode_kernel, (together, count // together) if c.split else count, arguments, {"c": c}, options)
+    ]
     if memory is not None:
         rows = rows_per_tile(problem, config)
-        kernel, grid = _combine_kernel, (rows * (c.block_dv // c.columns), *shared)
+        owners = problem.batch * row_blocks(problem, config) * problem.heads_kv if c.by_tile else count
+        kernel, grid = _combine_kernel, (rows * (c.block_dv // c.columns), together, owners // together)
         if parts > 1:
             kernel, grid = _fold_kernel, count // parts * rows
-        merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+        given = arguments | {"sharers": count // together}
+        merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.
         launches.append(Launch(kernel, grid, merged, {"c": c}, {"num_warps": 1, **early}))
