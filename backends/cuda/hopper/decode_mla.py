@@ -56,7 +56,6 @@ PARTS = gl.constexpr(3)
 # The first consumer has what they leave, 240.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
-SPLIT_COST = gl.constexpr(configs.CONFIG.split_cost)
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class Sm90MlaConstants(Constants):
     page_size: int  # 0: no pages
     causal: bool
     negate: bool
+    split_cost: int  # `DecodeConfig`'s
 
 
 @aggregate
@@ -220,7 +220,7 @@ def _share_of_line(sizes):
     share = gl.maximum(gl.cdiv(total, sharers), 1)
     whole = gl.cdiv(tiles * turns, sharers)  # tiles of a program
     least = 0
-    if whole * (most + tile_cost).to(gl.int64) <= share + SPLIT_COST:
+    if whole * (most + tile_cost).to(gl.int64) <= share + sizes.config.SPLIT_COST:
         least = most + tile_cost
         share = whole.to(gl.int64) * least
         total = (tiles * turns).to(gl.int64) * least
@@ -658,7 +658,7 @@ def launches_of(
         "scale": positive_scale(tensors.sm_scale),
     }
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
-    constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0)
+    constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0, configs.CONFIG.split_cost)
     options = {"num_warps": 4, **ptxas_options()}
     return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
