@@ -953,9 +953,8 @@ def launches_of(
     if memory is not None:
         rows = rows_per_tile(problem, config)
         owners = problem.batch * row_blocks(problem, config) * problem.heads_kv if c.by_tile else count
-        kernel, grid = _combine_kernel, (rows * (c.block_dv // c.columns), together, owners // together)
-        if parts > 1:
-            kernel, grid = _fold_kernel, count // parts * rows
+        shared = rows * (c.block_dv // c.columns), together, owners // together
+        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else (_combine_kernel, shared)
         given = arguments | {"sharers": count // together}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}

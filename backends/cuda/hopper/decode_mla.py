@@ -5,10 +5,15 @@ arXiv:2405.04434). So a block of keys is copied once and multiplied twice. With 
 tensor cores than for the memory: 64 queries need two warpgroups, for 64 x 512 sums are more registers than one has.
 
 A tile is 64 rows, token * group + head, as in the portable kernel, whose split of the work and whose `_combine_kernel`
-serve here, too. One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the
-scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second
-one, which forms the right half while the first is at its exponentials. The first waits for its scores and its half of
-the block before at once: to let that half run on under the exponentials was up to 5 % slower (docs/log/decode.md).
+serve here, too. More than 64 heads are groups, each as if it had keys of its own: their tiles are walked at the same
+time, so that keys come from global memory once. As a part of a tile leaves 128 KB of sums, programs have whole tiles
+where that takes few more blocks of keys.
+
+One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the scores and weights
+of a block, and the left half of the sums; it leaves the weights in shared memory for the second one, which forms the
+right half while the first is at its exponentials. The first waits for its scores and its half of the block before at
+once: to let that half run on under the exponentials was up to 5 % slower, and to have both form scores in turns was not
+faster (docs/log/decode.md).
 
 The queries and two blocks of keys fill the shared memory. A block is therefore handed over in three parts, each with
 barriers of its own: the features without values are free as soon as there are scores, the right half once the second
@@ -92,7 +97,7 @@ class Sizes:
     batch: gl.tensor
     heads_kv: gl.tensor
     group: gl.tensor
-    groups: gl.tensor
+    groups: gl.tensor  # of heads that share their keys: so many of heads_kv are the same
     blocks_m: gl.tensor
     seqlen_q: gl.tensor
     entries: gl.tensor
@@ -638,7 +643,7 @@ def launches_of(
 ) -> list[Launch]:
     """What fills out and lse, through `portable.workspace`: the portable launches, with this kernel as the first."""
     group = min(problem.heads_q // problem.heads_kv, configs.ROWS)
-    # More query heads than a tile has rows share their keys with others: these are walked at the same time.
+    # More heads than a tile has rows: groups, walked at the same time as heads of keys are.
     groups = problem.heads_q // problem.heads_kv // group
     problem = problem.replace(heads_kv=problem.heads_kv * groups)
     launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
