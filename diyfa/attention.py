@@ -103,8 +103,7 @@ def _attend(
     given["backend"] = given["backend"] or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
-    key = fast_path.key_of(qkv, lengths, given, optional)
-    plan = None if key is None else fast_path.find(key)
+    plan, key = fast_path.find_attention(qkv, lengths, given, optional)
     if plan is not None:
         if optional:
             validation.check_values(lengths, q, k, given["layout"])

@@ -82,8 +82,7 @@ def _attend(
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
     optional = tensors_given(lengths, given)
-    key = fast_path.key_of((q, k, v), lengths, given, optional)
-    plan = None if key is None else fast_path.find(key)
+    plan, key = fast_path.find_attention((q, k, v), lengths, given, optional)
     first, second, third = (*owners, None, None)[:3] if packing else owners
     shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
     if plan is not None and not shows_weights:

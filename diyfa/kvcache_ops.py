@@ -148,12 +148,11 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return _meet((begins[1] - begins[0]) // size, dims)
 
 
-def check_out(out: torch.Tensor | None, tensors: KVCacheTensors, layout: str) -> None:
-    """out is memory that nothing else reads, or exactly that of queries in batches."""
+def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> None:
+    """out is memory that nothing else reads, or exactly that of queries in batches. `tensors`: q, k_cache, v_cache …"""
     if out is None:
         return
-    for name in ("q", "k_cache", "v_cache"):
-        x = getattr(tensors, name)
+    for name, x in zip(("q", "k_cache", "v_cache"), tensors, strict=False):
         same = name == "q" and out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
         if same and layout != VARLEN:
             continue
@@ -312,11 +311,24 @@ class _Step:
 class KVCachePlan:
     """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
 
-    __slots__ = ("append", "attend")
+    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host")
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: KVCacheTensors) -> None:
         self.append: _Step | None = None
         self.attend: _Step | None = None
+        self.begins_alike = tensors.k_cache.data_ptr() == tensors.v_cache.data_ptr()
+        self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
+        self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
+
+    def again(self, length: int, out: torch.Tensor | None, given: Sequence[torch.Tensor]) -> Pair | None:
+        """Run a call again that appends nothing; None where that is not known how. `given`: its tensors, `out` last."""
+        step = self.attend
+        if not self.binds_given or step is None or step.repeat is None:
+            return None
+        if out is None:
+            return step.repeat(length, None, *given)
+        check_out(out, given, step.problem.layout)
+        return step.repeat(length, *given[-1:], *given[:-1])
 
     def serves_alike(self) -> bool:
         """Whether it is also the plan of calls whose contiguous caches have other rows: see `Kernel.any_rows`."""
@@ -374,7 +386,7 @@ def run(
             return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
         return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
     check_out(out, tensors, options.layout)
-    plan = KVCachePlan()
+    plan = KVCachePlan(tensors)
     if new is not None:
         # Before anything is written: that the attention can be run, too.
         kernel_of("kvcache_fwd", tensors, options)
