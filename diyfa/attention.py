@@ -273,7 +273,7 @@ def flash_attention_varlen(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
-        })  # fmt: skip
+        }, return_lse)  # fmt: skip
         return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend((q, k, v), lengths, return_lse, {

@@ -482,7 +482,7 @@ def flash_attn_with_kvcache(
     if plan is not None and present and k is None:
         if plan.on_host or isinstance(cache_seqlens, int):
             _check_values(_bind(tensors, softmax_scale))
-        pair = plan.again(_length(cache_seqlens, k_cache, block_table), out, present)
+        pair = plan.again(_length(cache_seqlens, k_cache, block_table), out, return_softmax_lse, present)
         if pair is not None:
             return pair if return_softmax_lse else pair[0]
     key_alike = None
@@ -504,7 +504,7 @@ def flash_attn_with_kvcache(
     _check_values(bound)
     new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
     if plan is not None:
-        result, lse = run_plan(plan, bound, new, out)
+        result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
     else:
         left, right = window
         options = KVCacheOptions(
@@ -583,11 +583,13 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         _check_pages(table, lengths, k)
 
 
-def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and lse, without a backward pass.
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], returns_lse: bool = True
+) -> tuple[Any, Any]:
+    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and, if it is returned, lse.
 
-    `given` are the other arguments of `flash_attention_varlen` but `return_lse`, checked booleans and window among
-    them, and `scale_name`, what the scale is called.
+    There is no backward pass. `given` are the other arguments of `flash_attention_varlen`, checked booleans and window
+    among them, and `scale_name`, what the scale is called.
     """
     tensor_names = ("seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "sinks", "out")
     used, cu_q, cu_k, table, slopes, sinks, out = (given[name] for name in tensor_names)
@@ -611,8 +613,8 @@ def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict
     )  # fmt: skip
     _check_packed_values(bound, max_q, max_k)
     if plan is not None:
-        pair = plan.again(0, out, present) if present else None
-        return run_plan(plan, bound, None, out) if pair is None else pair
+        pair = plan.again(0, out, returns_lse, present) if present else None
+        return run_plan(plan, bound, None, out, returns_lse) if pair is None else pair
     result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
     _remember(key, plan, tensors, bound)
     return result, lse

@@ -364,7 +364,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
 
             def again(length: int, *rest: Any) -> Any:
                 seen.append((kernel.op, "repeated", length))
-                given, present = (None, rest) if appends else (rest[0], rest[1:])
+                given, present = (None, rest) if appends else (rest[0], rest[2:])
                 names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
                 same = tensors._replace(length=length, **dict(zip(names, present, strict=False)))
                 if appends:

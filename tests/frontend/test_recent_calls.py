@@ -344,12 +344,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
             numbers, like = tensors._replace(**dict.fromkeys(names)), [(x.shape, x.stride(), x.dtype) for x in results]
 
-            def again(length: int, out: torch.Tensor | None, *present: torch.Tensor) -> Any:
+            def again(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Any:
                 same = numbers._replace(length=length, **dict(zip(names, present, strict=True)))
                 made = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype in like]
                 made[0] = made[0] if out is None else out
                 kernel.launch(problem, same, *made)
-                return tuple(made)
+                return made[0], made[1] if returns_lse else None
 
             return again
 
