@@ -30,14 +30,22 @@ _float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "has_run", "kernel", "lengths", "names", "options", "problem", "repeat")
+    __slots__ = (
+        "backward_repeats", "has_run", "kernel", "lengths", "names", "options", "problem", "reads_values", "repeat",
+        "repeat_takes",
+    )  # fmt: skip
 
     def __init__(self, problem: AttentionProblem, kernel: Kernel, lengths: Lengths, options: AttentionOptions) -> None:
         self.problem, self.kernel = problem, kernel
+        offsets = lengths.cu_seqlens_q
+        self.reads_values = lengths.seq_lens is not None or (offsets is not None and offsets.is_cpu)
         # Without the optional tensors, whose names are kept instead.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
+        self.repeat_takes = (
+            -1 if problem.needs_grad else 3 + len(self.names)
+        )  # tensors; with gradients autograd calls it
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 
@@ -204,7 +212,7 @@ def find_recent(options: Hashable, tensors: Sequence[Any]) -> tuple[Any, Sequenc
     were not like these.
 
     `tensors` are all that a call can have, q first, None or a number where it has another; `options` all else that its
-    key holds, and the types of those tensors that may be None or a number. It takes a third of the time of a key.
+    key holds, and the types of all of them that are not known. It takes a third of the time of a key.
     """
     try:
         recent = plans.get(options)
@@ -212,13 +220,15 @@ def find_recent(options: Hashable, tensors: Sequence[Any]) -> tuple[Any, Sequenc
         return None
     if recent is None:
         return None
-    given = recent.distinct(tensors)
-    if not recent.is_like(*given):
+    given, addresses = recent.distinct(tensors), 0
+    try:
+        for x in given:
+            if x.is_nested:  # has no sizes: the comparison would end the process
+                return None
+            addresses |= x.data_ptr()
+    except RuntimeError:  # a sparse tensor, or another without an address
         return None
-    addresses = 0
-    for x in given:
-        addresses |= x.data_ptr()
-    if addresses & 15:
+    if addresses & 15 or not recent.is_like(*given):
         return None
     if recent.twins:
         for i, j in recent.twins:
@@ -259,10 +269,14 @@ def find_attention(
     lengths: Lengths,
     given: dict[str, Any],
     optional: tuple[torch.Tensor | None, ...],
-) -> tuple[Plan | None, Hashable | None]:
-    """(the plan of an earlier equal call, else None; what to remember this call by then), of `key_of`'s arguments."""
-    if not is_unseen():
-        return None, None
+) -> tuple[Plan | None, Sequence[torch.Tensor], Hashable | None]:
+    """What earlier calls say of one with `key_of`'s arguments:
+
+    (the plan of an equal call or None; its tensors, where a recent call said so, else (); what to remember it by).
+    """
+    q, k, v = qkv
+    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
+        return None, (), None
     tensors: tuple[Any, ...] = qkv
     options: tuple[Hashable, ...] = (
         "attention",
@@ -278,11 +292,11 @@ def find_attention(
         tensors = (*qkv, *optional)
     recent = find_recent(options, tensors)
     if recent is not None:
-        return recent[0], None
+        return *recent, None
     key = key_of(qkv, lengths, given, optional)
     plan = None if key is None else find(key)
     keep_recent(options, tensors, plan)
-    return plan, key
+    return plan, (), key
 
 
 def remember(key: Hashable | None, plan: Any) -> None:

@@ -24,9 +24,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
-from diyfa import fast_path, kvcache, kvcache_ops, registry
+from diyfa import attention, fast_path, kvcache, kvcache_ops, ops, registry
 from diyfa.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-from diyfa.problem import KVCacheProblem, KVCacheTensors
 
 if fast_path._TensorGuards is None:
     pytest.skip("this PyTorch has no comparison that is known: calls are recognised by keys", allow_module_level=True)
@@ -73,6 +72,19 @@ def dense(dtype: torch.dtype = torch.float32) -> Given:
 
 def with_sinks() -> Given:
     return {**dense(), "sinks": torch.rand(H)}
+
+
+def with_state() -> Given:
+    """Of a mask that there is not."""
+    return {**dense(), "rng_state": torch.tensor([7, 1])}
+
+
+def with_dropout() -> Given:
+    return {**with_state(), "dropout_p": 0.5, "sinks": torch.rand(H)}
+
+
+def with_lengths() -> Given:
+    return {**dense(), "seq_lens": torch.tensor([9, 5], dtype=torch.int32)}
 
 
 def with_bias() -> Given:
@@ -160,8 +172,9 @@ def packed_pages() -> Given:
 
 
 CALLS: tuple[Callable[[], Given], ...] = (
-    dense, with_sinks, with_bias, packed, packed_once, flash_attn, flash_attn_packed, decode, of_length, into_out,
-    of_slopes, appending, latent, float8, of_number, paged, packed_pages,
+    dense, with_sinks, with_state, with_dropout, with_lengths, with_bias, packed, packed_once, flash_attn,
+    flash_attn_packed, decode, of_length, into_out, of_slopes, appending, latent, float8, of_number, paged,
+    packed_pages,
 )  # fmt: skip
 
 
@@ -183,11 +196,13 @@ TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "strides": spread,
     "shape": lambda x: x[:1],
     "rank": lambda x: x[None],
-    "dtype": lambda x: x.double() if x.is_floating_point() else x.long(),
+    "dtype": lambda x: x.double() if x.is_floating_point() else x.short(),
     "half": lambda x: x.half(),
-    "wants a gradient": lambda x: x.detach().requires_grad_() if x.is_floating_point() else x.long(),
+    "wants a gradient": lambda x: x.detach().requires_grad_() if x.is_floating_point() else x.short(),
     "negative view": lambda x: torch._neg_view(-x) if x.element_size() > 1 else x[:1],
     "sparse": lambda x: x.to_sparse() if x.element_size() > 1 else x[:1],
+    "sparse rows": lambda x: x[0, 0].to_sparse_csr() if x.dim() == 4 and x.element_size() > 1 else x[:1],
+    "nested": lambda x: torch.nested.nested_tensor(list(x)) if x.element_size() > 1 else x[:1],
     "subclass": lambda x: x.as_subclass(Subclass),
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
     "meta": lambda x: x.to("meta"),
@@ -216,6 +231,9 @@ OWN: dict[str, dict[str, Change]] = {
         "lengths": with_(seq_lens=torch.tensor([9, 9], dtype=torch.int32)),
         "dropout": with_(dropout_p=0.5, rng_state=torch.tensor([7, 1])),
     },
+    "with_state": {"dropout": with_(dropout_p=0.5), "no state": with_(rng_state=None)},
+    "with_dropout": {"no dropout": with_(dropout_p=0.0), "another": with_(dropout_p=0.25)},
+    "with_lengths": {"beyond": with_changed("seq_lens", lambda x: x + 8)},
     "with_sinks": {"slopes instead": lambda given: {**given, "sinks": None, "alibi_slopes": given["sinks"]}},
     "with_bias": {"broadcast": with_changed("attn_bias", lambda x: x[:1].expand(H, S, S))},
     "packed": {
@@ -275,7 +293,7 @@ OF_VALUES = {
     ("packed", "values"), ("packed_once", "other offsets"), ("decode", "lengths beyond"), ("of_length", "beyond"),
     ("of_length", "negative"), ("of_length", "other"), ("into_out", "out is q"), ("into_out", "out among keys"),
     ("of_number", "another number"), ("paged", "no page"), ("packed_pages", "beyond"), ("dense", "alone"),
-    ("packed_pages", "longer"),
+    ("packed_pages", "longer"), ("with_lengths", "beyond"),
 }  # fmt: skip
 
 
@@ -286,6 +304,8 @@ def has(given: Given, name: str) -> bool:
 def changes_of(call: Callable[[], Given]) -> dict[str, Change]:
     tensors = [name for name, x in call().items() if isinstance(x, torch.Tensor)]
     each = {f"{x} {name}": with_changed(x, change) for x in tensors for name, change in TENSOR_CHANGES.items()}
+    if call is with_dropout:
+        del each["rng_state nothing"]  # a state is drawn then
     return {**each, **OPTIONS, **OWN.get(call.__name__, {})}
 
 
@@ -340,30 +360,37 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     backend = registry.load_backend("cpu")
 
     def repeated(kernel: Any) -> Any:
-        def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, *results: torch.Tensor) -> Any:
+        def repeat(problem: Any, tensors: Any, *results: torch.Tensor) -> Any:
             names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
-            numbers, like = tensors._replace(**dict.fromkeys(names)), [(x.shape, x.stride(), x.dtype) for x in results]
+            without, like = tensors._replace(**dict.fromkeys(names)), [(x.shape, x.stride(), x.dtype) for x in results]
 
-            def again(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Any:
-                same = numbers._replace(length=length, **dict(zip(names, present, strict=True)))
+            def run(out: torch.Tensor | None, present: tuple[torch.Tensor, ...], **numbers: int) -> list[torch.Tensor]:
+                same = without._replace(**numbers, **dict(zip(names, present, strict=True)))
                 made = [torch.empty_strided(*sizes, dtype=dtype) for *sizes, dtype in like]
                 made[0] = made[0] if out is None else out
+                if problem.varlen and not kernel.clears:
+                    made[0].zero_()
+                    made[1].fill_(float("inf"))
                 kernel.launch(problem, same, *made)
-                return made[0], made[1] if returns_lse else None
+                return made
 
-            return again
+            def over_cache(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Any:
+                out, lse = run(out, present, length=length)
+                return out, lse if returns_lse else None
 
-        return replace(kernel, repeat=repeat)
+            return over_cache if kernel.op == "kvcache_fwd" else lambda *present: run(None, present)
 
-    kernels = tuple(repeated(k) if k.op == "kvcache_fwd" else k for k in backend.kernels)
+        return replace(kernel, repeat=repeat) if kernel.op in ("attention_fwd", "kvcache_fwd") else kernel
+
+    kernels = tuple(repeated(kernel) for kernel in backend.kernels)
     monkeypatch.setitem(registry._loaded, "cpu", type("Stub", (type(backend),), {"kernels": kernels})())
     monkeypatch.setattr(fast_path, "plans", {})
     for module, name in ((fast_path, "find_attention"), (kvcache, "_find")):
         find = getattr(module, name)
 
         def spy(*args: Any, find: Any = find) -> Any:
-            plan, *rest = found = find(*args)
-            seen.append(plan is not None and (rest[0] is None if len(rest) == 1 else bool(rest[0])))
+            plan, present, *_ = found = find(*args)
+            seen.append(plan is not None and bool(present))
             return found
 
         monkeypatch.setattr(module, name, spy)
@@ -476,13 +503,16 @@ FIND, OVER_CACHE = fast_path.find_attention, kvcache._find
 # Each check: where it is, what is taken out and what it becomes; what shows it: a call, its change or what is around.
 PLANTED: list[tuple[Any, str, str, Callable[[], Given], Change | tuple[str, str]]] = [
     (fast_path.find_recent, "not recent.is_like(*given)", "False", dense, with_changed("k", spread)),
-    (fast_path.find_recent, "addresses & 15", "False", dense, with_changed("v", misaligned)),
-    (fast_path.find_recent, "addresses & 15", "False", decode, with_changed("cache_seqlens", misaligned)),
+    (fast_path.find_recent, "addresses & 15 or", "", dense, with_changed("v", misaligned)),
+    (fast_path.find_recent, "addresses & 15 or", "", decode, with_changed("cache_seqlens", misaligned)),
     (fast_path.find_recent, "tensors[i] is not tensors[j]", "False", packed_once,
      with_changed("cu_seqlens_k", torch.Tensor.long)),
     (fast_path._likeness, "x.data_ptr() & 15", "False", of_misaligned, with_changed("q", torch.clone)),
     (fast_path._likeness, "is_cast or ", "", dense, ("float32", "bfloat16")),
     (FIND, "*given.values(),", "", dense, with_(causal=False)),
+    (ops.run_plan, "len(given) == plan.repeat_takes", "given", with_state, with_(rng_state=torch.tensor([8, 1]))),
+    (attention._attend, "plan.reads_values", "False", with_lengths,
+     with_changed("seq_lens", lambda x: x + 8)),
     (FIND, "torch.is_grad_enabled()", "None", of_one_gradient, ("no_grad", "nothing")),
     (FIND, "torch.are_deterministic_algorithms_enabled()", "None", dense, ("nothing", "deterministic")),
     (FIND, "not is_unseen()", "False", dense, ("nothing", "a profiler")),
@@ -504,6 +534,8 @@ PLANTED: list[tuple[Any, str, str, Callable[[], Given], Change | tuple[str, str]
     (diyfa.flash_attn_with_kvcache, "plan.on_host or isinstance(cache_seqlens, int)", "False", of_length,
      with_(cache_seqlens=41)),
 ]  # fmt: skip
+# Where calls that differ in values come, too.
+IN_RUNNING = (kvcache_ops.KVCachePlan.again, diyfa.flash_attn_with_kvcache, attention._attend, ops.run_plan)
 
 
 @pytest.mark.parametrize("number", range(len(PLANTED)))
@@ -511,7 +543,7 @@ def test_each_check_is_needed(number, monkeypatch):
     function, what, instead, call, shown_by = PLANTED[number]
     is_change = callable(shown_by)
     outside, inside = ("nothing", "nothing") if is_change else shown_by
-    of_values = function in (kvcache_ops.KVCachePlan.again, diyfa.flash_attn_with_kvcache)
+    of_values = function in IN_RUNNING
 
     def is_shown() -> bool:
         given = call()
