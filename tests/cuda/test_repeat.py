@@ -670,6 +670,15 @@ def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does
     assert len(described) == 2  # of the first call
     assert are_same(*passes)
     with diyfa.use_backend("cuda"):
+        for returns_lse in (True, False):  # which is somewhere, returned or not
+            result = diyfa.flash_attn_with_kvcache(
+                q, cache, cache[..., :512], cache_seqlens=lengths, return_softmax_lse=returns_lse, **options
+            )
+            kept.append(result)
+            result = result[0] if returns_lse else result
+            passes.append([named(call, q=q, cache=cache, out=result) for call in recorder.calls])
+            recorder.calls.clear()
+        assert len(described) == 2 and are_same(*passes[-2:])
         v = torch.zeros(cache.shape).bfloat16()[..., :512]
         diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
     assert recorder.calls[0][4] == "_decode_kernel"
