@@ -992,10 +992,14 @@ def replay(
     """`kvcache_replay` of these kernels; `config` and `launches` as of `kvcache_forward`."""
     config = config or config_of(problem)
     tensors, out = own_objects(tensors), out.detach()
+    made, room = [out, lse], None
     memory = workspace(problem, config, out.device)
+    if memory is not None:
+        elements = -(-memory.numel() // 4) * 4  # what follows is aligned
+        room, memory = elements * memory.element_size(), memory.new_empty(elements + lse.numel())
+        made.append(memory)
     described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    made = [out, lse] if memory is None else [out, lse, memory]
-    return kvcache_replay(described, tensors, made, numbers)
+    return kvcache_replay(described, tensors, made, numbers, room=room)
 
 
 def _numbers(layout: str, capacity: int, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -1012,13 +1016,13 @@ def repeat(
         return None
     if problem.paged or problem.packed_keys:
         fixed = _numbers(VARLEN if problem.packed_keys else "bshd", problem.capacity, tensors.k_cache, tensors.v_cache)
-        return lambda length, out, *present: again((length, *fixed), out, *present)
+        return lambda length, *rest: again((length, *fixed), *rest)
 
-    def of_any_rows(length: int, out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
+    def of_any_rows(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Pair | None:
         k, v = present[1], present[2]
         k_b, k_n, k_h, _ = k.stride()
         v_b, v_n, v_h, _ = v.stride()
-        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, *present)
+        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, returns_lse, *present)
 
     return of_any_rows
 
@@ -1037,7 +1041,7 @@ def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
 
 def attention_repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+) -> Callable[..., Pair | None] | None:
     """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
     again = replay(over_cache, of_cache, _rows(problem, out), lse)
@@ -1045,8 +1049,8 @@ def attention_repeat(
     numbers = problem.seqlen_k, *_numbers(layout, problem.seqlen_k, of_cache.k_cache, of_cache.v_cache)
     heads_first = problem.layout == "bhsd"
 
-    def of_call(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        pair = None if again is None else again(numbers, None, *present)
+    def of_call(*present: torch.Tensor) -> Pair | None:
+        pair = None if again is None else again(numbers, None, True, *present)
         return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
 
     return None if again is None else of_call

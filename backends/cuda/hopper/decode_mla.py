@@ -685,4 +685,4 @@ def repeat(
         return portable.repeat(problem, tensors, out, lse)
     with post_processing():
         again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
-    return None if again is None else lambda length, out, *present: again((length,), out, *present)
+    return None if again is None else lambda length, *rest: again((length,), *rest)
