@@ -11,7 +11,7 @@ through what this one takes for the same work. Peers that are not installed, or 
     paged   pages of 1 to 256 tokens in random order, beside contiguous rows
     ragged  lengths from 100 to 32k, beside a batch of equal lengths with as many keys
     float8  a cache of float8_e4m3fn, beside bfloat16
-    mla     128 query heads over one latent cache of 576 features, the first 512 of which are the values
+    mla     128, 64 and 16 query heads over one latent cache of 576 features, the first 512 of which are the values
     mode    inside diyfa.batch_invariant(), beside outside
     tiny    one sequence of 1024 keys
     host    microseconds of the host for an eager call
@@ -264,10 +264,13 @@ def float8_rows(setup: Setup) -> Iterator[dict[str, Any]]:
 
 def mla_rows(setup: Setup) -> Iterator[dict[str, Any]]:
     latent = Case("", (4096,) * 64, 128, 1, 576, 512, latent=True)
-    for seqlen_q in (1, 2):
-        for page_size in (0, 64):
-            name = f"B=64 S=4096 Sq={seqlen_q}{f' page {page_size}' if page_size else ''}"
-            yield from against_peers(setup, [replace(latent, name=name, seqlen_q=seqlen_q, page_size=page_size)])
+    cases = [replace(latent, seqlen_q=seqlen_q, page_size=page_size) for seqlen_q in (1, 2) for page_size in (0, 64)]
+    cases += [replace(latent, lens=(size,) * batch) for batch, size in ((132, 8192), (4, 32768), (1, 4096))]
+    cases += [replace(latent, heads=64), replace(latent, heads=16)]
+    for case in cases:
+        name = f"B={len(case.lens)} S={case.lens[0]} Sq={case.seqlen_q} H={case.heads}"
+        name += f" page {case.page_size}" if case.page_size else ""
+        yield from against_peers(setup, [replace(case, name=name)])
 
 
 def mode_rows(setup: Setup) -> Iterator[dict[str, Any]]:
