@@ -50,10 +50,9 @@ def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _read_rotated(
-    x_ptr, rows, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c: tl.constexpr
-):  # fmt: skip
+def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
     """As `_read`, in float32, turned by row `positions` of cos and sin; what has no row there is not turned."""
+    cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows = rotary
     x, mask = _read(x_ptr, rows, exists, c.HEAD_DIM, c.BLOCK_D)
     x = x.to(tl.float32)
     cols = tl.arange(0, c.BLOCK_D)
@@ -76,12 +75,9 @@ def _read_rotated(
 
 
 @triton.jit
-def _write_to_cache(
-    x,  # [ROWS, columns]
-    mask, cache_ptr, descale_ptr, b, heads, entries, slots, stride_b, stride_n, stride_h, stride_db, stride_dh,
-    COLUMNS: tl.constexpr, c: tl.constexpr,
-):  # fmt: skip
-    """Rows of new keys or values to rows `slots` of `entries` (pages, or rows of the batch)."""
+def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
+    """Rows of new keys or values, [ROWS, columns], to rows `slots` of `entries` (pages, or rows of the batch)."""
+    cache_ptr, stride_b, stride_n, stride_h, descale_ptr, stride_db, stride_dh = cache
     if c.FLOAT8:
         x = x.to(tl.float32)
         if descale_ptr is not None:
@@ -92,7 +88,7 @@ def _write_to_cache(
     if x.dtype == tl.float32:
         x = round_to(x, cache_ptr.dtype.element_ty)
     rows = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
-    tl.store(cache_ptr + rows[:, None] + tl.arange(0, COLUMNS)[None, :], x, mask=mask)
+    tl.store(cache_ptr + rows[:, None] + tl.arange(0, x.shape[1])[None, :], x, mask=mask)
 
 
 _RUNTIME = (
@@ -121,6 +117,7 @@ def _append_kernel(
     capacity,
     c: tl.constexpr,
 ):  # fmt: skip
+    rotary = (cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows)
     blocks = blocks_k + blocks_v + blocks_q
     b = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -150,22 +147,16 @@ def _append_kernel(
             if v_ptr is not None:
                 of_v = b.to(tl.int64) * stride_vb + new.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
                 v, in_v = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
-                _write_to_cache(
-                    v, in_v, v_cache_ptr, v_descale_ptr, b, heads, entry, slots, stride_vcb, stride_vcn, stride_vch,
-                    stride_vdb, stride_vdh, c.BLOCK_DV, c,
-                )  # fmt: skip
+                cache = (v_cache_ptr, stride_vcb, stride_vcn, stride_vch, v_descale_ptr, stride_vdb, stride_vdh)
+                _write_to_cache(v, in_v, b, heads, entry, slots, cache, c)
         else:
             of_k = b.to(tl.int64) * stride_kb + new.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
             if c.ROTARY > 0:
-                k, in_k = _read_rotated(
-                    k_ptr, of_k, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
-                )
+                k, in_k = _read_rotated(k_ptr, of_k, exists, positions, rotary, c)
             else:
                 k, in_k = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
-            _write_to_cache(
-                k, in_k, k_cache_ptr, k_descale_ptr, b, heads, entry, slots, stride_kcb, stride_kcn, stride_kch,
-                stride_kdb, stride_kdh, c.BLOCK_D, c,
-            )  # fmt: skip
+            cache = (k_cache_ptr, stride_kcb, stride_kcn, stride_kch, k_descale_ptr, stride_kdb, stride_kdh)
+            _write_to_cache(k, in_k, b, heads, entry, slots, cache, c)
     elif c.ROTARY > 0:
         rows_q = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
         tokens = rows_q // heads_q
@@ -175,9 +166,7 @@ def _append_kernel(
         if c.EACH_QUERY:
             turns += tokens
         of_q = b.to(tl.int64) * stride_qb + of_token * stride_qm + of_head * stride_qh
-        q, is_query = _read_rotated(
-            q_ptr, of_q, tokens < seqlen_q, turns, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
-        )
+        q, is_query = _read_rotated(q_ptr, of_q, tokens < seqlen_q, turns, rotary, c)
         of_rotated = b.to(tl.int64) * stride_rb + of_token * stride_rm + of_head * stride_rh
         addresses = rotated_ptr + of_rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)

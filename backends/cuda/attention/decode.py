@@ -247,11 +247,12 @@ def _pages_of(table, keys, n_keys, c: tl.constexpr):
 
 
 @triton.jit
-def _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c: tl.constexpr):
+def _key_rows(page, offs_n, n_keys, pages, strides, c: tl.constexpr):
     """Keys offs_n of a sequence -> (which exist, where their rows of k and v begin), [BLOCK_N] each.
 
     A page that the cache does not have is not looked at.
     """
+    stride_kb, stride_kn, stride_vb, stride_vn = strides
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
         is_page = (page >= 0) & (page < pages)
@@ -311,13 +312,15 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
 def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, BLOCK_REST]
-    k_base, v_base, table, begin, end,
     tokens,  # [BLOCK_M]
-    slopes,  # [BLOCK_M, 1]
-    n_keys, pad, offset, window_left, window_right, pages, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap,
-    c: tl.constexpr,
+    begin, end, pad, cache, mask, score, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2."""
+    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2.
+
+    mask and score: of scores.py, slopes being [BLOCK_M, 1].
+    """
+    k_base, v_base, table, pages, strides = cache
+    _, n_keys, _, _, _ = mask
     PRECISE: tl.constexpr = q.dtype == tl.float32
     m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([c.BLOCK_M], tl.float32)
@@ -329,7 +332,7 @@ def _attend_keys(
         page = _pages_of(table, first if c.ONE_PAGE else first + tl.arange(0, c.BLOCK_N), n_keys, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
-        exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
+        exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
         if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
             next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
             page = _pages_of(table, next_keys, n_keys, c)
@@ -338,13 +341,8 @@ def _attend_keys(
         if c.BLOCK_REST > 0:
             rest = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_REST, c.HEAD_DIM).to(q.dtype)
             s = dot_add(q_rest, tl.trans(rest), s, c.PRECISION)
-        s, _ = scores_log2(
-            s, 0, 0, tokens[:, None], offs_n[None, :], 0, n_keys, offset, scale, softcap, slopes, 0, 0, 0,
-            True, PRECISE, c,
-        )  # fmt: skip
-        visible = exists[None, :] & visible_pairs(
-            tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c
-        )
+        s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
+        visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         s = tl.where(visible, s, float("-inf"))
         m_before = m_i
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
@@ -467,10 +465,10 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
             entry = tl.where(has_entry, entry, 0)
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
-    acc, l_i, m_i = _attend_keys(
-        q, q_rest, k_base, v_base, table, begin, end, tokens, slopes, n_keys, pad, offset, window_left, window_right,
-        entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
-    )  # fmt: skip
+    cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
+    pairs = (n_queries, n_keys, offset, window_left, window_right)
+    score = (scale, softcap, slopes, 0, 0, 0)
+    acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
 

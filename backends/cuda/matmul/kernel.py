@@ -24,12 +24,7 @@ import triton.language as tl
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
-from diyfa.backends.cuda.matmul.configs import (
-    MatmulConfig,
-    candidates,
-    default_config,
-    shared_bytes,
-)
+from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config, shared_bytes
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
