@@ -47,7 +47,7 @@ def _dkdv_blocks(
     queries, gradients, statistics, col0, blocks, mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (start, end, gap_at, gap) of one head's queries, leaving out `gap` at `gap_at` where both edges are MASKED.
+    """Blocks (start, end, gap_at, gap) of one head's queries: `gap` of them are left out at `gap_at` where MASKED.
 
     AHEAD: statistics are loaded a block ahead. It spares the wgmma loops most of their spills, and gives others some.
     Nothing is moved out of the loops, this one and that over the heads: the accumulators need the registers.
