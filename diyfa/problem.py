@@ -67,6 +67,11 @@ class _Problem:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
+    def described_as(self, kind: type[P], **others: Any) -> P:
+        """The same call as a problem of another kind: the fields that both have, and `others`."""
+        shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
+        return kind(**{name: getattr(self, name) for name in shared} | others)
+
 
 class _AttentionShape:
     """What follows from the fields that both problems of attention have."""
@@ -286,13 +291,10 @@ class NewKeys(NamedTuple):
 @kept
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
-    shared = {each.name for each in fields(KVCacheProblem)} & {each.name for each in fields(problem)}
-    of_call: dict[str, Any] = {name: getattr(problem, name) for name in shared} | {
-        "layout": VARLEN if problem.varlen else "bshd"
-    }
-    return KVCacheProblem(
-        **of_call,
+    return problem.described_as(
+        KVCacheProblem,
         cache_dtype=problem.dtype,
+        layout=VARLEN if problem.varlen else "bshd",
         capacity=problem.seqlen_k,
         packed_keys=problem.varlen,
         lengths=problem.varlen,

@@ -1,4 +1,4 @@
-"""Test support: input factory, error budget, poisoned allocations, and the public `validate_*` functions.
+"""Test support: input factory, error budget, and the public `validate_*` functions.
 
 The accuracy contract of every backend: the error against the float64 reference is at most `BUDGET_FACTOR` times that
 of a plain FlashAttention in the same dtype on the same inputs (`diyfa.yardstick`) and one unit of the result's
@@ -7,8 +7,7 @@ rounding, for the output, the log-sum-exp and every gradient. Needs nothing beyo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -502,48 +501,6 @@ def assert_within_budget(
             )
     if failures:
         raise AssertionError(f"{case.name}:\n  " + "\n  ".join(failures))
-
-
-# ---- Poisoned allocations ---------------------------------------------------------------------------------------
-
-
-def _poison(x: torch.Tensor) -> torch.Tensor:
-    """Fill the storage of a fresh tensor with NaN (integers: their largest value) by one flat copy, which every device
-    can do."""
-    value = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max if x.dtype != torch.bool else True
-    length = x.untyped_storage().nbytes() // x.element_size()
-    if length:
-        with torch.no_grad():
-            x.as_strided((length,), (1,), 0).copy_(torch.full((length,), value, dtype=x.dtype))
-    return x
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Inside, every uninitialised allocation from Python (`empty`, `empty_like`, `empty_strided`, `new_empty`,
-    `new_empty_strided`) comes filled with NaN, so that a kernel which reads or returns what nobody wrote is found.
-
-    Process-wide, so it reaches backward passes on autograd's threads; not for use while code is compiled.
-    """
-    places: list[tuple[Any, str]] = [
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args, **kwargs: _poison(allocate(*args, **kwargs))
-
-    for owner, name, allocate in originals:
-        setattr(owner, name, poisoned(allocate))
-    try:
-        yield
-    finally:
-        for owner, name, allocate in originals:
-            setattr(owner, name, allocate)
 
 
 # ---- Public validation ------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def _bwd_dbias_kernel(
         _, _, _, bias_base, _, _ = score
         begins = (row0, col0, bias_corner(bias_base, row0, col0, score))
         rows, cols = offs_m[:, None], offs_n[None, :]
-        visible = visible_pairs(rows, cols, tile_mask, True, c) & (rows < n_queries)
+        visible = visible_pairs(rows, cols, tile_mask, True, c) & (offs_m < n_queries)[:, None]
         keep = True
         if c.DROPOUT:
             row_words, column_words = position_words(*row_keys, offs_m), position_words(*column_keys, offs_n)
