@@ -47,11 +47,7 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
 def _hopper(file: str, function: str) -> Callable[..., Any]:
     """A function of a file of `hopper`, which is imported when it is called: it needs a Gluon that not every Triton
     has, for which the kernel's `unsupported` has asked by then."""
-
-    def call(*arguments: Any) -> Any:
-        return getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function)(*arguments)
-
-    return call
+    return lambda *arguments: getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function)(*arguments)
 
 
 def _kernels() -> tuple[Kernel, ...]:

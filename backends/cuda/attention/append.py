@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.launch import choice, own_objects
+from diyfa.backends.cuda.attention.launch import cache_arguments, choice, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
@@ -172,16 +172,9 @@ def _append_kernel(
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
 
 
-def _strides(letters: str, x: torch.Tensor | None) -> dict[str, int]:
-    """The arguments `stride_…` of a (B, rows, heads, D) tensor; 0 where there is none."""
-    values = (0, 0, 0) if x is None else x.stride()[:3]
-    row = "m" if letters in ("q", "r") else "n"
-    return {f"stride_{letters}{i}": stride for i, stride in zip(("b", row, "h"), values, strict=True)}
-
-
 def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
     """What writes `new`, or None where there is nothing."""
-    cos, sin, kd, vd, table = new.cos, new.sin, tensors.k_descale, tensors.v_descale, tensors.block_table
+    cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     c = AppendConstants(
         rows=TILE_ELEMENTS // max(block_d, block_dv),
@@ -207,38 +200,19 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
         "v_ptr": new.v,
         "cos_ptr": cos,
         "sin_ptr": sin,
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
         "k_cache_ptr": tensors.k_cache,
         "v_cache_ptr": tensors.v_cache,
         "rotated_ptr": new.rotated_q,
-        "length": tensors.length,
-        **_strides("q", tensors.q),
-        **_strides("k", new.k),
-        **_strides("v", new.v),
-        **_strides("kc", tensors.k_cache),
-        **_strides("vc", tensors.v_cache),
-        **_strides("r", new.rotated_q),
+        **strides("bshd", q=tensors.q, k=new.k, v=new.v, kc=tensors.k_cache, vc=tensors.v_cache, r=new.rotated_q),
         "stride_cos": 0 if cos is None else cos.stride(0),
         "stride_sin": 0 if sin is None else sin.stride(0),
-        "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
+        **cache_arguments(problem, tensors),
         "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
         "seqlen_new": new.k.shape[1],
         "blocks_k": blocks_k,
         "blocks_v": blocks_v,
         "blocks_q": blocks_q,
         "cos_rows": 0 if cos is None else cos.shape[0],
-        "entries": tensors.k_cache.shape[0],
-        "capacity": problem.capacity,
     }
     return Launch(_append_kernel, grid, arguments, {"c": c}, {"num_warps": 4})
 

@@ -53,9 +53,11 @@ from diyfa.backends.cuda.attention.launch import (
     KVCacheRepeat,
     KVCacheReplay,
     Pair,
+    cache_arguments,
     forced_config,
     kvcache_replay,
     own_objects,
+    strides,
 )
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
@@ -827,25 +829,13 @@ def launches_of(
     """What fills out and lse, through `workspace`. `together`: of another kernel; see `heads_together`."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
-    group = problem.heads_q // problem.heads_kv
     count = programs(problem, config, q.device)
     if not count:
         return []
     parts = parts_apart(problem, config, q.device)
     together = heads_together(problem, count) if together is None else together
     c = constants_of(problem, config, parts, together)
-    strides = {
-        f"stride_{name}{letter}": stride
-        for name, x, layout, letters in (
-            ("q", q, problem.layout, "bhm"),
-            ("k", k, keys_layout, "bhn"),
-            ("v", v, keys_layout, "bhn"),
-            ("o", out, problem.layout, "bhm"),
-        )
-        for letter, stride in zip(letters, bhsd_strides(x, layout)[:3], strict=True)
-    }
-    slopes, table = tensors.alibi_slopes, tensors.block_table
-    kd, vd = tensors.k_descale, tensors.v_descale
+    slopes = tensors.alibi_slopes
     sums = statistics = None
     if memory is not None:
         rows = count * rows_per_tile(problem, config) if parts > 1 else 2 * count * config.block_m
@@ -857,36 +847,23 @@ def launches_of(
         "v_ptr": v,
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
         "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
         "leftpad_ptr": tensors.leftpad,
         "slopes_ptr": slopes,
         "sinks_ptr": tensors.sinks,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
         "o_ptr": out,
         "lse_ptr": lse,
         "sums_ptr": sums,
         "statistics_ptr": statistics,
-        **strides,
+        **strides(problem.layout, q=q, o=out),
+        **strides(keys_layout, k=k, v=v),
+        **cache_arguments(problem, tensors),
         "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-        "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
         "batch": problem.batch,
-        "heads_kv": problem.heads_kv,
-        "group": group,
+        "group": problem.heads_q // problem.heads_kv,
         "blocks_m": row_blocks(problem, config),
-        "entries": k.shape[0],
-        "seqlen_q": problem.seqlen_q,
         "total_q": problem.total_q,
         "total_k": k.shape[0],
-        "length": tensors.length,
         "added": tensors.added,
-        "capacity": problem.capacity,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
         "rows_per_tile": rows_per_tile(problem, config),
