@@ -77,7 +77,7 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv,
     blocks = torch.nn.functional.one_hot(torch.arange(most) // BLOCK_N, 32).float()
     for b, n in enumerate(lengths.tolist()):
         k[b, :n], v[b, :n] = 1.0, blocks[:n, None] * of_head[:, None]
-    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):  # 21 rows: two tiles of them
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1, programs % 5 * 3)):  # 21 rows: two tiles of them
         out, lse = attend(q, k, v, cache_seqlens=lengths, causal=True)
     visible = (lengths[:, None] - seqlen_q + 1 + torch.arange(seqlen_q)).clamp(min=0)  # of each query
     for b in range(batch):
@@ -90,16 +90,16 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv,
             torch.testing.assert_close(counts, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [3, 8])
+@pytest.mark.parametrize(("programs", "split_cost"), [(3, 0), (8, 6)])
 @pytest.mark.parametrize(
     ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
 )
-def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs):
+def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
     """Sequences without queries have no place on it, wherever they stand; there may be no others."""
     generator = random.Random(batch * programs + most)
     queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
     lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
-    config = DecodeConfig(16, BLOCK_N, 4, 1, 1)
+    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)
     call = problem(
         layout="thd", batch=batch, heads_q=14, heads_kv=2, seqlen_q=3, total_q=sum(queries), capacity=most * BLOCK_N,
         lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
@@ -140,16 +140,23 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
     cost = decode.TILE_COST.value
     if sum(counts) * call.heads_kv < decode.LONG_SHARE.value * programs:
         cost = 0
-    work = [(count + cost) * call.heads_kv if count else 0 for count in counts]
+    share = max(-(-sum((count + cost) * call.heads_kv for count in counts if count) // programs), 1)
+    whole = -(-sum(count > 0 for count in counts) * call.heads_kv // programs)  # tiles of a program
+    least = max(counts) + cost
+    if config.split_cost and whole * least <= share + config.split_cost:
+        share = max(whole * least, 1)
+    else:
+        least = 0
+    work = [max(count + cost, least) * call.heads_kv if count else 0 for count in counts]
     begins = [0, *accumulate(work)]
     total = begins[-1]
     drawn = random.Random(total)
-    places = {min(p * max(-(-total // programs), 1), total) for p in range(programs)}
+    places = {min(p * share, total) for p in range(programs)}
     places |= {*begins, *(x - 1 for x in begins), *(drawn.randrange(total + 1) for _ in range(9))}
     places = sorted(x for x in places if 0 <= x < total)
     places = sorted(drawn.sample(places, min(len(places), 12))) or [0]
     line = line_of_work(call, config, lengths, offsets, programs, places, DEVICE)
-    assert line[:3] == (total, max(-(-total // programs), 1), cost)
+    assert line[:4] == (total, share, cost, least)
     for place, found in zip(places, line.tiles, strict=True):
         if total == 0:
             assert found[0] >= len(counts) and found[1] == 0
@@ -158,15 +165,19 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
         assert found == (tile, begins[tile])
 
 
-@pytest.mark.parametrize("programs", [8, 9, 17])
-def test_more_parts_of_a_tile_than_are_read_at_once(programs, monkeypatch):
+@pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])
+def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypatch):
     """Each program has one block of the keys. Scores are all 0."""
     monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 1)  # so eight parts are
+    monkeypatch.setattr(decode_configs, "COMBINED_ELEMENTS", 1)
+    monkeypatch.setattr(decode_configs, "COMBINED_COLUMNS", columns)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
     v = torch.randn(1, programs * BLOCK_N, 1, 32, generator=torch.Generator().manual_seed(0))
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
-        out, _ = attend(torch.zeros(1, 1, 1, 32), v, v)
-    torch.testing.assert_close(out[0, 0, 0], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
+        out, lse = attend(torch.zeros(1, 1, 2, 32), v, v)
+    for head in range(2):
+        torch.testing.assert_close(out[0, 0, head], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
 
 
 def test_one_program_shares_with_nobody(monkeypatch):

@@ -21,12 +21,14 @@ def _places_kernel(
 ):  # fmt: skip
     lengths = ((cu_seqlens_q_ptr, None, seqlens_ptr, None), (seqlen_q, total_q, 0, 0, 0, capacity))
     mask = (group, -1, -1)
-    total, share, tile_cost, first_counts = _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c)
+    total, share, cost, first_counts = _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c)
+    tile_cost, least = cost
     place = tl.load(places_ptr + tl.program_id(0)).to(total.dtype)
-    tile, before = _tile_at(place, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c)
+    tile, before = _tile_at(place, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
     tl.store(line_ptr, total.to(tl.int64))
     tl.store(line_ptr + 1, share.to(tl.int64))
     tl.store(line_ptr + 2, tile_cost.to(tl.int64))
+    tl.store(line_ptr + 3, least + tl.zeros([], tl.int64))
     tl.store(tiles_ptr + 2 * tl.program_id(0), tile.to(tl.int64))
     tl.store(tiles_ptr + 2 * tl.program_id(0) + 1, before.to(tl.int64))
 
@@ -37,6 +39,7 @@ class Line(NamedTuple):
     length: int
     share: int
     tile_cost: int
+    least: int  # of a tile, where programs have whole ones
     tiles: list[tuple[int, int]]  # that each of the places lies in, and where that begins
 
 
@@ -51,7 +54,7 @@ def line_of_work(
 ) -> Line:
     """What the kernels make of sequences with so many keys and of queries that begin at `offsets`; heads take turns."""
     seqlens, at = torch.tensor(lengths, dtype=torch.int32), torch.tensor(places, dtype=torch.int64)
-    line, tiles = torch.zeros(3, dtype=torch.int64), torch.zeros(len(places), 2, dtype=torch.int64)
+    line, tiles = torch.zeros(4, dtype=torch.int64), torch.zeros(len(places), 2, dtype=torch.int64)
     cu_seqlens_q = None if offsets is None else torch.tensor(offsets, dtype=torch.int32).to(device)
     line, tiles = line.to(device), tiles.to(device)
     arguments = {

@@ -30,8 +30,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from diyfa.arch import gpu_spec
 from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.decode_configs import (
+    COMBINED_ELEMENTS,
     PART_KEYS,
     DecodeConfig,
+    combined_columns,
     decode_config,
     feature_blocks,
     has_long_line,
@@ -80,7 +82,6 @@ from diyfa.problem import (
 _INTERPRETING = tl.constexpr(is_interpreting())
 # What changes as a cache grows: arguments of `_decode_kernel`, behind its tensors, that a repeated call gives anew.
 NUMBERS = ("length", "capacity", "stride_kb", "stride_kh", "stride_kn", "stride_vb", "stride_vh", "stride_vn")
-COMBINED_ELEMENTS = 4096  # sums that a program of `_combine_kernel` reads at once
 FOLDED_PARTS = 8  # that a program of `_fold_kernel` reads at once
 # To begin a tile of rows takes as long as so many blocks of keys, which counts where programs have many blocks.
 TILE_COST = tl.constexpr(2)
@@ -116,8 +117,10 @@ class DecodeConstants(Constants):
     widen: bool  # products are of float32, whatever the inputs are
     overlap: bool  # the combine kernel is launched before this one ends, and waits
     parts: int  # of a tile, which the combine kernel reads at once
+    columns: int  # of a row, which a program of it has
     part: int  # blocks of keys of a part, in batch-invariant mode; else 0
     parts_apart: bool  # each has a program of its own
+    split_cost: int  # `DecodeConfig`'s
     precision: str
 
 
@@ -198,44 +201,69 @@ def _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c: tl.constexpr):
 
 
 @triton.jit
+def _work_of(counts, cost, c: tl.constexpr):
+    """Tiles with so many blocks -> how much of the line each takes, none those without."""
+    tile_cost, least = cost
+    work = counts + tile_cost
+    if c.SPLIT_COST > 0:
+        work = tl.maximum(work, least)
+    return tl.where(counts > 0, work, 0)
+
+
+@triton.jit
 def _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c: tl.constexpr):
     """The line of work: for each tile of rows of each sequence, for each of `turns`, its blocks.
 
-    Returns (its length, the equal share of each of `sharers`, what beginning a tile counts, blocks of the first tiles).
+    Returns (its length, the equal share of each of `sharers`, `cost`, blocks of the first tiles). `cost` is (what
+    beginning a tile counts, what the smallest tile counts).
     """
     LINE: tl.constexpr = tl.int64 if c.LONG_LINE else tl.int32
     first_counts = _blocks_of_tiles(0, batch, blocks_m, lengths, mask, c)
     blocks = tl.sum(first_counts.to(LINE), 0)
     begun = tl.sum((first_counts > 0).to(tl.int32), 0)
+    most = 0
+    if c.SPLIT_COST > 0:
+        most = tl.max(first_counts, 0)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
             counts = _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c)
             blocks += tl.sum(counts.to(LINE), 0)
             begun += tl.sum((counts > 0).to(tl.int32), 0)
+            if c.SPLIT_COST > 0:
+                most = tl.maximum(most, tl.max(counts, 0))
     # Where all programs have little to do, even parts of the blocks are shortest.
     tile_cost = tl.where(blocks * turns >= LONG_SHARE * sharers, TILE_COST, 0)
     work = (blocks + tile_cost * begun) * turns
-    return work, tl.maximum(tl.cdiv(work, sharers), 1), tile_cost, first_counts
+    share = tl.maximum(tl.cdiv(work, sharers), 1)
+    least = 0
+    if c.SPLIT_COST > 0:
+        # Whole tiles, as many for each program: where that takes no longer than to put parts together.
+        tiles = tl.cdiv(begun * turns, sharers)
+        if tiles * (most + tile_cost).to(LINE) <= share + c.SPLIT_COST:
+            least = most + tile_cost
+            share = tl.maximum(tiles * least, 1).to(LINE)
+            work = (begun * turns).to(LINE) * least
+    return work, share, (tile_cost, least), first_counts
 
 
 @triton.jit
-def _passed(counts, ahead, place, turns, tile_cost, c: tl.constexpr):
+def _passed(counts, ahead, place, turns, cost, c: tl.constexpr):
     """Tiles with so many blocks, the first of which begins at `ahead` -> (how many end at or before a place of the
     line, where the last of these ends or 0, where all end)."""
-    work = tl.where(counts > 0, counts + tile_cost, 0).to(ahead.dtype) * turns
+    work = _work_of(counts, cost, c).to(ahead.dtype) * turns
     ends = ahead + (work if c.SCAN == 1 else tl.cumsum(work, 0))
     passed = ends <= place
     return tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(passed, ends, 0), 0), tl.max(ends, 0)
 
 
 @triton.jit
-def _tile_at(place, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c: tl.constexpr):
+def _tile_at(place, first_counts, cost, batch, blocks_m, turns, lengths, mask, c: tl.constexpr):
     """The tile of rows that a place of the line lies in, and the place where that begins."""
-    tile, before, ahead = _passed(first_counts, place * 0, place, turns, tile_cost, c)
+    tile, before, ahead = _passed(first_counts, place * 0, place, turns, cost, c)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
             counts = _blocks_of_tiles(start, batch, blocks_m, lengths, mask, c)
-            tiles_here, before_here, ahead = _passed(counts, ahead, place, turns, tile_cost, c)
+            tiles_here, before_here, ahead = _passed(counts, ahead, place, turns, cost, c)
             tile += tiles_here
             before = tl.maximum(before, before_here)
     return tile, before
@@ -365,9 +393,9 @@ def _attend_keys(
 
 @triton.jit
 def _store_rows(
-    acc,  # [rows, BLOCK_DV]
+    acc,  # [rows, columns from `first_column` on]
     l_i, m_i,  # [rows]
-    rows, b, hk, first_q, n_queries, outputs, PACKED: tl.constexpr, c: tl.constexpr,
+    rows, first_column, b, hk, first_q, n_queries, outputs, PACKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Normalise the sums of a sequence's rows and write them, and the log-sum-exp, as far as there are queries."""
     o_ptr, lse_ptr, sinks_ptr, v_descale_ptr, strides, sizes = outputs
@@ -391,7 +419,7 @@ def _store_rows(
     else:
         lse_rows = (b.to(tl.int64) * heads_kv * group + heads) * seqlen_q + tokens
     tl.store(lse_ptr + lse_rows, lse, mask=exists)
-    cols = tl.arange(0, c.BLOCK_DV)
+    cols = first_column + tl.arange(0, acc.shape[1])
     base = o_ptr + b.to(tl.int64) * stride_ob
     addresses = base + ((first_q + tokens).to(tl.int64) * stride_om + heads.to(tl.int64) * stride_oh)[:, None]
     # 0 + x: a sum that cancelled has one sign of zero, however many blocks it was made of.
@@ -586,25 +614,24 @@ def _decode_kernel(
                 tl.store(statistics, m_i, mask=is_row)
                 tl.store(statistics + rows_per_tile, l_i, mask=is_row)
             else:
-                _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, PACKED, c)
+                _store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
     else:
         # Programs that share a part of the line, each for a head of keys of its own.
         together = tl.num_programs(0)
         pid = tl.program_id(1) * together + tl.program_id(0)
         turns = 1 if c.ONE_TURN else heads_kv // together
-        total, share, tile_cost, first_counts = _line_of_work(
-            tl.num_programs(1), batch, blocks_m, turns, lengths, mask, c
-        )
+        total, share, cost, first_counts = _line_of_work(tl.num_programs(1), batch, blocks_m, turns, lengths, mask, c)
+        tile_cost, _ = cost
         at = tl.minimum(tl.program_id(1) * share, total)
         stop = tl.minimum(at + share, total)
-        tile, before = _tile_at(at, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c)
+        tile, before = _tile_at(at, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
         while at < stop:
             b = tile // blocks_m
             block_m = tile % blocks_m
             sequence = _sequence(b, True, lengths, c)
             first_q, n_queries, _, n_keys, pad = sequence
             first, count = _key_blocks(block_m, n_queries, n_keys, pad, mask, c)
-            work = tl.where(count > 0, count + tile_cost, 0)
+            work = _work_of(count, cost, c)
             tile_end = before + work.to(at.dtype) * turns
             if at < tile_end:
                 from_work = (at - before).to(tl.int32)
@@ -615,12 +642,14 @@ def _decode_kernel(
                 to_work = tl.minimum(work, from_work + (stop - at)).to(tl.int32)
                 begin = tl.maximum(from_work - tile_cost, 0)
                 end = tl.maximum(to_work - tile_cost, 0)
+                if c.SPLIT_COST > 0:
+                    end = tl.minimum(end, count)
                 if begin < end:
                     acc, l_i, m_i, rows = _attend_rows(
                         b, hk, block_m, first + begin, first + end, sequence, inputs, mask, c
                     )
                     if end - begin == count:
-                        _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, PACKED, c)
+                        _store_rows(acc, l_i, m_i, rows, 0, b, hk, first_q, n_queries, outputs, PACKED, c)
                     else:
                         # What goes on here is in the first of the program's two places, what begins in the other.
                         slot = 2 * pid + (begin == 0)
@@ -643,8 +672,8 @@ def _combine_kernel(
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
     total_k, added, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
-    """One row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows from the same
-    line of work, before there is anything to read."""
+    """Columns of one row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows
+    from the same line of work, before there is anything to read."""
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
@@ -655,20 +684,22 @@ def _combine_kernel(
         (stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh),
         (heads_kv, group, seqlen_q, total_q),
     )  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS)
+    first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     hk = tl.program_id(1)
     owner = tl.program_id(2)
     together = tl.num_programs(1)
     turns = 1 if c.ONE_TURN else heads_kv // together
-    total, share, tile_cost, first_counts = _line_of_work(tl.num_programs(2), batch, blocks_m, turns, lengths, mask, c)
+    total, share, cost, first_counts = _line_of_work(tl.num_programs(2), batch, blocks_m, turns, lengths, mask, c)
+    tile_cost, _ = cost
     at = tl.minimum(owner * share, total)
     stop = tl.minimum(at + share, total)
     end_of_part = tl.maximum(stop - 1, 0)
-    tile, before = _tile_at(end_of_part, first_counts, tile_cost, batch, blocks_m, turns, lengths, mask, c)
+    tile, before = _tile_at(end_of_part, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
     b = tile // blocks_m
     first_q, n_queries, _, n_keys, pad = _sequence(b, b < batch, lengths, c)
     _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
-    work = tl.maximum(count + tile_cost, 1)
+    work = tl.maximum(_work_of(count, cost, c), 1)
     first_block = before + tile_cost  # the place of it
     if not c.ONE_TURN:
         turn = ((end_of_part - before) // work).to(tl.int32)
@@ -681,10 +712,10 @@ def _combine_kernel(
     if c.OVERLAP:
         gdc_wait()
     if is_left & (tl.max(rows, 0) < n_queries * group):
-        cols = tl.arange(0, c.BLOCK_DV)
+        cols = first_column + tl.arange(0, c.COLUMNS)
         m_i = tl.full([1], LOWEST, tl.float32)
         l_i = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, c.BLOCK_DV], tl.float32)
+        acc = tl.zeros([1, c.COLUMNS], tl.float32)
         for start in range(owner, last + 1, c.PARTS):
             part = start + tl.arange(0, c.PARTS)
             exists = part <= last
@@ -693,7 +724,7 @@ def _combine_kernel(
             m = tl.load(statistics, mask=exists, other=LOWEST)
             sums_of_weights = tl.load(statistics + c.BLOCK_M, mask=exists, other=0.0)
             sums = sums_ptr + (slot.to(tl.int64) * c.BLOCK_M + row)[:, None] * c.BLOCK_DV + cols[None, :]
-            parts = tl.load(sums, mask=exists[:, None], other=0.0)  # [PARTS, BLOCK_DV]
+            parts = tl.load(sums, mask=exists[:, None], other=0.0)  # [PARTS, COLUMNS]
             m_new = tl.maximum(m_i, tl.max(m, 0))
             alpha = tl.math.exp2(m_i - m_new)
             weights = tl.math.exp2(m - m_new)  # [PARTS]
@@ -701,7 +732,7 @@ def _combine_kernel(
             acc = acc * alpha[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
             m_i = m_new
         packed: tl.constexpr = cu_seqlens_q_ptr is not None
-        _store_rows(acc, l_i, m_i, rows, b, hk, first_q, n_queries, outputs, packed, c)
+        _store_rows(acc, l_i, m_i, rows, first_column, b, hk, first_q, n_queries, outputs, packed, c)
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
@@ -754,7 +785,7 @@ def _fold_kernel(
                 acc_part = tl.sum(tl.where(is_part[:, None], acc_parts, 0.0), 0)[None, :]
                 m_i, l_i, acc = _add_part(m_i, l_i, acc, m_part, l_part, acc_part)
         packed: tl.constexpr = cu_seqlens_q_ptr is not None
-        _store_rows(acc, l_i, m_i, rows, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
+        _store_rows(acc, l_i, m_i, rows, 0, b, owner % heads_kv, first_q, n_queries, outputs, packed, c)
 
 
 def can_overlap(arch: str) -> bool:
@@ -763,10 +794,13 @@ def can_overlap(arch: str) -> bool:
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:
-    """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
+def constants_of(
+    problem: KVCacheProblem, config: DecodeConfig, count: int = 1, parts: int = 1, together: int = 1
+) -> DecodeConstants:
+    """What the kernels are compiled for: `count` programs of the first. For `parts` see `parts_apart`, for `together`
+    `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
-    combined = max(8, COMBINED_ELEMENTS // padded_head_dim(problem.head_dim_v))
+    columns = combined_columns(problem, config, count)
     return DecodeConstants(
         split=is_split(problem),
         scan=scan_of(problem, config),
@@ -792,9 +826,11 @@ def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, 
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
         overlap=is_split(problem) and can_overlap(problem.arch),
-        parts=FOLDED_PARTS if problem.batch_invariant else combined,
+        parts=FOLDED_PARTS if problem.batch_invariant else max(8, COMBINED_ELEMENTS // columns),
+        columns=columns,
         part=PART_KEYS // config.block_n if problem.batch_invariant else 0,
         parts_apart=parts > 1,
+        split_cost=config.split_cost,
         precision="ieee",
     )
 
@@ -824,17 +860,16 @@ def launches_of(
     lse: torch.Tensor,
     config: DecodeConfig,
     memory: torch.Tensor | None,
-    together: int | None = None,
 ) -> list[Launch]:
-    """What fills out and lse, through `workspace`. `together`: of another kernel; see `heads_together`."""
+    """What fills out and lse, through `workspace`."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
     count = programs(problem, config, q.device)
     if not count:
         return []
     parts = parts_apart(problem, config, q.device)
-    together = heads_together(problem, count) if together is None else together
-    c = constants_of(problem, config, parts, together)
+    together = heads_together(problem, count)
+    c = constants_of(problem, config, count, parts, together)
     slopes = tensors.alibi_slopes
     sums = statistics = None
     if memory is not None:
@@ -876,7 +911,8 @@ def launches_of(
     launches = [Launch(_decode_kernel, shared if c.split else count, arguments, {"c": c}, options)]
     if memory is not None:
         rows = rows_per_tile(problem, config)
-        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else (_combine_kernel, (rows, *shared))
+        combine = (_combine_kernel, (rows * (c.block_dv // c.columns), *shared))
+        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else combine
         merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         early = {"launch_pdl": True} if c.overlap else {}
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.

@@ -24,6 +24,8 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    # Blocks of keys that take as long as to put parts of a tile together, where programs rather have whole tiles.
+    split_cost: int = 0
 
 
 def feature_blocks(head_dim: int) -> tuple[int, int]:
@@ -165,6 +167,8 @@ SMALL_CALLS: tuple[tuple[int, int], ...] = ((16, 2048), (32, 8192))
 FULL_GPU = 132  # multiprocessors of what is described without a device, to be compiled ahead of time
 SCANS = (1, 32, 128)  # tiles whose work is added up at once
 INTERPRETED = 2  # and of the interpreter, where programs run one after another
+COMBINED_ELEMENTS = 4096  # sums that a program of the combine kernel reads at once
+COMBINED_COLUMNS = 128  # at least so many of a row, where one is divided
 # How many times the programs that run at once `num_splits` may ask for: their workspace is what bounds it.
 MAX_WAVES = 16
 
@@ -216,6 +220,16 @@ def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
 def heads_together(problem: KVCacheProblem, programs: int) -> int:
     """How many heads of keys walk the same keys at the same time: their rows of a cache lie side by side in memory."""
     return gcd(problem.heads_kv, programs)
+
+
+def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: int) -> int:
+    """Columns of a row that one program of the combine kernel has: fewer than all where tiles have so many parts that
+    it would have to read again and again."""
+    columns = padded_head_dim(problem.head_dim_v)
+    parts = programs // (_tiles(problem, config) * problem.heads_kv)
+    while columns > COMBINED_COLUMNS and parts * columns > COMBINED_ELEMENTS:
+        columns //= 2
+    return columns
 
 
 def parts_apart(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:

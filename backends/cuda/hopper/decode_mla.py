@@ -31,7 +31,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.decode import LONG_SHARE, TILE_COST
-from diyfa.backends.cuda.attention.decode_configs import programs
 from diyfa.backends.cuda.attention.fwd import LOWEST
 from diyfa.backends.cuda.attention.launch import KVCacheRepeat, positive_scale
 from diyfa.backends.cuda.attention.tile_io import SEQ_LENS
@@ -57,6 +56,7 @@ PARTS = gl.constexpr(3)
 # The first consumer has what they leave, 240.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
+SPLIT_COST = gl.constexpr(configs.CONFIG.split_cost)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Sizes:
     batch: gl.tensor
     heads_kv: gl.tensor
     group: gl.tensor
+    groups: gl.tensor
     blocks_m: gl.tensor
     seqlen_q: gl.tensor
     entries: gl.tensor
@@ -138,6 +139,11 @@ class Part:
         return self.end - self.begin == self.count
 
     @gluon.jit
+    def slot(self):
+        """Where its sums go: if the tile goes on here the first of the program's two places, if it begins the other."""
+        return 2 * (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) + (self.begin == 0).to(gl.int32)
+
+    @gluon.jit
     def keys_end(self, sizes):
         """The keys that may be read: none of a sequence whose entry the cache does not have."""
         n_keys = self.n_keys
@@ -158,6 +164,7 @@ class Line:
     done: gl.tensor  # work of the tile that is behind
     left: gl.tensor  # work of the share that is ahead
     tile_cost: gl.tensor
+    least: gl.tensor  # work of the smallest tile
 
     @gluon.jit
     def next_part(self, sizes):
@@ -173,13 +180,14 @@ class Line:
         pad = 0
         while (begin >= end) & (left > 0):
             count, n_keys, pad = sizes.blocks_of(tile, True)
-            work = count + self.tile_cost
-            if done < work * sizes.heads_kv:
-                hk = done // work
+            work = gl.maximum(count + self.tile_cost, self.least)
+            turns = sizes.heads_kv // gl.num_programs(0)
+            if done < work * turns:
+                hk = done // work * gl.num_programs(0) + gl.program_id(0)
                 from_work = done % work
                 to_work = gl.minimum(work, from_work + left)
                 begin = gl.maximum(from_work - self.tile_cost, 0)
-                end = gl.maximum(to_work - self.tile_cost, 0)
+                end = gl.minimum(gl.maximum(to_work - self.tile_cost, 0), count)
                 done += to_work - from_work
                 left -= to_work - from_work
             else:
@@ -188,7 +196,7 @@ class Line:
         end = gl.where(begin < end, end, 0)
         return (
             Part(tile, hk, begin, end, count, n_keys, pad),
-            Line(tile, done, left, self.tile_cost),
+            Line(tile, done, left, self.tile_cost, self.least),
         )
 
 
@@ -196,16 +204,27 @@ class Line:
 def _share_of_line(sizes):
     """This program's part of the line of work: all have as much. The same rule as the portable kernel's."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    sharers = gl.num_programs(1)
+    turns = sizes.heads_kv // gl.num_programs(0)
     tiles = sizes.batch * sizes.blocks_m
     blocks = gl.full([], 0, gl.int64)
+    most = 0
     for start in range(0, tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
         count, _, _ = sizes.blocks_of(tile, tile < tiles)
-        blocks += gl.sum(gl.where(tile < tiles, count, 0).to(gl.int64), 0)
-    tile_cost = gl.where(blocks * sizes.heads_kv >= LONG_SHARE * gl.num_programs(0), TILE_COST, 0).to(gl.int32)
-    total = (blocks + tile_cost * tiles) * sizes.heads_kv
-    share = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
-    at = gl.minimum(gl.program_id(0) * share, total)
+        count = gl.where(tile < tiles, count, 0)
+        blocks += gl.sum(count.to(gl.int64), 0)
+        most = gl.maximum(most, gl.max(count, 0))
+    tile_cost = gl.where(blocks * turns >= LONG_SHARE * sharers, TILE_COST, 0).to(gl.int32)
+    total = (blocks + tile_cost * tiles) * turns
+    share = gl.maximum(gl.cdiv(total, sharers), 1)
+    whole = gl.cdiv(tiles * turns, sharers)  # tiles of a program
+    least = 0
+    if whole * (most + tile_cost).to(gl.int64) <= share + SPLIT_COST:
+        least = most + tile_cost
+        share = whole.to(gl.int64) * least
+        total = (tiles * turns).to(gl.int64) * least
+    at = gl.minimum(gl.program_id(1) * share, total)
     # The tile that it begins in: those that end before are counted. Their ends are sums over pairs of tiles.
     PAIRS: gl.constexpr = gl.BlockedLayout([SCAN, 1], [1, 32], [1, 4], [1, 0])
     earlier = gl.arange(0, SCAN, layout=gl.SliceLayout(1, PAIRS))[:, None]
@@ -216,16 +235,16 @@ def _share_of_line(sizes):
     for start in range(0, tiles, SCAN):
         tile = start + gl.arange(0, SCAN, layout=LANES)
         count, _, _ = sizes.blocks_of(tile, tile < tiles)
-        work = gl.where(tile < tiles, count + tile_cost, 0)  # as many of these are fewer than 2^31
+        work = gl.where(tile < tiles, gl.maximum(count + tile_cost, least), 0)  # of so many tiles below 2^31
         work = gl.convert_layout(work, gl.SliceLayout(1, PAIRS))
         ends = gl.sum(gl.where(earlier <= later[None, :], work[:, None], 0), 0)
-        ends = ahead + ends.to(gl.int64) * sizes.heads_kv
+        ends = ahead + ends.to(gl.int64) * turns
         is_passed = (ends <= at) & (start + later < tiles)
         passed += gl.sum(is_passed.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(is_passed, ends, 0), 0))
         ahead = gl.max(ends, 0)
     left = gl.minimum(share, total - at)
-    return Line(passed, (at - before).to(gl.int32), left.to(gl.int32), tile_cost)
+    return Line(passed, (at - before).to(gl.int32), left.to(gl.int32), tile_cost, least)
 
 
 @aggregate
@@ -360,15 +379,15 @@ def _producer(line, sizes, shared, q_tensor, q_rest_tensor, k_tensor, k_rest_ten
             end = end_of(here, 0, length, steps_kb, steps_kn, SEQ_LENS)
             first = BOUND - length + row
             _load_part(
-                k_rest_tensor, [BOUND, end, part.hk, first, COLUMNS], shared, item,
+                k_rest_tensor, [BOUND, end, part.hk // sizes.groups, first, COLUMNS], shared, item,
                 shared.rest.index(item % STAGES), KEYS_ONLY,
             )  # fmt: skip
             _load_part(
-                k_tensor, [BOUND, end, part.hk, first, HALF], shared, item,
+                k_tensor, [BOUND, end, part.hk // sizes.groups, first, HALF], shared, item,
                 shared.halves.index(item % STAGES * 2 + RIGHT), RIGHT,
             )  # fmt: skip
             _load_part(
-                k_tensor, [BOUND, end, part.hk, first, 0], shared, item,
+                k_tensor, [BOUND, end, part.hk // sizes.groups, first, 0], shared, item,
                 shared.halves.index(item % STAGES * 2 + LEFT), LEFT,
             )  # fmt: skip
             item += 1
@@ -440,8 +459,7 @@ def _store_half(o, l_i, part, sizes, outputs, COLUMN0: gl.constexpr):
         base = outputs.o_ptr + b.to(gl.int64) * outputs.stride_ob
         gl.store(base + at[:, None] + columns, out, mask=(token < sizes.seqlen_q)[:, None])
     else:
-        # What goes on here is in the first of the program's two places, what begins in the other.
-        slot = 2 * gl.program_id(0) + (part.begin == 0).to(gl.int32)
+        slot = part.slot()
         sums = outputs.sums_ptr + slot.to(gl.int64) * (ROWS * COLUMNS)
         gl.store(sums + rows[:, None] * COLUMNS + columns, o)
 
@@ -459,7 +477,7 @@ def _store_statistics(m_i, l_i, part, sizes, outputs):
         at = (b * sizes.heads_kv * sizes.group + h) * sizes.seqlen_q + token
         gl.store(outputs.lse_ptr + at, lse, mask=token < sizes.seqlen_q)
     else:
-        slot = 2 * gl.program_id(0) + (part.begin == 0).to(gl.int32)
+        slot = part.slot()
         statistics = outputs.statistics_ptr + slot * (2 * ROWS) + rows
         gl.store(statistics, gl.where(l_i != 0.0, m_i, LOWEST))
         gl.store(statistics + ROWS, l_i)
@@ -541,8 +559,8 @@ def _second_consumer(line, sizes, shared, outputs):
 
 
 _RUNTIME = (
-    "length", "batch", "heads_kv", "group", "blocks_m", "entries", "seqlen_q", "added", "capacity", "stride_table",
-    "steps_kb", "steps_kn",
+    "length", "batch", "heads_kv", "group", "groups", "blocks_m", "entries", "seqlen_q", "added", "capacity",
+    "stride_table", "steps_kb", "steps_kn",
 )  # fmt: skip
 _UNALIGNED = ("seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr")
 
@@ -555,7 +573,7 @@ def _decode_mla_kernel(
     o_ptr, lse_ptr, sums_ptr, statistics_ptr,
     length,
     stride_ob, stride_oh, stride_om, stride_table,
-    batch, heads_kv, group, blocks_m, entries, seqlen_q, added, capacity,
+    batch, heads_kv, group, groups, blocks_m, entries, seqlen_q, added, capacity,
     steps_kb, steps_kn,
     scale,
     config: gl.constexpr,  # `Sm90MlaConstants`
@@ -581,7 +599,7 @@ def _decode_mla_kernel(
     fence_async_shared()
     sizes = Sizes(
         config, seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, leftpad_ptr, length, added, capacity, batch,
-        heads_kv, group, blocks_m, seqlen_q, entries, stride_table,
+        heads_kv, group, groups, blocks_m, seqlen_q, entries, stride_table,
     )  # fmt: skip
     outputs = Outputs(o_ptr, lse_ptr, sums_ptr, statistics_ptr, stride_ob, stride_oh, stride_om)
     no_cap = 0.0
@@ -619,18 +637,22 @@ def launches_of(
     memory: torch.Tensor | None,
 ) -> list[Launch]:
     """What fills out and lse, through `portable.workspace`: the portable launches, with this kernel as the first."""
-    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory, together=1)
+    group = min(problem.heads_q // problem.heads_kv, configs.ROWS)
+    # More query heads than a tile has rows share their keys with others: these are walked at the same time.
+    groups = problem.heads_q // problem.heads_kv // group
+    problem = problem.replace(heads_kv=problem.heads_kv * groups)
+    launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
     if not launches:
         return []
     main, *combine = launches
     q, k = tensors.q, tensors.k_cache
-    group = problem.heads_q // problem.heads_kv
     steps_kb, steps_kn = steps_of(k, "bshd")
     own = {
         "q_tensor": _query_descriptor(q, group, HALF.value),
         "q_rest_tensor": _query_descriptor(q, group, REST.value),
         "k_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, HALF.value),
         "k_rest_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, REST.value),
+        "groups": groups,
         "steps_kb": steps_kb,
         "steps_kn": steps_kn,
         "scale": positive_scale(tensors.sm_scale),
@@ -638,8 +660,7 @@ def launches_of(
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
     constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0)
     options = {"num_warps": 4, **ptxas_options()}
-    count = programs(problem, configs.CONFIG, q.device)
-    return [Launch(_decode_mla_kernel, count, arguments, {"config": constants}, options), *combine]
+    return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
 
 def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

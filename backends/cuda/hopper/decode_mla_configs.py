@@ -11,8 +11,8 @@ ROWS = 64  # of a tile, queries of heads and tokens
 BLOCK_N = 64  # keys
 STAGES = 2  # buffers of blocks of keys: with the queries, all of the shared memory
 # The tile as the portable kernels see it: how work is split, and what `_combine_kernel` merges. One program fills a
-# multiprocessor.
-CONFIG = DecodeConfig(ROWS, BLOCK_N, 4, 1, 1)
+# multiprocessor. A part of a tile leaves 128 KB of sums.
+CONFIG = DecodeConfig(ROWS, BLOCK_N, 4, 1, 1, split_cost=6)
 
 
 def refuses(problem: KVCacheProblem) -> str | None:
