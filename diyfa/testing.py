@@ -8,7 +8,7 @@ rounding, for the output, the log-sum-exp and every gradient. Needs nothing beyo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -506,28 +506,22 @@ def assert_within_budget(
 # ---- Public validation ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    passed: bool
-    max_diff: float
-    what: str
-    tolerance: str = field(default="")
-
-    def __str__(self) -> str:
-        return f"{'PASS' if self.passed else 'FAIL'} {self.what}: max diff {self.max_diff:.3e} ({self.tolerance})"
-
-
-def _compare(what: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> _Verdict:
-    """allclose of a result against the float64 one; tolerances are at least one rounding unit of the result's dtype,
-    below which no implementation in that dtype can be held."""
+def _compare(
+    what: str, actual: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], verbose: bool
+) -> tuple[bool, float]:
+    """(allclose, largest difference) of a result and the float64 one. Tolerances are at least one rounding unit of the
+    result's dtype, below which no implementation in that dtype can be held."""
     if actual.shape != expected.shape:
         raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     eps = torch.finfo(actual.dtype).eps
-    rtol, atol = max(rtol, eps), max(atol, eps)
+    rtol, atol = (max(x, eps) for x in tolerances)
     actual = actual.detach().to(expected.device).double()
     passed = torch.allclose(actual, expected, rtol=rtol, atol=atol)
     max_diff = float((actual - expected).abs().max()) if expected.numel() else 0.0
-    return _Verdict(passed, max_diff, what, f"rtol {rtol:.1e}, atol {atol:.1e}")
+    if verbose:
+        verdict = "PASS" if passed else "FAIL"
+        print(f"{verdict} {what}: max diff {max_diff:.3e} (rtol {rtol:.1e}, atol {atol:.1e})")
+    return passed, max_diff
 
 
 def _reference_device(device: torch.device | str) -> torch.device:
@@ -567,12 +561,8 @@ def validate_matmul(
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are computed in float16 unless asked otherwise: then the rounded inputs are what is multiplied.
     a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
-    verdict = _compare(
-        f"matmul {m}x{n}x{k} {dtype} on {device}", actual, a.to(where).double() @ b.to(where).double(), rtol, atol
-    )
-    if verbose:
-        print(verdict)
-    return verdict.passed, verdict.max_diff
+    expected = a.to(where).double() @ b.to(where).double()
+    return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
 
 
 def validate_attention(
@@ -609,7 +599,4 @@ def validate_attention(
         q.to(where).double(), k.to(where).double(), v.to(where).double(), is_causal=causal
     )
     what = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
-    verdict = _compare(what, actual, expected, rtol, atol)
-    if verbose:
-        print(verdict)
-    return verdict.passed, verdict.max_diff
+    return _compare(what, actual, expected, (rtol, atol), verbose)

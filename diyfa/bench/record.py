@@ -7,7 +7,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import diyfa
 from diyfa.npu_environment import Machine, findings
+from diyfa.npu_stacks import installed_version
 
 VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 
@@ -22,11 +22,7 @@ VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 def versions() -> dict[str, str]:
     """Installed versions of diyfa and of what its figures depend on; what is absent is left out."""
     found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
     found["torch"] = torch.__version__  # with the build's suffix
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
