@@ -103,12 +103,11 @@ def _attend(
     given["backend"] = given["backend"] or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
-    key = fast_path.key_of(qkv, lengths, given, optional)
-    plan = None if key is None else fast_path.find(key)
+    plan, present, key = fast_path.find_attention(qkv, lengths, given, optional)
     if plan is not None:
-        if optional:
+        if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        return ops.run_plan(plan, qkv, optional, return_lse)
+        return ops.run_plan(plan, qkv, optional, return_lse, None, present)
     if given["layout"] == VARLEN:
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)
@@ -274,7 +273,7 @@ def flash_attention_varlen(
             "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
             "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
-        })  # fmt: skip
+        }, return_lse)  # fmt: skip
         return pair if return_lse else pair[0]
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend((q, k, v), lengths, return_lse, {

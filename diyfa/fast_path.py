@@ -4,17 +4,22 @@ A call takes the fast path when nothing but eager execution looks at it: nothing
 its tensors are no subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as
 much as the launch. All that was checked and decided about a call depends on shapes, strides, dtypes and options, so an
 equal call runs at once, by its `Plan`. Values are checked again: those of `seq_lens`, and of lengths on the CPU.
+
+An equal call is found by its key, or without making one: where its options are those of a `Recent` call, and PyTorch's
+comparison in C++ finds its tensors like those. That comparison is private. It is used in this file alone, for calls of
+every backend, and where it is not the known one, keys find what it would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from diyfa.options import AttentionOptions, Lengths, without_tensors
+from diyfa.options import LENGTHS, TENSORS, AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Kernel
 
 Repeat = Callable[..., Any]
@@ -25,18 +30,50 @@ _float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.
 class Plan:
     """What an earlier equal call came to: which kernel is launched, and with what besides the tensors."""
 
-    __slots__ = ("backward_repeats", "has_run", "kernel", "lengths", "names", "options", "problem", "repeat")
+    __slots__ = (
+        "backward_repeats", "has_run", "kernel", "lengths", "names", "options", "problem", "reads_values", "repeat",
+        "repeat_takes",
+    )  # fmt: skip
 
     def __init__(self, problem: AttentionProblem, kernel: Kernel, lengths: Lengths, options: AttentionOptions) -> None:
         self.problem, self.kernel = problem, kernel
+        offsets = lengths.cu_seqlens_q
+        self.reads_values = lengths.seq_lens is not None or (offsets is not None and offsets.is_cpu)
         # Without the optional tensors, whose names are kept instead.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
+        self.repeat_takes = (
+            -1 if problem.needs_grad else 3 + len(self.names)
+        )  # tensors; with gradients autograd calls it
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 
-# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan`, or of a product (problem, kernel).
+class Recent:
+    """A recent call and its plan, which is also that of a call with the same options where all tensors are alike.
+
+    Nothing of a tensor is kept but what it is like.
+    """
+
+    __slots__ = ("distinct", "is_like", "misses", "plan", "present", "twins")
+
+    def __init__(self, tensors: Sequence[Any], plan: Any) -> None:
+        given = [i for i, x in enumerate(tensors) if isinstance(x, _Tensor)]
+        first = {id(tensors[i]): i for i in reversed(given)}
+        self.twins = [(i, j) for j in given if (i := first[id(tensors[j])]) != j]  # one tensor in two places
+        self.present = _getter(given)
+        self.distinct = _getter(sorted(first.values())) if self.twins else self.present
+        self.is_like = _likeness(self.distinct(tensors))
+        self.plan, self.misses = plan, 0
+
+
+def _getter(places: list[int]) -> Callable[[Sequence[Any]], Sequence[torch.Tensor]]:
+    """What is in these places of a sequence, as a sequence."""
+    return itemgetter(*places) if len(places) > 1 else lambda tensors: (tensors[places[0]],)
+
+
+# What was decided about calls, by all that decides: a `Plan`, a `KVCachePlan`, or of a product (problem, kernel); and a
+# `Recent` for each set of options.
 plans: dict[Hashable, Any] = {}
 LIMIT = 4096  # changing lengths make new entries without end
 
@@ -140,12 +177,126 @@ def key_of(
         return None
 
 
+def _compares_tensors() -> Any:
+    """PyTorch's comparison, in C++, of tensors with earlier ones, or None where it has none that is known.
+
+    Compiled graphs check their inputs by it, and it is private. It tells apart types, dtypes, devices, sizes, strides,
+    who requires a gradient, and keys of the dispatcher (layout, negative views, inference tensors, autocast on or off);
+    no addresses. The same tensor twice it refuses.
+    """
+    guards: Any = getattr(getattr(getattr(_c, "_dynamo", None), "guards", None), "TensorGuards", None)
+    try:
+        x = torch.empty(2, 4, device="cpu")
+        compare = guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        others = (x[:1], x.t(), x[:, ::2], x.double(), x.t().contiguous().t(), x.clone().requires_grad_(), x[0])
+        return guards if compare(x) and not any(compare(other) for other in others) else None
+    except (TypeError, RuntimeError):
+        return None
+
+
+_TensorGuards = _compares_tensors()
+
+
+def _likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether others are like these, all of them different objects, and all aligned as `find_recent` asks."""
+    q = tensors[0]
+    # Whether autocast is on is compared, what it casts to is not.
+    is_cast = q.dtype is _float32 and torch.is_autocast_enabled(q.device.type)
+    if is_cast or any(x.data_ptr() & 15 for x in tensors):
+        return lambda *tensors: False
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def find_recent(options: Hashable, tensors: Sequence[Any]) -> tuple[Any, Sequence[torch.Tensor]] | None:
+    """(the plan of an earlier call with these `options`, those of `tensors` that there are), or None where its tensors
+    were not like these.
+
+    `tensors` are all that a call can have, q first, None or a number where it has another; `options` all else that its
+    key holds, and the types of all of them that are not known. It takes a third of the time of a key.
+    """
+    try:
+        recent = plans.get(options)
+    except TypeError:  # as in `find`
+        return None
+    if recent is None:
+        return None
+    given, addresses = recent.distinct(tensors), 0
+    try:
+        for x in given:
+            if x.is_nested:  # has no sizes: the comparison would end the process
+                return None
+            addresses |= x.data_ptr()
+    except RuntimeError:  # a sparse tensor, or another without an address
+        return None
+    if addresses & 15 or not recent.is_like(*given):
+        return None
+    if recent.twins:
+        for i, j in recent.twins:
+            if tensors[i] is not tensors[j]:
+                return None
+        given = recent.present(tensors)
+    return recent.plan, given
+
+
+PATIENCE = 8  # calls that a recent one is kept through without serving them
+
+
+def keep_recent(options: Hashable, tensors: Sequence[Any], plan: Any) -> None:
+    """Let `find_recent` answer `plan`, which was found for this call by its key."""
+    if _TensorGuards is None or plan is None:
+        return
+    recent = plans.get(options)
+    if recent is not None and recent.misses < PATIENCE:  # calls of several kinds may come in turns
+        recent.misses += 1
+        return
+    remember(options, Recent(tensors, plan))
+
+
 def find(key: Hashable | None) -> Any:
     """The plan of an earlier equal call."""
     try:
         return plans.get(key)
     except TypeError:  # a list or another wrong argument: not hashable, so never remembered
         return None
+
+
+_OF_LENGTHS = sum(feature.name in LENGTHS for feature in TENSORS)  # optional tensors, which come first
+_NO_FEATURES = (type(None),) * (len(TENSORS) - _OF_LENGTHS)
+
+
+def find_attention(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Lengths,
+    given: dict[str, Any],
+    optional: tuple[torch.Tensor | None, ...],
+) -> tuple[Plan | None, Sequence[torch.Tensor], Hashable | None]:
+    """What earlier calls say of one with `key_of`'s arguments:
+
+    (the plan of an equal call or None; its tensors, where a recent call said so, else (); what to remember it by).
+    """
+    q, k, v = qkv
+    if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
+        return None, (), None
+    tensors: tuple[Any, ...] = qkv
+    options: tuple[Hashable, ...] = (
+        "attention",
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        *given.values(),
+    )
+    if optional:
+        kinds = tuple(map(type, optional))
+        if kinds[_OF_LENGTHS:] != _NO_FEATURES:
+            options = tuple([_Tensor if isinstance(x, _Tensor) else x for x in options])
+        options = options, kinds, lengths.max_seqlen_q, lengths.max_seqlen_k
+        tensors = (*qkv, *optional)
+    recent = find_recent(options, tensors)
+    if recent is not None:
+        return *recent, None
+    key = key_of(qkv, lengths, given, optional)
+    plan = None if key is None else find(key)
+    keep_recent(options, tensors, plan)
+    return plan, (), key
 
 
 def remember(key: Hashable | None, plan: Any) -> None:

@@ -7,14 +7,14 @@ read by the host, so a captured graph may be replayed with others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from diyfa import fast_path, registry, validation
 from diyfa.features import ATTENTION_DTYPES
-from diyfa.kvcache_ops import KVCacheOptions, bucket, check_new_values, describe_kvcache, run, run_plan
+from diyfa.kvcache_ops import KVCacheOptions, KVCachePlan, bucket, check_new_values, describe_kvcache, run, run_plan
 from diyfa.options import UNBOUNDED
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -202,7 +202,7 @@ def _check_values(tensors: KVCacheTensors) -> None:
     if seqlens is None and not 0 <= tensors.length <= capacity - added:
         more = f" and {added} new keys" if added else ""
         raise ValueError(f"cache_seqlens must be from 0 to what {room} holds, {capacity}; got {tensors.length}{more}")
-    if k_cache.device.type != "cpu":
+    if not k_cache.is_cpu:
         return
     if seqlens is not None:
         _check_lengths("cache_seqlens", seqlens, added, capacity, room)
@@ -284,15 +284,19 @@ def _expanded_descale(x: Descale, q: torch.Tensor, batch: int, heads_kv: int) ->
     return x.reshape(1, 1).expand(batch, heads_kv) if x.numel() == 1 else x
 
 
-def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: dict[str, Any]) -> KVCacheTensors:
-    """What a backend gets."""
-    seqlens, scale, table = given["cache_seqlens"], given["softmax_scale"], given["block_table"]
-    length = 0
+def _length(seqlens: int | torch.Tensor | None, k_cache: torch.Tensor, table: torch.Tensor | None) -> int:
+    """The number of keys of each sequence, 0 where a tensor says it."""
     if seqlens is None:
-        length = _capacity(k_cache, table)
-    elif not isinstance(seqlens, torch.Tensor):
-        length, seqlens = seqlens, None
-    k_descale, v_descale = given["k_descale"], given["v_descale"]
+        return _capacity(k_cache, table)
+    return 0 if isinstance(seqlens, torch.Tensor) else seqlens
+
+
+def _bind(tensors: Sequence[Any], softmax_scale: float | None) -> KVCacheTensors:
+    """What a backend gets, of the tensors of `flash_attn_with_kvcache`."""
+    q, k_cache, v_cache, seqlens, table, index, leftpad, slopes, sinks, k_descale, v_descale, _, k, *_ = tensors
+    length = _length(seqlens, k_cache, table)
+    if not isinstance(seqlens, torch.Tensor):
+        seqlens = None
     if k_descale is not None or v_descale is not None:
         batch, heads_kv = q.shape[0], k_cache.shape[2]
         k_descale, v_descale = (_expanded_descale(x, q, batch, heads_kv) for x in (k_descale, v_descale))
@@ -300,30 +304,28 @@ def _bind(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: 
         q,
         k_cache,
         v_cache,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
         length,
-        0 if given["k"] is None else given["k"].shape[1],
+        0 if k is None else k.shape[1],
         _vector(seqlens),
         None,
         None,
         _rows_first(table),
-        _vector(given["cache_batch_idx"]),
-        _vector(given["cache_leftpad"]),
-        _vector(given["alibi_slopes"]),
-        _vector(given["sinks"]),
+        _vector(index),
+        _vector(leftpad),
+        _vector(slopes),
+        _vector(sinks),
         k_descale,
         v_descale,
     )
 
 
 def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
-    """All that checks and decisions read of a call; None where something looks on, or a tensor is no ordinary one.
+    """All that checks and decisions read of a call; None where a tensor is no ordinary one.
 
     The second and third tensor are the keys and values. Of numbers in place of a tensor (a length, a descale) only the
     type matters.
     """
-    if not fast_path.is_unseen():
-        return None
     parts: list[Any] = []
     for x in tensors:
         if x is None:
@@ -338,8 +340,36 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
     return (
         "kvcache",
         isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and k.data_ptr() == v.data_ptr(),  # latent or not
-        *parts, torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
+        *parts, *options
     )  # fmt: skip
+
+
+def _find(
+    tensors: tuple[Any, ...], *options: Any
+) -> tuple[KVCachePlan | None, Sequence[torch.Tensor], Any, tuple[Any, ...]]:
+    """What earlier calls say of one with these tensors, with None or numbers in their places, and options:
+
+    (the plan of an equal call or None; its tensors, where a recent call said so, else (); `_key_of`, None where it is
+    not needed or something looks on; `fast_path.find_recent`'s options).
+    """
+    if not fast_path.is_unseen():
+        return None, (), None, ()
+    options = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
+    of_recent = "kvcache", *map(type, tensors), *options
+    recent = fast_path.find_recent(of_recent, tensors)
+    if recent is not None:
+        plan, given = recent
+        if plan.begins_alike is (given[1].data_ptr() == given[2].data_ptr()):
+            return plan, given, None, ()
+    key = _key_of(tensors, *options)
+    return fast_path.find(key), (), key, of_recent
+
+
+def _remember(key: Any, plan: KVCachePlan | None, given: Sequence[Any], bound: KVCacheTensors) -> None:
+    """Keep what a call came to, whose tensors were `bound` for a backend."""
+    if plan is not None:
+        plan.binds_given = all(any(x is y for y in given) for x in bound.present())
+    fast_path.remember(key, plan)
 
 
 def _key_of_alike(key: tuple[Hashable, ...], q: Any, k_cache: Any, v_cache: Any, window: tuple[int, int]) -> Hashable:
@@ -442,39 +472,47 @@ def flash_attn_with_kvcache(
         cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
     if type(num_splits) is not int:
         num_splits = validation.check_length("num_splits", num_splits)
-    given = {
-        "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
-        "softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "num_splits": num_splits,
-        "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
-    }  # fmt: skip
-    key = _key_of(
-        (
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, alibi_slopes, sinks, k_descale, v_descale, out,
-        ),
-        softmax_scale, causal, window, softcap, rotary_interleaved, num_splits,
+    tensors = (
+        q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale,
+        v_descale, out, k, v, rotary_cos, rotary_sin,
     )  # fmt: skip
-    plan, key_alike = fast_path.find(key), None
+    plan, present, key, of_recent = _find(
+        tensors, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
+    )
+    if plan is not None and present and k is None:
+        if plan.on_host or isinstance(cache_seqlens, int):
+            _check_values(_bind(tensors, softmax_scale))
+        pair = plan.again(_length(cache_seqlens, k_cache, block_table), out, return_softmax_lse, present)
+        if pair is not None:
+            return pair if return_softmax_lse else pair[0]
+    key_alike = None
     if plan is None and key is not None and k is None and block_table is None:
         key_alike = _key_of_alike(key, q, k_cache, v_cache, window)
         plan = fast_path.find(key_alike)
         fast_path.remember(key, plan)
     if plan is None:
+        given = {
+            "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
+            "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
+            "softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "num_splits": num_splits,
+            "sinks": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out,
+        }  # fmt: skip
         _check_call(q, k_cache, v_cache, given)
-    tensors = _bind(q, k_cache, v_cache, given)
-    _check_values(tensors)
+    elif key is not None:
+        fast_path.keep_recent(of_recent, tensors, plan)
+    bound = _bind(tensors, softmax_scale)
+    _check_values(bound)
     new = None if k is None else NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
     if plan is not None:
-        result, lse = run_plan(plan, tensors, new, out)
+        result, lse = run_plan(plan, bound, new, out, return_softmax_lse)
     else:
         left, right = window
         options = KVCacheOptions(
             "bshd", left, 0 if causal else right, float(softcap), num_splits=num_splits,
             batch_invariant=registry.is_batch_invariant(), backend=registry.forced_backend(),
         )  # fmt: skip
-        result, lse, plan = run(tensors, options, new, out, key is not None)
-        fast_path.remember(key, plan)
+        result, lse, plan = run(bound, options, new, out, key is not None)
+        _remember(key, plan, tensors, bound)
         if plan is not None and plan.serves_alike():
             fast_path.remember(key_alike, plan)
     return (result, lse) if return_softmax_lse else result
@@ -524,7 +562,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
     """What the host may read without waiting: tensors on the CPU."""
     q, k, cu_q, cu_k = tensors.q, tensors.k_cache, tensors.cu_seqlens_q, tensors.cu_seqlens_k
     assert cu_q is not None, "packed queries come with it"
-    if q.device.type != "cpu" or validation.is_capturing(q):
+    if not q.is_cpu or validation.is_capturing(q):
         return
     validation.check_offsets("q", cu_q, max_seqlen_q, q.shape[0])
     table, lengths = tensors.block_table, tensors.seqlens
@@ -545,35 +583,40 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         _check_pages(table, lengths, k)
 
 
-def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and lse, without a backward pass.
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, Any], returns_lse: bool = True
+) -> tuple[Any, Any]:
+    """Attention of packed queries (Tq, H, D) over pages or packed keys -> out and, if it is returned, lse.
 
-    `given` are the other arguments of `flash_attention_varlen` but `return_lse`, checked booleans and window among
-    them, and `scale_name`, what the scale is called.
+    There is no backward pass. `given` are the other arguments of `flash_attention_varlen`, checked booleans and window
+    among them, and `scale_name`, what the scale is called.
     """
-    tensor_names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks", "out")
-    cu_q, cu_k, used, table, slopes, sinks, out = (given[name] for name in tensor_names)
+    tensor_names = ("seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "sinks", "out")
+    used, cu_q, cu_k, table, slopes, sinks, out = (given[name] for name in tensor_names)
     max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
     backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
-    key = _key_of(
-        (q, k, v, cu_q, cu_k, used, table, slopes, sinks, out),
+    tensors = (q, k, v, used, cu_q, cu_k, table, slopes, sinks, out)
+    plan, present, key, of_recent = _find(
+        tensors,
         max_q, max_k if table is None else bucket(max_k),
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], backend, variant,
     )  # fmt: skip
-    plan = fast_path.find(key)
     if plan is None:
         _check_packed(q, k, v, given)
+    elif key is not None:
+        fast_path.keep_recent(of_recent, tensors, plan)
     scale = q.shape[-1] ** -0.5 if given["sm_scale"] is None else float(given["sm_scale"])
-    tensors = KVCacheTensors(
+    bound = KVCacheTensors(
         q, k, v, scale, 0, 0, _vector(used), _vector(cu_q), _vector(cu_k), _rows_first(table),
         alibi_slopes=_vector(slopes), sinks=_vector(sinks),
     )  # fmt: skip
-    _check_packed_values(tensors, max_q, max_k)
+    _check_packed_values(bound, max_q, max_k)
     if plan is not None:
-        return run_plan(plan, tensors, None, out)
-    result, lse, plan = run(tensors, _packed_options(given), None, out, key is not None)
-    fast_path.remember(key, plan)
+        pair = plan.again(0, out, returns_lse, present) if present else None
+        return run_plan(plan, bound, None, out, returns_lse) if pair is None else pair
+    result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
+    _remember(key, plan, tensors, bound)
     return result, lse
 
 

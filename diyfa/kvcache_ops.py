@@ -148,12 +148,11 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return _meet((begins[1] - begins[0]) // size, dims)
 
 
-def check_out(out: torch.Tensor | None, tensors: KVCacheTensors, layout: str) -> None:
-    """out is memory that nothing else reads, or exactly that of queries in batches."""
+def check_out(out: torch.Tensor | None, tensors: Sequence[Any], layout: str) -> None:
+    """out is memory that nothing else reads, or exactly that of queries in batches. `tensors`: q, k_cache, v_cache …"""
     if out is None:
         return
-    for name in ("q", "k_cache", "v_cache"):
-        x = getattr(tensors, name)
+    for name, x in zip(("q", "k_cache", "v_cache"), tensors, strict=False):
         same = name == "q" and out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
         if same and layout != VARLEN:
             continue
@@ -280,18 +279,18 @@ class _Step:
             self.kernel.launch(self.problem, tensors, new)
             self.has_run = True
 
-    def _attend_again(self, tensors: KVCacheTensors, out: torch.Tensor | None) -> Pair | None:
-        return None if self.repeat is None else self.repeat(tensors.length, out, *self.present[0](tensors))
+    def _attend_again(self, tensors: KVCacheTensors, out: torch.Tensor | None, returns_lse: bool) -> Pair | None:
+        return None if self.repeat is None else self.repeat(tensors.length, out, returns_lse, *self.present[0](tensors))
 
-    def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None) -> Pair:
-        pair = self._attend_again(tensors, given)
+    def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None, returns_lse: bool = True) -> Pair:
+        pair = self._attend_again(tensors, given, returns_lse)
         if pair is not None:
             return pair
         problem = self._problem_of(tensors)
         out = empty_output(tensors.q, problem.head_dim_v) if given is None else given
         lse = empty_lse(tensors.q, problem.layout)
         self._prepare(problem, tensors, out, lse)
-        pair = self._attend_again(tensors, out)
+        pair = self._attend_again(tensors, out, returns_lse)
         if pair is not None:
             return pair
         if problem.varlen and not self.kernel.clears:
@@ -312,11 +311,26 @@ class _Step:
 class KVCachePlan:
     """What an earlier equal call came to: the kernels that append and attend. None where there is nothing to launch."""
 
-    __slots__ = ("append", "attend")
+    __slots__ = ("append", "attend", "begins_alike", "binds_given", "on_host")
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: KVCacheTensors) -> None:
         self.append: _Step | None = None
         self.attend: _Step | None = None
+        self.begins_alike = tensors.k_cache.data_ptr() == tensors.v_cache.data_ptr()
+        self.binds_given = False  # whether kernels read the tensors of a call themselves, no copies or views of them
+        self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
+
+    def again(
+        self, length: int, out: torch.Tensor | None, returns_lse: bool, given: Sequence[torch.Tensor]
+    ) -> Pair | None:
+        """Run a call again that appends nothing; None where that is not known how. `given`: its tensors, `out` last."""
+        step = self.attend
+        if not self.binds_given or step is None or step.repeat is None:
+            return None
+        if out is None:
+            return step.repeat(length, None, returns_lse, *given)
+        check_out(out, given, step.problem.layout)
+        return step.repeat(length, out, returns_lse, *given[:-1])
 
     def serves_alike(self) -> bool:
         """Whether it is also the plan of calls whose contiguous caches have other rows: see `Kernel.any_rows`."""
@@ -374,7 +388,7 @@ def run(
             return out, torch.ops.diyfa.kvcache_fwd_out(out, *_pack(tensors, options)), None
         return *torch.ops.diyfa.kvcache_fwd(*_pack(tensors, options)), None
     check_out(out, tensors, options.layout)
-    plan = KVCachePlan()
+    plan = KVCachePlan(tensors)
     if new is not None:
         # Before anything is written: that the attention can be run, too.
         kernel_of("kvcache_fwd", tensors, options)
@@ -385,7 +399,9 @@ def run(
     return *pair, plan if plan.attend is not None else None
 
 
-def run_plan(plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None) -> Pair:
+def run_plan(
+    plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool
+) -> Pair:
     """Run a call equal to the one that `plan` was made of."""
     assert plan.attend is not None, "or there is no plan"
     check_out(out, tensors, plan.attend.problem.layout)
@@ -395,7 +411,7 @@ def run_plan(plan: KVCachePlan, tensors: KVCacheTensors, new: NewKeys | None, ou
         plan.append.append(tensors, new)
         if new.rotated_q is not None:
             tensors = tensors._replace(q=new.rotated_q)
-    return plan.attend.attend(tensors, out)
+    return plan.attend.attend(tensors, out, returns_lse)
 
 
 # ---- The operators ----------------------------------------------------------------------------------------------

@@ -574,8 +574,16 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
     owners: tuple[torch.Tensor | None, ...] | None = None,
+    given: Sequence[torch.Tensor] = (),
 ) -> Any:
-    """Run a call equal to the one that `plan` was made of -> out, or (out, lse); `owners` packs q, k and v."""
+    """Run a call equal to the one that `plan` was made of -> out, or (out, lse).
+
+    `owners` packs q, k and v; `given` are these and the optional tensors that there are, or () where nobody knows.
+    """
+    if plan.repeat is not None and len(given) == plan.repeat_takes:
+        pair = plan.repeat(*given)
+        if pair is not None:
+            return pair if return_lse else pair[0]
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]

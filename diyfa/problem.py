@@ -467,8 +467,9 @@ class Kernel:
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
       None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
       and shapes
-    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, *present) -> (out, lse)`, where
-      `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, returns_lse, *present) -> (out,
+      lse)`, where `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates
+      one; what lse is does not matter where it is not returned
     * kvcache_append: `repeat(problem, tensors, new)` returns `(length, *present, *new.present()) -> True`
     """
 

@@ -126,6 +126,8 @@ def as_integer(value: Any) -> int:
 
 def check_length(name: str, value: Any) -> int:
     """An integer, as `as_integer` takes it, that is not negative."""
+    if not torch.compiler.is_compiling() and type(value) is int and value >= 0:  # the usual case, quickly
+        return value
     try:
         length = as_integer(value)
     except TypeError:
@@ -219,7 +221,7 @@ def check_values(lengths: Lengths, q: torch.Tensor, k: torch.Tensor, layout: str
         low, high = _bounds_of(seq_lens)
         if low <= 0 or high > seqlen_k:
             raise ValueError(f"seq_lens must satisfy 0 < length <= {seqlen_k}, got values from {low} to {high}")
-    if cu_seqlens_q is not None and cu_seqlens_q.device.type == "cpu" and not is_capturing(cu_seqlens_q):
+    if cu_seqlens_q is not None and cu_seqlens_q.is_cpu and not is_capturing(cu_seqlens_q):
         check_offsets("q", cu_seqlens_q, lengths.max_seqlen_q, q.shape[0])
         if cu_seqlens_k is not None:
             check_offsets("k", cu_seqlens_k, lengths.max_seqlen_k, k.shape[0])

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from known_plans import known_plans
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -533,7 +534,7 @@ def test_tensors_of_another_device_run_on_it(monkeypatch, recorder):
     q, k, v = qkv()
     for _ in range(3):
         attend(q, k, v)
-    (plan,) = set(fast_path.plans.values())
+    (plan,) = known_plans()
     entered = []
 
     class Device:
@@ -669,9 +670,100 @@ def test_a_repeated_call_with_a_latent_cache_launches_what_the_ordinary_one_does
     assert len(described) == 2  # of the first call
     assert are_same(*passes)
     with diyfa.use_backend("cuda"):
+        for returns_lse in (True, False):  # which is somewhere, returned or not
+            result = diyfa.flash_attn_with_kvcache(
+                q, cache, cache[..., :512], cache_seqlens=lengths, return_softmax_lse=returns_lse, **options
+            )
+            kept.append(result)
+            result = result[0] if returns_lse else result
+            passes.append([named(call, q=q, cache=cache, out=result) for call in recorder.calls])
+            recorder.calls.clear()
+        assert len(described) == 2 and are_same(*passes[-2:])
         v = torch.zeros(cache.shape).bfloat16()[..., :512]
         diyfa.flash_attn_with_kvcache(q, cache, v, cache_seqlens=lengths, **options)
     assert recorder.calls[0][4] == "_decode_kernel"
+
+
+def over_cache(heads=8, **options):
+    """Arguments of a call of two sequences over a cache of 4096 rows."""
+    q, cache = torch.zeros(2, 1, heads, 64).bfloat16(), torch.zeros(2, 2, 4096, 2, 64).bfloat16()
+    lengths = torch.full((2,), 100, dtype=torch.int32)
+    return {"q": q, "k_cache": cache[0], "v_cache": cache[1], "cache_seqlens": lengths, **options}
+
+
+def over_pages():
+    """Of packed queries."""
+    cache = torch.zeros(2, 64, 16, 2, 64).bfloat16()
+    ends, used = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([100, 90], dtype=torch.int32)
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    return {
+        "q": torch.zeros(3, 6, 64).bfloat16(), "k": cache[0], "v": cache[1], "cu_seqlens_q": ends,
+        "cu_seqlens_k": None, "max_seqlen_q": 2, "max_seqlen_k": 100, "block_table": table, "seqused_k": used,
+    }  # fmt: skip
+
+
+WITHOUT_LSE = {
+    "a token": (over_cache, False, "_combine_kernel"),
+    "out": (lambda: over_cache(out=torch.zeros(2, 1, 8, 64).bfloat16()), False, "_combine_kernel"),
+    "an odd group": (lambda: over_cache(6), False, "_combine_kernel"),
+    "new keys": (
+        lambda: over_cache(k=torch.zeros(2, 1, 2, 64).bfloat16(), v=torch.zeros(2, 1, 2, 64).bfloat16()), False,
+        "_combine_kernel",
+    ),
+    "in the mode": (lambda: over_cache(6), True, "_fold_kernel"),
+    "packed": (over_pages, False, "_combine_kernel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_LSE)
+def test_an_lse_that_is_not_returned_lies_in_the_workspace(recorder, monkeypatch, case):
+    """Behind all that the kernels write there; one that is returned holds no other memory."""
+    make, invariant, last = WITHOUT_LSE[case]
+    asked, allocator_of = [], replay.allocator_of
+
+    def spied_on(device_type):
+        allocate = allocator_of(device_type)
+        return lambda *args: asked.append(allocate(*args)) or asked[-1]
+
+    monkeypatch.setattr(replay, "allocator_of", spied_on)
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 100)
+    function = diyfa.flash_attention_varlen if case == "packed" else diyfa.flash_attn_with_kvcache
+    name = "return_lse" if case == "packed" else "return_softmax_lse"
+    given = make()
+    with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+        for returns_lse in (True, True, True, False, True, False):
+            recorder.calls.clear()
+            asked.clear()
+            result = function(**given, **{name: returns_lse})
+            out, lse = result if returns_lse else (result, None)
+    of_lse = out.numel() // 64
+    memory, size = asked[-1], asked[-1].numel() * 4
+    kernels = {call[4]: call for call in recorder.calls}
+    arguments = dict(zip(decode._decode_kernel.arg_names, kernels["_decode_kernel"][OF_LAUNCH:], strict=True))
+    begin, at_lse = arguments["sums_ptr"], arguments["lse_ptr"]
+    assert begin == memory.data_ptr() and arguments["o_ptr"] == out.data_ptr() and at_lse % 16 == 0
+    assert arguments["statistics_ptr"] < at_lse and at_lse + 4 * of_lse <= begin + size
+    problem_of_workspace = [x for x in asked if x is not out]
+    assert problem_of_workspace == [memory]
+    merged = dict(zip(getattr(decode, last).arg_names, kernels[last][OF_LAUNCH:], strict=True))
+    assert merged["lse_ptr"] == at_lse and merged["sums_ptr"] == begin
+    with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+        _, lse = function(**given, **{name: True})
+        assert lse.untyped_storage().nbytes() == 4 * of_lse and lse is asked[-2] and lse.numel() == of_lse
+    # The workspace of the ordinary launch, of which all may be written, ends before it.
+    described = [x for x in workspaces_of(monkeypatch, function, given, name, invariant) if x is not None]
+    assert described and at_lse - begin >= described[-1].numel() * 4
+
+
+def workspaces_of(monkeypatch, function, given, name, invariant):
+    """Those that an ordinary call allocates."""
+    made, workspace = [], decode.workspace
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_path, "plans", {})
+        patch.setattr(decode, "workspace", lambda *args: made.append(workspace(*args)) or made[-1])
+        with diyfa.use_backend("cuda"), diyfa.batch_invariant() if invariant else contextlib.nullcontext():
+            function(**given, **{name: True})
+    return made
 
 
 @pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
@@ -879,9 +971,9 @@ def test_lengths_of_as_many_blocks_share_a_plan(recorder, monkeypatch):
     for rows in range(305, 321):
         for _ in range(2):
             launches_of_call(recorder, *tokens_over(rows))
-    assert len(launched) == 2 and len(set(fast_path.plans.values())) == 1
+    assert len(launched) == 2 and len(known_plans()) == 1
     launches_of_call(recorder, *tokens_over(321))
-    assert len(launched) == 4 and len(set(fast_path.plans.values())) == 2
+    assert len(launched) == 4 and len(known_plans()) == 2
     launches_of_call(recorder, *tokens_over(312))
     assert len(launched) == 4
 
@@ -893,7 +985,7 @@ def test_smaller_blocks_have_other_grids(recorder, monkeypatch):
     for rows in (288, 289, 304, 305, 320, 321):
         grids, _, _ = launches_of_call(recorder, *(x.half() for x in tokens_over(rows, batch=1, heads=1)))
         found.append([prod(grid) for grid in grids])
-    assert found == [[18, 72], [19, 76], [19, 76], [20, 80], [20, 80], [21, 84]]
+    assert found == [[18, 4], [19, 4], [19, 4], [20, 4], [20, 4], [21, 4]]
 
 
 def test_blocks_of_keys_are_multiples_of_those_that_share_a_plan():

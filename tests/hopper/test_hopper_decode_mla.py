@@ -38,12 +38,16 @@ def interpret(
     seed: int = 3,
     interleave: bool = False,
     kernels: ModuleType = decode_mla,
+    split_cost: int = 0,
 ) -> InterpretedKernel:
-    """From now on this kernel runs all calls with a cache, here, and refuses none that it can run."""
+    """From now on this kernel runs all calls with a cache, here, and refuses none that it can run. Programs share
+    tiles, unless `split_cost` forbids it."""
     kernel = InterpretedKernel(kernels._decode_mla_kernel, seed, interleave)
     monkeypatch.setattr(decode_mla, "_decode_mla_kernel", kernel)
     monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(decode_mla_configs, "environment_refusal", lambda: None)
+    config = replace(decode_mla_configs.CONFIG, split_cost=split_cost)
+    monkeypatch.setattr(decode_mla_configs, "CONFIG", config)
     backend = registry.load_backend("cuda")
     named = next(k for k in backend.kernels if (k.name, k.op) == ("sm90", "kvcache_fwd"))
     chosen = replace(named, repeat=None)
@@ -69,12 +73,13 @@ CASES = [
     case("tokens_end_in_two_blocks", 130, 65, page_size=128, seqlen_q=3, heads=32, heads_kv=2),
     case("leftpad", 70, 135, leftpad=(7, 66), batch_idx=True, causal=False, heads=8),
     case("append", 60, added=4, seqlen_q=4, heads=8),
+    case("heads_128", 130, 64, heads=128, seqlen_q=2),
 ]
 MORE = [
     case("one_key", 1, causal=False),
     case("larger_pages", 300, 5, page_size=128, dtype="float16"),
     case("several_tokens", 70, 3, 0, seqlen_q=7, spare=3),
-    case("heads_128", 130, 64, heads=128, seqlen_q=2),
+    case("heads_192", 130, heads=192),
     case("two_heads_of_keys", 70, 200, heads=32, heads_kv=2, causal=False),
     case("int_length", 90, 90, by="int"),
     case("whole_cache", 128, 128, by="none", causal=False),
@@ -89,6 +94,16 @@ MORE = [
 def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, programs=3)
     check(case)
+    assert kernel.launches == 1
+
+
+@pytest.mark.parametrize(("programs", "split_cost"), [(4, 0), (6, 6)])
+def test_tiles_that_share_keys_are_walked_at_the_same_time(
+    programs: int, split_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two groups of heads of a sequence, by pairs of programs, which have whole tiles or parts of them."""
+    kernel = interpret(monkeypatch, programs=programs, split_cost=split_cost)
+    check(case("two_groups", 129, 1, 250, heads=128))
     assert kernel.launches == 1
 
 

@@ -97,6 +97,7 @@ class DecodeConstants(Constants):
     one_scan: bool  # those are all
     long_line: bool  # there may be more blocks than 32 bits count
     one_turn: bool  # all heads of keys are walked at the same time
+    by_tile: bool  # the combine kernel has programs for each tile, of which there are fewer than that share the line
     has_left: bool
     has_right: bool
     softcap: bool
@@ -534,7 +535,7 @@ def _attend_parts(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.cons
 _RUNTIME = (
     "stride_slopeb", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh", "batch", "heads_kv",
     "group", "blocks_m", "entries", "seqlen_q", "total_q", "total_k", "length", "added", "capacity", "window_left",
-    "window_right", "rows_per_tile", "parts",
+    "window_right", "rows_per_tile", "parts", "sharers",
 )  # fmt: skip
 _UNALIGNED = (
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "block_table_ptr", "cache_batch_idx_ptr", "leftpad_ptr",
@@ -670,10 +671,12 @@ def _combine_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr, sinks_ptr, v_descale_ptr, o_ptr, lse_ptr, sums_ptr,
     statistics_ptr, length, capacity,
     stride_ob, stride_oh, stride_om, stride_vdb, stride_vdh, batch, heads_kv, group, blocks_m, seqlen_q, total_q,
-    total_k, added, window_left, window_right, c: tl.constexpr,
+    total_k, added, window_left, window_right,
+    sharers,  # of the line of work
+    c: tl.constexpr,
 ):  # fmt: skip
-    """Columns of one row of the tile that one program of `_decode_kernel` leaves unfinished. Where that is, follows
-    from the same line of work, before there is anything to read."""
+    """Columns of one row of a tile, if programs of `_decode_kernel` share it: of the tile that one of them leaves
+    unfinished, or BY_TILE. Which they are, follows from the same line of work, before there is anything to read."""
     lengths = (
         (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr),
         (seqlen_q, total_q, total_k, length, added, capacity),
@@ -687,26 +690,35 @@ def _combine_kernel(
     row = tl.program_id(0) // (c.BLOCK_DV // c.COLUMNS)
     first_column = tl.program_id(0) % (c.BLOCK_DV // c.COLUMNS) * c.COLUMNS
     hk = tl.program_id(1)
-    owner = tl.program_id(2)
     together = tl.num_programs(1)
     turns = 1 if c.ONE_TURN else heads_kv // together
-    total, share, cost, first_counts = _line_of_work(tl.num_programs(2), batch, blocks_m, turns, lengths, mask, c)
+    total, share, cost, first_counts = _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c)
     tile_cost, _ = cost
-    at = tl.minimum(owner * share, total)
-    stop = tl.minimum(at + share, total)
-    end_of_part = tl.maximum(stop - 1, 0)
-    tile, before = _tile_at(end_of_part, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
+    if c.BY_TILE:
+        tile = tl.program_id(2) // turns
+        earlier = tl.arange(0, c.SCAN) < tile
+        before = tl.sum(tl.where(earlier, _work_of(first_counts, cost, c), 0), 0).to(total.dtype) * turns
+    else:
+        owner = tl.program_id(2)
+        end_of_part = tl.maximum(tl.minimum(owner * share + share, total) - 1, 0)
+        tile, before = _tile_at(end_of_part, first_counts, cost, batch, blocks_m, turns, lengths, mask, c)
     b = tile // blocks_m
     first_q, n_queries, _, n_keys, pad = _sequence(b, b < batch, lengths, c)
     _, count = _key_blocks(tile % blocks_m, n_queries, n_keys, pad, mask, c)
     work = tl.maximum(_work_of(count, cost, c), 1)
     first_block = before + tile_cost  # the place of it
     if not c.ONE_TURN:
-        turn = ((end_of_part - before) // work).to(tl.int32)
+        if c.BY_TILE:
+            turn = tl.program_id(2) % turns
+        else:
+            turn = ((end_of_part - before) // work).to(tl.int32)
         first_block += turn * work
         hk += turn * together
+    if c.BY_TILE:
+        owner = (first_block // share).to(tl.int32)
+    stop = tl.minimum(owner * share + share, total)
     end = first_block + count
-    is_left = (at <= first_block) & (first_block < stop) & (stop < end)
+    is_left = (owner * share <= first_block) & (first_block < stop) & (stop < end)
     last = ((end - 1) // share).to(tl.int32)  # the sharer that finishes it
     rows = (tile % blocks_m) * c.BLOCK_M + row + tl.arange(0, 1)
     if c.OVERLAP:
@@ -801,12 +813,15 @@ def constants_of(
     `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
     columns = combined_columns(problem, config, count)
+    tiles = problem.batch * row_blocks(problem, config)
+    one_scan = tiles <= scan_of(problem, config)
     return DecodeConstants(
         split=is_split(problem),
         scan=scan_of(problem, config),
-        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
+        one_scan=one_scan,
         long_line=has_long_line(problem, config),
         one_turn=together == problem.heads_kv,
+        by_tile=one_scan and tiles * problem.heads_kv < count,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -907,13 +922,16 @@ def launches_of(
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    shared = together, count // together
-    launches = [Launch(_decode_kernel, shared if c.split else count, arguments, {"c": c}, options)]
+    launches = [
+        Launch(_decode_kernel, (together, count // together) if c.split else count, arguments, {"c": c}, options)
+    ]
     if memory is not None:
         rows = rows_per_tile(problem, config)
-        combine = (_combine_kernel, (rows * (c.block_dv // c.columns), *shared))
-        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else combine
-        merged = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+        owners = problem.batch * row_blocks(problem, config) * problem.heads_kv if c.by_tile else count
+        shared = rows * (c.block_dv // c.columns), together, owners // together
+        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else (_combine_kernel, shared)
+        given = arguments | {"sharers": count // together}
+        merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.
         launches.append(Launch(kernel, grid, merged, {"c": c}, {"num_warps": 1, **early}))
@@ -949,10 +967,14 @@ def replay(
     """`kvcache_replay` of these kernels; `config` and `launches` as of `kvcache_forward`."""
     config = config or config_of(problem)
     tensors, out = own_objects(tensors), out.detach()
+    made, room = [out, lse], None
     memory = workspace(problem, config, out.device)
+    if memory is not None:
+        elements = -(-memory.numel() // 4) * 4  # what follows is aligned
+        room, memory = elements * memory.element_size(), memory.new_empty(elements + lse.numel())
+        made.append(memory)
     described = [*forward_launches(problem, tensors, out, lse), *launches(problem, tensors, out, lse, config, memory)]
-    made = [out, lse] if memory is None else [out, lse, memory]
-    return kvcache_replay(described, tensors, made, numbers)
+    return kvcache_replay(described, tensors, made, numbers, room=room)
 
 
 def _numbers(layout: str, capacity: int, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -969,13 +991,13 @@ def repeat(
         return None
     if problem.paged or problem.packed_keys:
         fixed = _numbers(VARLEN if problem.packed_keys else "bshd", problem.capacity, tensors.k_cache, tensors.v_cache)
-        return lambda length, out, *present: again((length, *fixed), out, *present)
+        return lambda length, *rest: again((length, *fixed), *rest)
 
-    def of_any_rows(length: int, out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
+    def of_any_rows(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Pair | None:
         k, v = present[1], present[2]
         k_b, k_n, k_h, _ = k.stride()
         v_b, v_n, v_h, _ = v.stride()
-        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, *present)
+        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, returns_lse, *present)
 
     return of_any_rows
 
@@ -994,7 +1016,7 @@ def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
 
 def attention_repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+) -> Callable[..., Pair | None] | None:
     """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
     again = replay(over_cache, of_cache, _rows(problem, out), lse)
@@ -1002,8 +1024,8 @@ def attention_repeat(
     numbers = problem.seqlen_k, *_numbers(layout, problem.seqlen_k, of_cache.k_cache, of_cache.v_cache)
     heads_first = problem.layout == "bhsd"
 
-    def of_call(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        pair = None if again is None else again(numbers, None, *present)
+    def of_call(*present: torch.Tensor) -> Pair | None:
+        pair = None if again is None else again(numbers, None, True, *present)
         return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
 
     return None if again is None else of_call

@@ -328,8 +328,8 @@ def forward_replay(
     return repeat
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-KVCacheRepeat = Callable[..., Pair | None]  # (length, out | None, *present) -> out, lse
+Pair = tuple[torch.Tensor, torch.Tensor | None]  # out, and lse where it is returned
+KVCacheRepeat = Callable[..., Pair | None]  # (length, out | None, returns_lse, *present) -> out, lse
 KVCacheReplay = Callable[..., Pair | None]  # the same with all numbers that the call gives, as a tuple
 
 
@@ -339,15 +339,18 @@ def kvcache_replay(
     made: list[torch.Tensor],
     numbers: tuple[str, ...] = ("length",),
     own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    room: int | None = None,
 ) -> KVCacheReplay | None:
     """How to run a forward kernel over a cache again, whose `launches` fill `made`: out, lse, and what else is
-    allocated; `numbers` as of `replay_of`."""
-    replay = replay_of(launches, tensors.present(), made, choice, own=own, numbers=numbers)
+    allocated; `numbers` and `room`, for an lse that is not returned, as of `replay_of`."""
+    replay = replay_of(launches, tensors.present(), made, choice, own=own, numbers=numbers, room=room)
     if replay is None:
         return None
 
-    def again(numbers: tuple[int, ...], out: torch.Tensor | None, *present: torch.Tensor) -> Pair | None:
-        results = replay([*[x.data_ptr() for x in present], *numbers], out)
+    def again(
+        numbers: tuple[int, ...], out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor
+    ) -> Pair | None:
+        results = replay([*[x.data_ptr() for x in present], *numbers], out, returns_lse)
         return None if results is None else (results[0], results[1])
 
     return again

@@ -5,10 +5,15 @@ arXiv:2405.04434). So a block of keys is copied once and multiplied twice. With 
 tensor cores than for the memory: 64 queries need two warpgroups, for 64 x 512 sums are more registers than one has.
 
 A tile is 64 rows, token * group + head, as in the portable kernel, whose split of the work and whose `_combine_kernel`
-serve here, too. One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the
-scores and weights of a block, and the left half of the sums; it leaves the weights in shared memory for the second
-one, which forms the right half while the first is at its exponentials. The first waits for its scores and its half of
-the block before at once: to let that half run on under the exponentials was up to 5 % slower (docs/log/decode.md).
+serve here, too. More than 64 heads are groups, each as if it had keys of its own: their tiles are walked at the same
+time, so that keys come from global memory once. As a part of a tile leaves 128 KB of sums, programs have whole tiles
+where that takes few more blocks of keys.
+
+One warp copies blocks of 64 keys through TMA, the last of a part first. The first consumer forms the scores and weights
+of a block, and the left half of the sums; it leaves the weights in shared memory for the second one, which forms the
+right half while the first is at its exponentials. The first waits for its scores and its half of the block before at
+once: to let that half run on under the exponentials was up to 5 % slower, and to have both form scores in turns was not
+faster (docs/log/decode.md).
 
 The queries and two blocks of keys fill the shared memory. A block is therefore handed over in three parts, each with
 barriers of its own: the features without values are free as soon as there are scores, the right half once the second
@@ -56,7 +61,6 @@ PARTS = gl.constexpr(3)
 # The first consumer has what they leave, 240.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 SCAN = gl.constexpr(128)  # tiles whose work is added up at once
-SPLIT_COST = gl.constexpr(configs.CONFIG.split_cost)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Sm90MlaConstants(Constants):
     page_size: int  # 0: no pages
     causal: bool
     negate: bool
+    split_cost: int  # `DecodeConfig`'s
 
 
 @aggregate
@@ -92,7 +97,7 @@ class Sizes:
     batch: gl.tensor
     heads_kv: gl.tensor
     group: gl.tensor
-    groups: gl.tensor
+    groups: gl.tensor  # of heads that share their keys: so many of heads_kv are the same
     blocks_m: gl.tensor
     seqlen_q: gl.tensor
     entries: gl.tensor
@@ -220,7 +225,7 @@ def _share_of_line(sizes):
     share = gl.maximum(gl.cdiv(total, sharers), 1)
     whole = gl.cdiv(tiles * turns, sharers)  # tiles of a program
     least = 0
-    if whole * (most + tile_cost).to(gl.int64) <= share + SPLIT_COST:
+    if whole * (most + tile_cost).to(gl.int64) <= share + sizes.config.SPLIT_COST:
         least = most + tile_cost
         share = whole.to(gl.int64) * least
         total = (tiles * turns).to(gl.int64) * least
@@ -638,7 +643,7 @@ def launches_of(
 ) -> list[Launch]:
     """What fills out and lse, through `portable.workspace`: the portable launches, with this kernel as the first."""
     group = min(problem.heads_q // problem.heads_kv, configs.ROWS)
-    # More query heads than a tile has rows share their keys with others: these are walked at the same time.
+    # More heads than a tile has rows: groups, walked at the same time as heads of keys are.
     groups = problem.heads_q // problem.heads_kv // group
     problem = problem.replace(heads_kv=problem.heads_kv * groups)
     launches = portable.launches_of(problem, tensors, out, lse, configs.CONFIG, memory)
@@ -658,7 +663,7 @@ def launches_of(
         "scale": positive_scale(tensors.sm_scale),
     }
     arguments = {x: own[x] if x in own else main.arguments[x] for x in _decode_mla_kernel.arg_names if x != "config"}
-    constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0)
+    constants = Sm90MlaConstants(problem.page_size, problem.causal, tensors.sm_scale < 0, configs.CONFIG.split_cost)
     options = {"num_warps": 4, **ptxas_options()}
     return [Launch(_decode_mla_kernel, main.grid, arguments, {"config": constants}, options), *combine]
 
@@ -680,4 +685,4 @@ def repeat(
         return portable.repeat(problem, tensors, out, lse)
     with post_processing():
         again = portable.replay(problem, tensors, out, lse, configs.CONFIG, launches_of, ("length",))
-    return None if again is None else lambda length, out, *present: again((length,), out, *present)
+    return None if again is None else lambda length, *rest: again((length,), *rest)

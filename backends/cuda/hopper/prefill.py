@@ -9,7 +9,7 @@ import torch
 
 from diyfa.backends.cuda.attention import decode as portable
 from diyfa.backends.cuda.attention.clear import clear, forward_launches
-from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
+from diyfa.backends.cuda.attention.launch import KVCacheRepeat, Pair, forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -99,10 +99,10 @@ def repeat(
         again = kvcache_replay(launches, tensors, [out, lse], own=own)
 
     def unless_in_place(
-        length: int, out: torch.Tensor | None, *present: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor
+    ) -> Pair | None:
         if again is None or (out is not None and _is_in_place(present[0], out)):
             return None
-        return again((length,), out, *present)
+        return again((length,), out, returns_lse, *present)
 
     return None if again is None else unless_in_place

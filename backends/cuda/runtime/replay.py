@@ -29,7 +29,7 @@ IS_KNOWN = TRITON in ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers `_call_
 
 Address = int | None
 Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
-Replay = Callable[..., list[torch.Tensor] | None]  # (addresses, the first of what is made or None) -> what is made
+Replay = Callable[..., list[Any] | None]  # (addresses, the first of what is made or None, all of it?) -> what is made
 
 
 class TensorMaps:
@@ -195,11 +195,13 @@ def replay_of(
     choice: Callable[[], object],
     own: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     numbers: Sequence[str] = (),
+    room: int | None = None,
 ) -> Replay | None:
     """How to run `launches` for other tensors -> a function of the addresses of `given`, or None.
 
     The function allocates what `made` is, launches and returns it; the first of them may be given to it instead. It
     returns None, having done nothing, where `choice` answers otherwise than now, or a profiler wants to see launches.
+    Not asked for all of what is made, it may return None for the second.
 
     Args:
         given: tensors of the call, different objects each.
@@ -207,6 +209,8 @@ def replay_of(
         own: by an argument's name, what makes a tensor for it, from the first of `made`.
         numbers: arguments that are numbers of the call, which it gives behind the addresses. A kernel takes them behind
             its tensors, and is not compiled for their value.
+        room: the byte of the third of `made`, and last, from which on there is room for the second where that is not
+            asked for: an allocation takes 1 us.
     """
     if not all(hasattr(launch.kernel, "warmup") for launch in launches):  # interpreted
         return None
@@ -263,19 +267,25 @@ def replay_of(
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
     chosen, stream_of = choice(), driver.active.get_current_stream
 
-    def replay(addresses: Sequence[Address], first: torch.Tensor | None = None) -> list[torch.Tensor] | None:
+    def replay(addresses: Sequence[Address], first: torch.Tensor | None = None, whole: bool = True) -> list[Any] | None:
         if choice() != chosen or launches_are_hooked():
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses, first)
-        new = [allocate(*each) for each in like] if first is None else [first, *[allocate(*each) for each in like[1:]]]
-        every = [*addresses, None, *[x.data_ptr() for x in new]]
+                return replay(addresses, first, whole)
+        new: list[Any]
+        if whole or room is None:
+            new = [allocate(*x) for x in like] if first is None else [first, *[allocate(*x) for x in like[1:]]]
+            every = [*addresses, None, *[x.data_ptr() for x in new]]
+        else:
+            new = [allocate(*like[0]) if first is None else first, None, allocate(*like[2])]
+            begin = new[2].data_ptr()
+            every = [*addresses, None, new[0].data_ptr(), begin + room, begin]
         if makers:
             kept = [make(new[0]) for make in makers]  # until all is launched
             every += [x.data_ptr() for x in kept]
         if inside:
-            every += [new[i].data_ptr() + offset for i, offset in inside]
+            every += [every[first_made + i] + offset for i, offset in inside]
         stream = stream_of(index)
         for relaunch in again:
             relaunch(stream, every)
