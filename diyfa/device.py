@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import GPUArch, NPUArch, gpu_arch_name, gpu_spec, npu_spec
+from diyfa.npu_stacks import installed_version
 from diyfa.terminal import printable
 
 GIB = 1024**3
@@ -104,15 +105,6 @@ def detect_gpu(device_id: int = 0) -> GPUCapabilities:
     )
 
 
-def _version_of(distribution: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 @lru_cache(maxsize=1)
 def npu_status() -> NPUStatus:
     """State of torch_npu: absent, installed but unable to load (no CANN), loaded without a device, or usable.
@@ -121,7 +113,7 @@ def npu_status() -> NPUStatus:
     """
     if importlib.util.find_spec("torch_npu") is None:
         return NPUStatus(False, False, None, "torch_npu is not installed", TORCH_NPU_REMEDY)
-    version = _version_of("torch_npu")
+    version = installed_version("torch_npu")
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # a broken installation raises whatever it likes; all of it is reported
@@ -155,11 +147,7 @@ def detect_npu(device_id: int = 0) -> NPUCapabilities:
         arch=spec.arch if spec else NPUArch.UNKNOWN,
         cube_cores=getattr(properties, "cube_core_num", 0) or (spec.cube_cores if spec else 0),
         vector_cores=getattr(properties, "vector_core_num", 0) or (spec.vector_cores if spec else 0),
-        ub=spec.ub if spec else 0,
-        l1=spec.l1 if spec else 0,
-        l0a=spec.l0a if spec else 0,
-        l0b=spec.l0b if spec else 0,
-        l0c=spec.l0c if spec else 0,
+        **{buffer: getattr(spec, buffer, 0) for buffer in ("ub", "l1", "l0a", "l0b", "l0c")},
         total_memory_gb=properties.total_memory / GIB,
     )
 

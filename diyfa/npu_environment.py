@@ -25,6 +25,7 @@ from diyfa.npu_stacks import (
     TRITON_ASCEND,
     TRITON_ASCEND_CANN,
     TRITON_ASCEND_PYTHON,
+    installed_version,
     release,
     stack_of,
     torch_npu_for,
@@ -50,15 +51,8 @@ class Finding:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "torch_npu", "triton", "triton-ascend"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    names = ("torch", "torch_npu", "triton", "triton-ascend")
+    return {name: found for name in names if (found := installed_version(name)) is not None}
 
 
 @dataclass(frozen=True)

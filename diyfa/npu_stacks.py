@@ -72,6 +72,16 @@ def torch_npu_for(torch: str, cann: str) -> str | None:
     return next((stack.torch_npu for stack in exact or of_torch), None)
 
 
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed package, None where there is none of that name."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def triton_backends() -> tuple[str, ...]:
     """Names of the chips that the installed package `triton` compiles for; ("ascend",) for triton-ascend. Empty where
     there is none. Imports it, and raises whatever a broken one raises."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 # Sequences packed one after another, (T, H, D): no batch dimension, cu_seqlens says where each begins (flash_attn).
 VARLEN = "thd"
 Function = TypeVar("Function", bound=Callable[..., Any])
+P = TypeVar("P", bound="_Problem")
 
 
 def kept(function: Function) -> Function:
@@ -55,7 +56,49 @@ def kept(function: Function) -> Function:
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class _Problem:
+    """What every problem begins with."""
+
+    device_type: str
+    arch: str  # "sm_90", "Ascend910B3", "cpu"
+    dtype: str  # of the inputs
+
+    def replace(self: P, **changes: Any) -> P:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def described_as(self, kind: type[P], **others: Any) -> P:
+        """The same call as a problem of another kind: the fields that both have, and `others`."""
+        shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
+        return kind(**{name: getattr(self, name) for name in shared} | others)
+
+
+class _AttentionShape:
+    """What follows from the fields that both problems of attention have."""
+
+    layout: str
+    batch: int
+    heads_q: int
+    seqlen_q: int
+    total_q: int
+    window_right: int
+
+    @property
+    def causal(self) -> bool:
+        return self.window_right == 0
+
+    @property
+    def varlen(self) -> bool:
+        return self.layout == VARLEN
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: (B, H, Sq), or (H, Tq) for packed queries."""
+        return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.seqlen_q)
+
+
+@dataclass(frozen=True)
+class AttentionProblem(_AttentionShape, _Problem):
     """One attention call without its tensors.
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
@@ -64,9 +107,6 @@ class AttentionProblem:
     lengths, `total_q` and `total_k` the rows of the packed tensors (0 in other layouts).
     """
 
-    device_type: str
-    arch: str  # "sm_90", "Ascend910B3", "cpu"
-    dtype: str
     layout: str
     batch: int
     heads_q: int
@@ -95,29 +135,10 @@ class AttentionProblem:
     # "float32". A kernel writes its buffers in their dtype.
     out_dtype: str = ""
 
-    def replace(self, **changes: Any) -> AttentionProblem:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
-
-    @property
-    def causal(self) -> bool:
-        return self.window_right == 0
-
     @property
     def masked(self) -> bool:
         """Whether a query may not see all keys of its sequence."""
         return self.window_left >= 0 or self.window_right >= 0
-
-    @property
-    def varlen(self) -> bool:
-        return self.layout == VARLEN
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp: (B, H, Sq), or (H, Tq) for packed sequences."""
-        if self.varlen:
-            return self.heads_q, self.total_q
-        return self.batch, self.heads_q, self.seqlen_q
 
     @property
     def features(self) -> frozenset[str]:
@@ -126,7 +147,7 @@ class AttentionProblem:
 
 
 @dataclass(frozen=True)
-class KVCacheProblem:
+class KVCacheProblem(_AttentionShape, _Problem):
     """Attention of new queries over a cache of keys and values, without its tensors. It has no backward pass.
 
     The queries are (B, Sq, H, D) ("bshd") or packed ("thd"). The keys of a sequence lie in one of three ways: in one
@@ -136,9 +157,6 @@ class KVCacheProblem:
     A query at i sees keys of its sequence as in `AttentionProblem`, aligned to the bottom right.
     """
 
-    device_type: str
-    arch: str
-    dtype: str  # of q and out
     cache_dtype: str  # of keys and values: as q's, or "float8_e4m3fn"
     layout: str
     batch: int  # sequences
@@ -165,39 +183,19 @@ class KVCacheProblem:
     batch_invariant: bool = False  # see `diyfa.batch_invariant`
     aligned: bool = True  # base addresses and all strides but the last of q and both caches are multiples of 16 bytes
 
-    def replace(self, **changes: Any) -> KVCacheProblem:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
-
-    @property
-    def causal(self) -> bool:
-        return self.window_right == 0
-
-    @property
-    def varlen(self) -> bool:
-        return self.layout == VARLEN
-
     @property
     def paged(self) -> bool:
         return self.page_size > 0
 
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp: (B, H, Sq), or (H, Tq) for packed queries."""
-        return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.seqlen_q)
-
 
 @dataclass(frozen=True)
-class MatmulProblem:
+class MatmulProblem(_Problem):
     """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed.
 
     `aligned` says that each input has a dimension of stride 1, while its other stride and its base address are
     multiples of 16 bytes (what TMA needs).
     """
 
-    device_type: str
-    arch: str
-    dtype: str  # of the inputs
     compute_dtype: str  # of the operands of each product: "float16", "bfloat16", "float32"
     out_dtype: str
     m: int
@@ -207,10 +205,6 @@ class MatmulProblem:
     block: tuple[int, int, int] | None = None  # tile asked for by the caller
     autotune: bool = True
     aligned: bool = False
-
-    def replace(self, **changes: Any) -> MatmulProblem:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
 
 
 class AttentionTensors(NamedTuple):
@@ -297,29 +291,13 @@ class NewKeys(NamedTuple):
 @kept
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """A forward pass as a call with a cache that holds all its keys; of its features, for those that both have."""
-    return KVCacheProblem(
-        problem.device_type,
-        problem.arch,
-        problem.dtype,
-        problem.dtype,
-        VARLEN if problem.varlen else "bshd",
-        problem.batch,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.head_dim,
-        problem.head_dim_v,
+    return problem.described_as(
+        KVCacheProblem,
+        cache_dtype=problem.dtype,
+        layout=VARLEN if problem.varlen else "bshd",
+        capacity=problem.seqlen_k,
         packed_keys=problem.varlen,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
-        softcap=problem.softcap,
-        alibi=problem.alibi,
-        sinks=problem.sinks,
         lengths=problem.varlen,
-        total_q=problem.total_q,
-        batch_invariant=problem.batch_invariant,
-        aligned=problem.aligned,
     )
 
 
@@ -342,6 +320,42 @@ def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str
             dtype = getattr(torch, fact) if isinstance(fact, str) else feature.dtypes[0]
             found[feature.name] = torch.empty(feature.shape.every(sizes)[0], dtype=dtype, device=device)
     return found
+
+
+def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
+    """(inputs, out, lse) of a call of `problem`, without memory."""
+
+    def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    batch, heads_kv, capacity, page_size = problem.batch, problem.heads_kv, problem.capacity, problem.page_size
+    pages = -(-capacity // page_size) if problem.paged else 0
+    rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
+    cache: tuple[int, ...] = (batch * pages, page_size) if problem.paged else (batch, capacity)
+    if problem.packed_keys:
+        cache = (batch * capacity,)
+    q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
+    k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
+    v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
+    descale = empty(batch, heads_kv, dtype="float32") if problem.descales else None
+    tensors = KVCacheTensors(
+        q,
+        k,
+        k[..., : problem.head_dim_v] if problem.latent else v,
+        problem.head_dim**-0.5,
+        length=capacity,
+        seqlens=empty(batch) if problem.lengths and not problem.packed_keys else None,
+        cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
+        cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
+        block_table=empty(batch, pages) if problem.paged else None,
+        cache_batch_idx=empty(batch) if problem.cache_batch_idx else None,
+        leftpad=empty(batch) if problem.leftpad else None,
+        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
+        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
+        k_descale=descale,
+        v_descale=descale,
+    )
+    return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
 
 
 class AttentionGradients(NamedTuple):

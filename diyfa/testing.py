@@ -1,4 +1,4 @@
-"""Test support: input factory, error budget, poisoned allocations, and the public `validate_*` functions.
+"""Test support: input factory, error budget, and the public `validate_*` functions.
 
 The accuracy contract of every backend: the error against the float64 reference is at most `BUDGET_FACTOR` times that
 of a plain FlashAttention in the same dtype on the same inputs (`diyfa.yardstick`) and one unit of the result's
@@ -7,9 +7,8 @@ rounding, for the output, the log-sum-exp and every gradient. Needs nothing beyo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -504,73 +503,25 @@ def assert_within_budget(
         raise AssertionError(f"{case.name}:\n  " + "\n  ".join(failures))
 
 
-# ---- Poisoned allocations ---------------------------------------------------------------------------------------
-
-
-def _poison(x: torch.Tensor) -> torch.Tensor:
-    """Fill the storage of a fresh tensor with NaN (integers: their largest value) by one flat copy, which every device
-    can do."""
-    value = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max if x.dtype != torch.bool else True
-    length = x.untyped_storage().nbytes() // x.element_size()
-    if length:
-        with torch.no_grad():
-            x.as_strided((length,), (1,), 0).copy_(torch.full((length,), value, dtype=x.dtype))
-    return x
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Inside, every uninitialised allocation from Python (`empty`, `empty_like`, `empty_strided`, `new_empty`,
-    `new_empty_strided`) comes filled with NaN, so that a kernel which reads or returns what nobody wrote is found.
-
-    Process-wide, so it reaches backward passes on autograd's threads; not for use while code is compiled.
-    """
-    places: list[tuple[Any, str]] = [
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args, **kwargs: _poison(allocate(*args, **kwargs))
-
-    for owner, name, allocate in originals:
-        setattr(owner, name, poisoned(allocate))
-    try:
-        yield
-    finally:
-        for owner, name, allocate in originals:
-            setattr(owner, name, allocate)
-
-
 # ---- Public validation ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    passed: bool
-    max_diff: float
-    what: str
-    tolerance: str = field(default="")
-
-    def __str__(self) -> str:
-        return f"{'PASS' if self.passed else 'FAIL'} {self.what}: max diff {self.max_diff:.3e} ({self.tolerance})"
-
-
-def _compare(what: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> _Verdict:
-    """allclose of a result against the float64 one; tolerances are at least one rounding unit of the result's dtype,
-    below which no implementation in that dtype can be held."""
+def _compare(
+    what: str, actual: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], verbose: bool
+) -> tuple[bool, float]:
+    """(allclose, largest difference) of a result and the float64 one. Tolerances are at least one rounding unit of the
+    result's dtype, below which no implementation in that dtype can be held."""
     if actual.shape != expected.shape:
         raise ValueError(f"{what}: the function returned shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     eps = torch.finfo(actual.dtype).eps
-    rtol, atol = max(rtol, eps), max(atol, eps)
+    rtol, atol = (max(x, eps) for x in tolerances)
     actual = actual.detach().to(expected.device).double()
     passed = torch.allclose(actual, expected, rtol=rtol, atol=atol)
     max_diff = float((actual - expected).abs().max()) if expected.numel() else 0.0
-    return _Verdict(passed, max_diff, what, f"rtol {rtol:.1e}, atol {atol:.1e}")
+    if verbose:
+        verdict = "PASS" if passed else "FAIL"
+        print(f"{verdict} {what}: max diff {max_diff:.3e} (rtol {rtol:.1e}, atol {atol:.1e})")
+    return passed, max_diff
 
 
 def _reference_device(device: torch.device | str) -> torch.device:
@@ -610,12 +561,8 @@ def validate_matmul(
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are computed in float16 unless asked otherwise: then the rounded inputs are what is multiplied.
     a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
-    verdict = _compare(
-        f"matmul {m}x{n}x{k} {dtype} on {device}", actual, a.to(where).double() @ b.to(where).double(), rtol, atol
-    )
-    if verbose:
-        print(verdict)
-    return verdict.passed, verdict.max_diff
+    expected = a.to(where).double() @ b.to(where).double()
+    return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
 
 
 def validate_attention(
@@ -652,7 +599,4 @@ def validate_attention(
         q.to(where).double(), k.to(where).double(), v.to(where).double(), is_causal=causal
     )
     what = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
-    verdict = _compare(what, actual, expected, rtol, atol)
-    if verbose:
-        print(verdict)
-    return verdict.passed, verdict.max_diff
+    return _compare(what, actual, expected, (rtol, atol), verbose)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,54 +44,10 @@ def _needs_tile(problem: AttentionProblem, *kinds: str) -> str | None:
     return f"no tile for {problem.dtype} and head_dim {problem.head_dim} fits the shared memory of {problem.arch}"
 
 
-def _sm90_forward(*arguments: Any) -> None:
-    from diyfa.backends.cuda.hopper import (
-        fwd as hopper_fwd,  # imports a Gluon that not every Triton has; `hopper_configs.unsupported` asked
-    )
-
-    hopper_fwd.attention_forward(*arguments)
-
-
-def _sm90_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import fwd as hopper_fwd
-
-    return hopper_fwd.repeat(*arguments)
-
-
-def _sm90_backward(*arguments: Any) -> None:
-    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
-
-    hopper_bwd.attention_backward(*arguments)
-
-
-def _sm90_backward_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
-
-    return hopper_bwd.repeat(*arguments)
-
-
-def _sm90_decode(*arguments: Any) -> None:
-    from diyfa.backends.cuda.hopper import decode_mla
-
-    decode_mla.kvcache_forward(*arguments)
-
-
-def _sm90_decode_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import decode_mla
-
-    return decode_mla.repeat(*arguments)
-
-
-def _sm90_prefill(*arguments: Any) -> None:
-    from diyfa.backends.cuda.hopper import prefill
-
-    prefill.kvcache_forward(*arguments)
-
-
-def _sm90_prefill_repeat(*arguments: Any) -> Any:
-    from diyfa.backends.cuda.hopper import prefill
-
-    return prefill.repeat(*arguments)
+def _hopper(file: str, function: str) -> Callable[..., Any]:
+    """A function of a file of `hopper`, which is imported when it is called: it needs a Gluon that not every Triton
+    has, for which the kernel's `unsupported` has asked by then."""
+    return lambda *arguments: getattr(import_module(f"diyfa.backends.cuda.hopper.{file}"), function)(*arguments)
 
 
 def _kernels() -> tuple[Kernel, ...]:
@@ -118,10 +75,10 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_fwd",
             clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            launch=_sm90_forward,
+            launch=_hopper("fwd", "attention_forward"),
             unsupported=hopper_configs.unsupported,
             config=hopper_configs.config_of,
-            repeat=_sm90_repeat if known else None,
+            repeat=_hopper("fwd", "repeat") if known else None,
         ),
         Kernel(
             name="v2",
@@ -146,10 +103,10 @@ def _kernels() -> tuple[Kernel, ...]:
             op="attention_bwd",
             clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32",
-            launch=_sm90_backward,
+            launch=_hopper("bwd_launch", "attention_backward"),
             unsupported=hopper_bwd_configs.unsupported,
             config=hopper_bwd_configs.config_of,
-            repeat=_sm90_backward_repeat if known else None,
+            repeat=_hopper("bwd_launch", "repeat") if known else None,
             by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
@@ -167,20 +124,20 @@ def _kernels() -> tuple[Kernel, ...]:
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
-            launch=_sm90_decode,
+            launch=_hopper("decode_mla", "kvcache_forward"),
             unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
-            repeat=_sm90_decode_repeat if known else None,
+            repeat=_hopper("decode_mla", "repeat") if known else None,
         ),
         Kernel(
             name="sm90_prefill",
             op="kvcache_fwd",
             clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
-            launch=_sm90_prefill,
+            launch=_hopper("prefill", "kvcache_forward"),
             unsupported=prefill_configs.unsupported,
             config=prefill_configs.config_of,
-            repeat=_sm90_prefill_repeat if known else None,
+            repeat=_hopper("prefill", "repeat") if known else None,
         ),
         Kernel(
             name="split_kv",

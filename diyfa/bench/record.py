@@ -7,7 +7,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import diyfa
 from diyfa.npu_environment import Machine, findings
+from diyfa.npu_stacks import installed_version
 
 VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 
@@ -22,11 +22,7 @@ VERSIONED = ("torch", "triton", "triton-ascend", "torch_npu", "ascendnpu-ir")
 def versions() -> dict[str, str]:
     """Installed versions of diyfa and of what its figures depend on; what is absent is left out."""
     found = {"diyfa": diyfa.__version__, "python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    found |= {name: there for name in VERSIONED if (there := installed_version(name)) is not None}
     found["torch"] = torch.__version__  # with the build's suffix
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -67,9 +63,3 @@ def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"benchmark": benchmark, **environment(device), **facts, "rows": list(rows)}
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def default_path(benchmark: str, device: torch.device, folder: Path) -> Path:
-    """`folder/2026-01-31-NVIDIA-H200-attention.json`: one file for each benchmark, device and day."""
-    name = device_name(device).split(" (")[0].replace(" ", "-").replace("/", "-").replace("(R)", "").replace("@", "")
-    return folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}-{benchmark}.json"

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 
 from diyfa import validation
-from diyfa.integrations.npu_fusion_band import (
-    BAND,
-    COMPRESSED_MASK,
-    NO_MASK,
-    RIGHT_DOWN_CAUSAL,
-    UNBOUNDED_TOKENS,
-)
+from diyfa.integrations.npu_fusion_band import BAND, COMPRESSED_MASK, NO_MASK, RIGHT_DOWN_CAUSAL, UNBOUNDED_TOKENS
 
 LAYOUT_NAMES = {"bhsd": ("BNSD", 1), "bshd": ("BSND", 2), "thd": ("TND", 1)}  # and where the heads are
 # Features of diyfa without a counterpart, and what to do.

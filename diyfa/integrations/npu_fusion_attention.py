@@ -109,33 +109,9 @@ def npu_fusion_attention(
     Raises:
         ValueError, TypeError: an argument does not fit, or diyfa cannot express it; the message says which and why.
     """
-    return npu_fusion_attention_v2(
-        query,
-        key,
-        value,
-        head_num,
-        input_layout,
-        pse=pse,
-        padding_mask=padding_mask,
-        atten_mask=atten_mask,
-        scale=scale,
-        keep_prob=keep_prob,
-        pre_tokens=pre_tockens,
-        next_tokens=next_tockens,
-        inner_precise=inner_precise,
-        prefix=prefix,
-        actual_seq_qlen=actual_seq_qlen,
-        actual_seq_kvlen=actual_seq_kvlen,
-        sparse_mode=sparse_mode,
-        gen_mask_parallel=gen_mask_parallel,
-        sync=sync,
-        softmax_layout=softmax_layout,
-        sink=sink,
-        dropout_mask=dropout_mask,
-        seed=seed,
-        offset=offset,
-        backend=backend,
-    )
+    given = dict(locals())  # every argument goes on by its name
+    given["pre_tokens"], given["next_tokens"] = given.pop("pre_tockens"), given.pop("next_tockens")
+    return npu_fusion_attention_v2(**given)
 
 
 def npu_fusion_attention_v2(

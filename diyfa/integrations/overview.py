@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from diyfa.integrations import alias, diffusers, pytorch, transformers
 from diyfa.integrations.seams import handle_of
+from diyfa.npu_stacks import installed_version
 
 # Seam -> the distribution of its client, and what switches it on.
 SEAMS = {
@@ -32,17 +32,10 @@ class Status:
     calls: dict[str, int] = field(default_factory=dict)
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
 def _of_alias(package: alias.Package) -> Status:
     name, handle = package.distribution, alias.handle_of_alias(package)
     if handle is None:
-        return Status(name, _version(name), package.function, False)
+        return Status(name, installed_version(name) or "", package.function, False)
     calls = {f"import {module}: diyfa": 1 for module in handle.imported}
     return Status(name, handle.version, package.function, True, "the version that is claimed", calls)
 
@@ -52,7 +45,7 @@ def status() -> list[Status]:
     rows = []
     for seam, (distribution, function) in SEAMS.items():
         handle = handle_of(seam)
-        found = _version(distribution)
+        found = installed_version(distribution) or ""
         if handle is None:
             rows.append(Status(seam, found, function, False))
         else:

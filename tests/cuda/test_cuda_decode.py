@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from poison import poisoned_allocations
 from targets import TARGETS
 
 import diyfa
 from diyfa import kvcache
-from diyfa.testing import poisoned_allocations
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)

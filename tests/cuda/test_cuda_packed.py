@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from poison import poisoned_allocations
 from targets import TARGETS
 
 import diyfa
-from diyfa.testing import poisoned_allocations
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)

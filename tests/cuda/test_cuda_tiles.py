@@ -11,10 +11,11 @@ from itertools import product
 
 import pytest
 import torch
+from poison import poisoned_allocations
 from targets import TARGETS
 
 import diyfa
-from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations, run_case
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, run_case
 
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import poisoned_allocations
 from targets import TARGETS, Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,7 @@ from diyfa.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
 )
 from diyfa.problem import AttentionProblem
-from diyfa.testing import error_budget, measure_error, poisoned_allocations, rounding_unit
+from diyfa.testing import error_budget, measure_error, rounding_unit
 from diyfa.yardstick import plain_flash_attention
 
 F16 = torch.float16

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES
+from poison import poisoned_allocations
 
 import diyfa
 from diyfa import testing
@@ -24,7 +25,6 @@ from diyfa.testing import (
     expected_results,
     make_inputs,
     measure_error,
-    poisoned_allocations,
     rounding_unit,
     run_case,
     yardstick_results,

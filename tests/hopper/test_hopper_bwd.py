@@ -21,6 +21,7 @@ from hopper_interpreted import (  # noqa: E402
     run_backward,
     source_of,
 )
+from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 
 from diyfa import ops, registry  # noqa: E402
@@ -31,7 +32,7 @@ from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel  # noqa: E402
 from diyfa.options import LENGTHS, Lengths  # noqa: E402
 from diyfa.problem import VARLEN, AttentionGradients, AttentionProblem, AttentionTensors  # noqa: E402
-from diyfa.testing import AttentionCase, make_inputs, poisoned_allocations  # noqa: E402
+from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

@@ -16,6 +16,7 @@ need_hopper_gluon()
 
 from hopper_interpreted import load_kernel, source_of  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case  # noqa: E402
+from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import InterpretedKernel, KernelBug  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
@@ -27,7 +28,6 @@ from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs  # noqa: E
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import KVCacheProblem, KVCacheTensors  # noqa: E402
 from diyfa.reference import reference_kvcache  # noqa: E402
-from diyfa.testing import poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

@@ -15,6 +15,7 @@ from hopper_gluon import need_hopper_gluon
 need_hopper_gluon()
 
 from hopper_interpreted import KERNEL_MODULES, interpret, load_kernel, run, source_of  # noqa: E402
+from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import Deadlock, InvalidOperand, KernelBug, Race  # noqa: E402
 
 from diyfa import ops  # noqa: E402
@@ -22,7 +23,7 @@ from diyfa.backends.cuda.gluon import tile_counter  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.options import WHOLE, AttentionOptions  # noqa: E402
-from diyfa.testing import AttentionCase, make_inputs, poisoned_allocations  # noqa: E402
+from diyfa.testing import AttentionCase, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

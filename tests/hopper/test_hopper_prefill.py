@@ -12,6 +12,7 @@ need_hopper_gluon()
 
 from hopper_interpreted import interpret_prefill  # noqa: E402
 from kvcache_cases import CacheCase, assert_appended, assert_in_budget, run_case  # noqa: E402
+from poison import poisoned_allocations  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa import kvcache  # noqa: E402
@@ -20,7 +21,6 @@ from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
 from diyfa.problem import KVCacheProblem  # noqa: E402
-from diyfa.testing import poisoned_allocations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

@@ -14,12 +14,13 @@ need_hopper_gluon()
 
 from hopper_interpreted import KERNEL_MODULES, interpret_prefill, load_kernel, run, source_of  # noqa: E402
 from kvcache_cases import CacheCase, assert_in_budget, run_case  # noqa: E402
+from poison import poisoned_allocations  # noqa: E402
 from simulators.gluon import KernelBug  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
 from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.testing import AttentionCase, poisoned_allocations  # noqa: E402
+from diyfa.testing import AttentionCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
 

@@ -27,9 +27,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from poison import poisoned_allocations
 
 from diyfa.testing import (
     YARDSTICK_DRAWS,
@@ -40,7 +44,6 @@ from diyfa.testing import (
     error_budget,
     make_inputs,
     measure_error,
-    poisoned_allocations,
     rounding_unit,
 )
 

@@ -19,6 +19,7 @@ from kvcache_cases import CacheCase, assert_appended, assert_in_budget
 from kvcache_cases import run_case as run_cache_case
 from merge_cases import MERGE_CASES, joined
 from nonfinite import same_nonfinite
+from poison import poisoned_allocations
 
 from diyfa import triton_matmul, use_backend
 from diyfa.testing import AttentionCase as Case
@@ -27,7 +28,6 @@ from diyfa.testing import (
     assert_within_budget,
     attention_function,
     make_inputs,
-    poisoned_allocations,
     run_case,
 )
 

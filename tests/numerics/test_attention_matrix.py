@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import CASES
 from kvcache_cases import KVCACHE_CASES
+from poison import poisoned_allocations
 from refusals import ANY, REFUSALS, refusal
 from targets import SPECIALISED, TARGETS, by_the_host_without_keys
 
@@ -15,7 +16,6 @@ from diyfa.testing import (
     assert_within_budget,
     attention_function,
     make_inputs,
-    poisoned_allocations,
     run_case,
 )
 

@@ -9,6 +9,7 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from poison import poisoned_allocations
 from refusals import refused_features
 from strategies import cases
 from targets import TARGETS, by_the_host_without_keys
@@ -19,7 +20,6 @@ from diyfa.testing import (
     assert_within_budget,
     attention_function,
     make_inputs,
-    poisoned_allocations,
     run_case,
 )
 

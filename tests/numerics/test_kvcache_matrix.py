@@ -12,12 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvcache_cases import KVCACHE_CASES, CacheCase, assert_appended, assert_in_budget, run_case
+from poison import poisoned_allocations
 from refusals import refusal
 from targets import TARGETS
 
 import diyfa
 from diyfa import kvcache, registry, testing, validation
-from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, poisoned_allocations
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs
 
 BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
 

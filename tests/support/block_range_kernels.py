@@ -36,11 +36,11 @@ def _ranges_kernel(
     n_keys = tl.load(cases_ptr + at * 5 + 2, mask=exists, other=0)
     left = tl.load(cases_ptr + at * 5 + 3, mask=exists, other=0)
     right = tl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
-    offset = n_keys - n_queries
+    mask = (n_queries, n_keys, n_keys - n_queries, left, right)
     if OF_KEYS:
-        begin, full_begin, full_end, end = query_blocks(start, n_queries, n_keys, offset, left, right, EDGES, c)
+        begin, full_begin, full_end, end = query_blocks(start, mask, EDGES, c)
     else:
-        begin, full_begin, full_end, end = key_blocks(start, n_queries, n_keys, offset, left, right, c)
+        begin, full_begin, full_end, end = key_blocks(start, mask, c)
     tl.store(out_ptr + at * 4, begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 1, full_begin + at * 0, mask=exists)
     tl.store(out_ptr + at * 4 + 2, full_end + at * 0, mask=exists)

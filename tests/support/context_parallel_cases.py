@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from poison import poisoned_allocations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diyfa.attention import checked_options, flash_attention, flash_attention_varlen
@@ -33,7 +34,7 @@ from diyfa.integrations.pytorch import use_in_pytorch
 from diyfa.ops import new_rng_state
 from diyfa.reference import reference_attention
 from diyfa.registry import batch_invariant, use_backend
-from diyfa.testing import BUDGET_FACTOR, LSE_UNIT, AttentionCase, Results, make_inputs, poisoned_allocations
+from diyfa.testing import BUDGET_FACTOR, LSE_UNIT, AttentionCase, Results, make_inputs
 
 METHODS = ("ring", "ulysses", "both")
 Case = AttentionCase

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from poison import poisoned_allocations
 from simulators.gluon import InterpretedKernel
 
 from diyfa import fast_path, registry
@@ -31,7 +32,6 @@ from diyfa.testing import (
     attention_function,
     check_budget,
     make_inputs,
-    poisoned_allocations,
     run_case,
 )
 

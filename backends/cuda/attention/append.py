@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.launch import choice, own_objects
+from diyfa.backends.cuda.attention.launch import cache_arguments, choice, own_objects, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
@@ -50,10 +50,9 @@ def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _read_rotated(
-    x_ptr, rows, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c: tl.constexpr
-):  # fmt: skip
+def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
     """As `_read`, in float32, turned by row `positions` of cos and sin; what has no row there is not turned."""
+    cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows = rotary
     x, mask = _read(x_ptr, rows, exists, c.HEAD_DIM, c.BLOCK_D)
     x = x.to(tl.float32)
     cols = tl.arange(0, c.BLOCK_D)
@@ -76,12 +75,9 @@ def _read_rotated(
 
 
 @triton.jit
-def _write_to_cache(
-    x,  # [ROWS, columns]
-    mask, cache_ptr, descale_ptr, b, heads, entries, slots, stride_b, stride_n, stride_h, stride_db, stride_dh,
-    COLUMNS: tl.constexpr, c: tl.constexpr,
-):  # fmt: skip
-    """Rows of new keys or values to rows `slots` of `entries` (pages, or rows of the batch)."""
+def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
+    """Rows of new keys or values, [ROWS, columns], to rows `slots` of `entries` (pages, or rows of the batch)."""
+    cache_ptr, stride_b, stride_n, stride_h, descale_ptr, stride_db, stride_dh = cache
     if c.FLOAT8:
         x = x.to(tl.float32)
         if descale_ptr is not None:
@@ -92,7 +88,7 @@ def _write_to_cache(
     if x.dtype == tl.float32:
         x = round_to(x, cache_ptr.dtype.element_ty)
     rows = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
-    tl.store(cache_ptr + rows[:, None] + tl.arange(0, COLUMNS)[None, :], x, mask=mask)
+    tl.store(cache_ptr + rows[:, None] + tl.arange(0, x.shape[1])[None, :], x, mask=mask)
 
 
 _RUNTIME = (
@@ -121,6 +117,7 @@ def _append_kernel(
     capacity,
     c: tl.constexpr,
 ):  # fmt: skip
+    rotary = (cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows)
     blocks = blocks_k + blocks_v + blocks_q
     b = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -150,22 +147,16 @@ def _append_kernel(
             if v_ptr is not None:
                 of_v = b.to(tl.int64) * stride_vb + new.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
                 v, in_v = _read(v_ptr, of_v, exists, c.HEAD_DIM_V, c.BLOCK_DV)
-                _write_to_cache(
-                    v, in_v, v_cache_ptr, v_descale_ptr, b, heads, entry, slots, stride_vcb, stride_vcn, stride_vch,
-                    stride_vdb, stride_vdh, c.BLOCK_DV, c,
-                )  # fmt: skip
+                cache = (v_cache_ptr, stride_vcb, stride_vcn, stride_vch, v_descale_ptr, stride_vdb, stride_vdh)
+                _write_to_cache(v, in_v, b, heads, entry, slots, cache, c)
         else:
             of_k = b.to(tl.int64) * stride_kb + new.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
             if c.ROTARY > 0:
-                k, in_k = _read_rotated(
-                    k_ptr, of_k, exists, positions, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
-                )
+                k, in_k = _read_rotated(k_ptr, of_k, exists, positions, rotary, c)
             else:
                 k, in_k = _read(k_ptr, of_k, exists, c.HEAD_DIM, c.BLOCK_D)
-            _write_to_cache(
-                k, in_k, k_cache_ptr, k_descale_ptr, b, heads, entry, slots, stride_kcb, stride_kcn, stride_kch,
-                stride_kdb, stride_kdh, c.BLOCK_D, c,
-            )  # fmt: skip
+            cache = (k_cache_ptr, stride_kcb, stride_kcn, stride_kch, k_descale_ptr, stride_kdb, stride_kdh)
+            _write_to_cache(k, in_k, b, heads, entry, slots, cache, c)
     elif c.ROTARY > 0:
         rows_q = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
         tokens = rows_q // heads_q
@@ -175,24 +166,15 @@ def _append_kernel(
         if c.EACH_QUERY:
             turns += tokens
         of_q = b.to(tl.int64) * stride_qb + of_token * stride_qm + of_head * stride_qh
-        q, is_query = _read_rotated(
-            q_ptr, of_q, tokens < seqlen_q, turns, cos_ptr, sin_ptr, cos_rows, stride_cos, stride_sin, c
-        )
+        q, is_query = _read_rotated(q_ptr, of_q, tokens < seqlen_q, turns, rotary, c)
         of_rotated = b.to(tl.int64) * stride_rb + of_token * stride_rm + of_head * stride_rh
         addresses = rotated_ptr + of_rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
 
 
-def _strides(letters: str, x: torch.Tensor | None) -> dict[str, int]:
-    """The arguments `stride_…` of a (B, rows, heads, D) tensor; 0 where there is none."""
-    values = (0, 0, 0) if x is None else x.stride()[:3]
-    row = "m" if letters in ("q", "r") else "n"
-    return {f"stride_{letters}{i}": stride for i, stride in zip(("b", row, "h"), values, strict=True)}
-
-
 def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:
     """What writes `new`, or None where there is nothing."""
-    cos, sin, kd, vd, table = new.cos, new.sin, tensors.k_descale, tensors.v_descale, tensors.block_table
+    cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     c = AppendConstants(
         rows=TILE_ELEMENTS // max(block_d, block_dv),
@@ -218,38 +200,19 @@ def launch_of(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) ->
         "v_ptr": new.v,
         "cos_ptr": cos,
         "sin_ptr": sin,
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
         "k_cache_ptr": tensors.k_cache,
         "v_cache_ptr": tensors.v_cache,
         "rotated_ptr": new.rotated_q,
-        "length": tensors.length,
-        **_strides("q", tensors.q),
-        **_strides("k", new.k),
-        **_strides("v", new.v),
-        **_strides("kc", tensors.k_cache),
-        **_strides("vc", tensors.v_cache),
-        **_strides("r", new.rotated_q),
+        **strides("bshd", q=tensors.q, k=new.k, v=new.v, kc=tensors.k_cache, vc=tensors.v_cache, r=new.rotated_q),
         "stride_cos": 0 if cos is None else cos.stride(0),
         "stride_sin": 0 if sin is None else sin.stride(0),
-        "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
+        **cache_arguments(problem, tensors),
         "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
         "seqlen_new": new.k.shape[1],
         "blocks_k": blocks_k,
         "blocks_v": blocks_v,
         "blocks_q": blocks_q,
         "cos_rows": 0 if cos is None else cos.shape[0],
-        "entries": tensors.k_cache.shape[0],
-        "capacity": problem.capacity,
     }
     return Launch(_append_kernel, grid, arguments, {"c": c}, {"num_warps": 4})
 

@@ -45,7 +45,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     PORTABLE_FORM,
     cdiv,
-    head_base,
+    head_of,
     lengths_of,
     load_tile,
     padded_head_dim,
@@ -88,17 +88,13 @@ def _bwd_preprocess_kernel(
     row0 = (pid % blocks_m) * c.BLOCK_M
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
-    first_q, _, n_queries, _ = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-    )
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, c.FORM, c)
-    do_base = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.FORM, c)
-    o = load_tile(
-        o_base, b, h, first_q, row0, n_queries, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
-    )
-    do = load_tile(
-        do_base, b, h, first_q, row0, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
-    )
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
+    first_q, _, n_queries, _ = sequence_of(b, lengths, c)
+    of_q = (b, h, first_q, n_queries)
+    outputs = head_of(o_ptr, (stride_ob, stride_oh, stride_om), of_q, c.FORM, c)
+    gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)
+    o = load_tile(outputs, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
+    do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     if c.HAS_DLSE:

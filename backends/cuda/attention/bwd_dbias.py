@@ -40,7 +40,7 @@ from diyfa.backends.cuda.attention.scores import (
     sequence_of,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_base, load_tile
+from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_of, load_tile
 from diyfa.backends.cuda.runtime.launch import launch_kernel
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -81,32 +81,30 @@ def _bwd_dbias_kernel(
         pid = pid // blocks_m
     b_out = pid // heads_out
     h_out = pid % heads_out
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     # Tiles that no query of any head sees are left out of the loop.
     first_step = pid * 0
     last_step = first_step + steps
     if c.REDUCE == NOTHING:
         if c.LENGTHS == EQUAL:
-            begin, _, _, end = key_blocks(
-                block_m * c.BLOCK_M, seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right, c
-            )
+            mask = (seqlen_q, seqlen_k, seqlen_k - seqlen_q, window_left, window_right)
+            begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
             seen = (block_n * c.BLOCK_N < end) & (block_n * c.BLOCK_N + c.BLOCK_N > begin)
             last_step = tl.where(seen, steps, 0)
     else:
-        _, _, n_queries, n_keys = sequence_of(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b_out, seqlen_q, seqlen_k, total_q, total_k, c
-        )
+        _, _, n_queries, n_keys = sequence_of(b_out, lengths, c)
+        mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         if c.REDUCE == QUERIES:
-            begin, _, _, end = query_blocks(
-                block_n * c.BLOCK_N, n_queries, n_keys, n_keys - n_queries, window_left, window_right, False, c
-            )
+            begin, _, _, end = query_blocks(block_n * c.BLOCK_N, mask, False, c)
             first_step = begin // c.BLOCK_M
             last_step = tl.cdiv(end, c.BLOCK_M)
         else:
-            begin, _, _, end = key_blocks(
-                block_m * c.BLOCK_M, n_queries, n_keys, n_keys - n_queries, window_left, window_right, c
-            )
+            begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
             first_step = begin // c.BLOCK_N
             last_step = tl.cdiv(end, c.BLOCK_N)
+    slopes = (slopes_ptr, stride_slopeb)
+    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    features = (scale, softcap, slopes, bias, rng_state_ptr)
     total = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
     for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out
@@ -124,45 +122,34 @@ def _bwd_dbias_kernel(
         hk = h // group
         row0 = tile_m * c.BLOCK_M
         col0 = tile_n * c.BLOCK_N
-        first_q, first_k, n_queries, n_keys = sequence_of(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-        )
-        offset = n_keys - n_queries
+        first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
+        tile_mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
         offs_m = row0 + tl.arange(0, c.BLOCK_M)
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, POINTER, c)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, POINTER, c)
-        k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, POINTER, c)
-        v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, POINTER, c)
-        q = load_tile(
-            q_ref, b, h, first_q, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, POINTER, c
-        )
-        do = load_tile(
-            do_ref, b, h, first_q, row0, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, POINTER, c
-        )
-        k = load_tile(
-            k_ref, b, hk, first_k, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, POINTER, c
-        )
-        v = load_tile(
-            v_ref, b, hk, first_k, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, POINTER, c
-        )
+        of_q = (b, h, first_q, n_queries)
+        of_k = (b, hk, first_k, n_keys)
+        queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), of_q, POINTER, c)
+        gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, POINTER, c)
+        keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), of_k, POINTER, c)
+        values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), of_k, POINTER, c)
+        q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
+        do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, POINTER, c)
+        k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
+        v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, POINTER, c)
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
         lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
-        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
-        )
-        corner = bias_corner(bias_base, row0, col0, stride_biasm, stride_biasn)
-        visible = visible_pairs(offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c)
-        visible = visible & (offs_m < n_queries)[:, None]
+        score, row_keys, column_keys = head_features(b, h, features, c)
+        _, _, _, bias_base, _, _ = score
+        begins = (row0, col0, bias_corner(bias_base, row0, col0, score))
+        rows, cols = offs_m[:, None], offs_n[None, :]
+        visible = visible_pairs(rows, cols, tile_mask, True, c) & (offs_m < n_queries)[:, None]
         keep = True
         if c.DROPOUT:
-            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
+            row_words, column_words = position_words(*row_keys, offs_m), position_words(*column_keys, offs_n)
+            keep = keep_tile(*row_words, *column_words, threshold)
         ds, _tanh = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, col0, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, corner, stride_biasm, stride_biasn, True, c,
-        )  # fmt: skip
+            q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, tile_mask, score, True, c
+        )
         total += ds
 
     out_m = block_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)

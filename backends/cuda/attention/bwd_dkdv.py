@@ -21,15 +21,7 @@ from diyfa.backends.cuda.attention.scores import (
     sequence_of,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import (
-    DESCRIPTOR,
-    LOG2E,
-    PACKED,
-    POINTER,
-    head_base,
-    load_tile,
-    store_tile,
-)
+from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_of, load_tile, store_tile
 
 
 @triton.jit
@@ -52,19 +44,22 @@ def _dkdv_blocks(
     dv,  # [BLOCK_N, BLOCK_DV] fp32
     k,  # [BLOCK_N, BLOCK_D]
     v,  # [BLOCK_N, BLOCK_DV]
-    q_ref, do_ref, lse_row, delta_row, bias_base,
-    b, h, first_q, start, end, gap_at, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right,
-    stride_qm, stride_dom, stride_biasm, stride_biasn, scale, softcap, slope,
-    row_key0, row_key1, column_word0, column_word1, threshold, keep_scale,
+    queries, gradients, statistics, col0, blocks, mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Query blocks [start, end) of one head, leaving out `gap` at `gap_at` (MASKED with HAS_LEFT: both edges in one).
+    """Blocks (start, end, gap_at, gap) of one head's queries: `gap` of them are left out at `gap_at` where MASKED.
 
     AHEAD: statistics are loaded a block ahead. It spares the wgmma loops most of their spills, and gives others some.
     Nothing is moved out of the loops, this one and that over the heads: the accumulators need the registers.
     MASKED compares positions, and clears what lies beyond a shorter sequence. Where all have one length, queries beyond
     the end read as zeros and weigh exp(s - inf) = 0: the last block needs no mask.
     """
+    lse_row, delta_row = statistics
+    start, end, gap_at, gap = blocks
+    n_queries, _, _, _, _ = mask
+    _, _, _, bias_base, _, _ = score
+    row_keys, column_words, threshold, keep_scale = dropout
+    offs_n = col0 + tl.arange(0, c.BLOCK_N)
     PRECISE: tl.constexpr = k.dtype == tl.float32
     AHEAD: tl.constexpr = c.FORM == DESCRIPTOR
     EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
@@ -88,31 +83,20 @@ def _dkdv_blocks(
         else:
             lse = tl.load(lse_row + offs_m, mask=offs_m < n_queries, other=float("inf"))
             delta = tl.load(delta_row + offs_m, mask=offs_m < n_queries, other=0.0)
-        q = load_tile(
-            q_ref, b, h, first_q, start_m, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, CHECK_ROWS, FORM, c
-        )
-        do = load_tile(
-            do_ref, b, h, first_q, start_m, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, CHECK_ROWS,
-            FORM, c,
-        )  # fmt: skip
+        q = load_tile(queries, start_m, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, CHECK_ROWS, FORM, c)
+        do = load_tile(gradients, start_m, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, CHECK_ROWS, FORM, c)
         s_t = dot(k, tl.trans(q), c.PRECISION)  # [BLOCK_N, BLOCK_M]
         corner = bias_base
         if c.BIAS:
-            corner = bias_corner(bias_base, start_m, col0, stride_biasm, stride_biasn)
-        s_t, tanh_t = scores_log2(
-            s_t, start_m, col0, offs_m[None, :], offs_n[:, None], n_queries, n_keys, offset, scale, softcap, slope,
-            corner, stride_biasm, stride_biasn, True, PRECISE, c,
-        )  # fmt: skip
+            corner = bias_corner(bias_base, start_m, col0, score)
+        begins = (start_m, col0, corner)
+        s_t, tanh_t = scores_log2(s_t, offs_m[None, :], offs_n[:, None], begins, mask, score, True, PRECISE, c)
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
-            visible = visible_pairs(
-                offs_m[None, :], offs_n[:, None], n_keys, offset, window_left, window_right, False, c
-            )
-            p_t = tl.where(visible, p_t, 0.0)
+            p_t = tl.where(visible_pairs(offs_m[None, :], offs_n[:, None], mask, False, c), p_t, 0.0)
         kept_t = p_t
         if c.DROPOUT:
-            row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-            keep_t = keep_tile(column_word0, column_word1, row_word0, row_word1, threshold)  # [BLOCK_N, BLOCK_M]
+            keep_t = keep_tile(*column_words, *position_words(*row_keys, offs_m), threshold)  # [BLOCK_N, BLOCK_M]
             kept_t = tl.where(keep_t, p_t, 0.0)
         dv = dot_add(round_to(kept_t, do.dtype), do, dv, c.PRECISION)
         dp_t = dot(v, tl.trans(do), c.PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -145,26 +129,24 @@ def _bwd_dkdv_kernel(
     heads_kv = heads_q // group
     b = (pid // blocks_n) // heads_kv
     hk = (pid // blocks_n) % heads_kv
-    first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-    )
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
+    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     if c.LENGTHS == PACKED and col0 >= n_keys:
         return
-    offset = n_keys - n_queries
+    mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     # At 256 features the two accumulators fill the registers; a second copy of the loop would push them out.
     EDGES: tl.constexpr = c.FORM != c.EDGE_FORM
     HAS_MASK: tl.constexpr = c.HAS_RIGHT or c.HAS_LEFT or EDGES
     ONE_LOOP: tl.constexpr = HAS_MASK and c.BLOCK_D > 128
 
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.FORM, c)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.FORM, c)
-    k = load_tile(k_ref, b, hk, first_k, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, c.FORM, c)
-    v = load_tile(v_ref, b, hk, first_k, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, c.FORM, c)
+    of_k = (b, hk, first_k, n_keys)
+    keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), of_k, c.FORM, c)
+    values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), of_k, c.FORM, c)
+    k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
+    v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
 
-    begin, full_begin, full_end, end = query_blocks(
-        col0, n_queries, n_keys, offset, window_left, window_right, EDGES, c
-    )
+    begin, full_begin, full_end, end = query_blocks(col0, mask, EDGES, c)
     gap = full_end - full_begin
     masked_end = full_begin  # [begin, full_begin), and where there is a later edge [full_end, end) in the same loop
     if c.HAS_LEFT or EDGES:
@@ -173,39 +155,38 @@ def _bwd_dkdv_kernel(
         gap = 0
         masked_end = end
 
+    strides_q = (stride_qb, stride_qh, stride_qm)
+    strides_do = (stride_dob, stride_doh, stride_dom)
+    slopes = (slopes_ptr, stride_slopeb)
+    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    features = (scale, softcap, slopes, bias, rng_state_ptr)
+    full = (full_begin, full_end, 0, 0)
+    masked = (begin, masked_end, full_begin, gap)
+
     dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
     dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
     for g in tl.range(0, group, disable_licm=True):
         h = hk * group + g
-        q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.FORM, c)
-        do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.FORM, c)
+        of_q = (b, h, first_q, n_queries)
+        queries = head_of(q_ptr, strides_q, of_q, c.FORM, c)
+        gradients = head_of(do_ptr, strides_do, of_q, c.FORM, c)
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
-        lse_row = lse_ptr + row
-        delta_row = delta_ptr + row
-        slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-            slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
-        )
-        column_word0, column_word1 = 0, 0
-        if c.DROPOUT:
-            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
+        statistics = (lse_ptr + row, delta_ptr + row)
+        score, row_keys, column_keys = head_features(b, h, features, c)
+        column_words = position_words(*column_keys, offs_n) if c.DROPOUT else column_keys
+        dropout = (row_keys, column_words, threshold, keep_scale)
         if HAS_MASK:
-            q_edge, do_edge = q_ref, do_ref
+            q_edge, do_edge = queries, gradients
             if EDGES:  # a masked block may reach beyond its sequence, which a descriptor does not know
-                q_edge = head_base(q_rows_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.EDGE_FORM, c)
-                do_edge = head_base(do_rows_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.EDGE_FORM, c)
+                q_edge = head_of(q_rows_ptr, strides_q, of_q, c.EDGE_FORM, c)
+                do_edge = head_of(do_rows_ptr, strides_do, of_q, c.EDGE_FORM, c)
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_edge, do_edge, lse_row, delta_row, bias_base, b, h, first_q, begin, masked_end,
-                full_begin, gap, col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm,
-                stride_dom, stride_biasm, stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0,
-                column_word1, threshold, keep_scale, True, c.EDGE_FORM, c,
-            )  # fmt: skip
+                dk, dv, k, v, q_edge, do_edge, statistics, col0, masked, mask, score, dropout, True, c.EDGE_FORM, c
+            )
         if not ONE_LOOP:
             dk, dv = _dkdv_blocks(
-                dk, dv, k, v, q_ref, do_ref, lse_row, delta_row, bias_base, b, h, first_q, full_begin, full_end, 0, 0,
-                col0, offs_n, offset, n_queries, n_keys, window_left, window_right, stride_qm, stride_dom, stride_biasm,
-                stride_biasn, scale, softcap, slope, row_key0, row_key1, column_word0, column_word1, threshold,
-                keep_scale, False, c.FORM, c,
-            )  # fmt: skip
+                dk, dv, k, v, queries, gradients, statistics, col0, full, mask, score, dropout, False, c.FORM, c
+            )
 
     # Keys beyond the end were read as zeros but still collected dV; they get exact zeros.
     live = offs_n < n_keys
@@ -214,7 +195,8 @@ def _bwd_dkdv_kernel(
     dk = tl.where(live[:, None], dk * sm_scale, 0.0)
     dv = tl.where(live[:, None], dv, 0.0)
     n_rows = n_keys if c.LENGTHS == PACKED else seqlen_k
-    dk_base = head_base(dk_ptr, b, hk, first_k, stride_dkb, stride_dkh, stride_dkn, POINTER, c)
-    dv_base = head_base(dv_ptr, b, hk, first_k, stride_dvb, stride_dvh, stride_dvn, POINTER, c)
-    store_tile(dk_base, dk, col0, n_rows, stride_dkn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, c.FORM)
-    store_tile(dv_base, dv, col0, n_rows, stride_dvn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, c.FORM)
+    of_rows = (b, hk, first_k, n_rows)
+    dk_rows = head_of(dk_ptr, (stride_dkb, stride_dkh, stride_dkn), of_rows, POINTER, c)
+    dv_rows = head_of(dv_ptr, (stride_dvb, stride_dvh, stride_dvn), of_rows, POINTER, c)
+    store_tile(dk_rows, dk, col0, c.HEAD_DIM, c.FORM)
+    store_tile(dv_rows, dv, col0, c.HEAD_DIM_V, c.FORM)

@@ -15,33 +15,23 @@ from diyfa.backends.cuda.attention.scores import (
     key_blocks,
     load_statistics,
     masked_keys,
+    past_gap,
     scores_log2,
     sequence_of,
     visible_pairs,
 )
-from diyfa.backends.cuda.attention.tile_io import (
-    EQUAL,
-    PACKED,
-    POINTER,
-    head_base,
-    load_tile,
-    store_tile,
-)
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, POINTER, head_of, load_tile, store_tile
 
 
 @triton.jit
 def score_gradient(
-    q, k, v, do, lse_log2, delta, row0, col0, rows, cols, visible, keep, n_queries, n_keys, offset, scale, softcap,
-    slope, keep_scale, corner, stride_biasm, stride_biasn,
+    q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score,
     MASKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """A tile [BLOCK_M, BLOCK_N] of (dS behind the softcap, tanh of the softcap)."""
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), c.PRECISION)
-    s, t = scores_log2(
-        s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_biasm, stride_biasn,
-        MASKED, PRECISE, c,
-    )  # fmt: skip
+    s, t = scores_log2(s, rows, cols, begins, mask, score, MASKED, PRECISE, c)
     p = tl.math.exp2(s - lse_log2[:, None])
     dp = dot(do, tl.trans(v), c.PRECISION)
     if c.DROPOUT:
@@ -59,52 +49,40 @@ def _dq_blocks(
     do,  # [BLOCK_M, BLOCK_DV]
     lse_log2,  # [BLOCK_M]
     delta,  # [BLOCK_M]
-    k_ref, v_ref, bias_base,
-    b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
-    stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
-    row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
-    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
+    keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks [start, end) without the gap; MASKED as in the forward pass.
+    """Blocks (start, end, gap_at, gap) of keys; the gap and MASKED as in the forward pass.
 
     Nothing is moved out of the loop: the registers are full.
     """
-    corner = bias_base
+    start, end, gap_at, gap = blocks
+    _, _, _, corner, _, _ = score
+    row_words, column_keys, threshold, keep_scale = dropout
+    offs_m = row0 + tl.arange(0, c.BLOCK_M)
     if c.BIAS:
-        corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
+        corner = bias_corner(corner, row0, start, score)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=True):
         block_corner = corner
-        if MASKED and c.HAS_LEFT:
-            skipped = tl.where(start_n >= gap_at, gap, 0)
-            start_n += skipped
-            if c.BIAS:
-                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+        if MASKED:
+            start_n, block_corner = past_gap(start_n, corner, gap_at, gap, score, c)
         start_n = tl.multiple_of(start_n, c.BLOCK_N)
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
-        k = load_tile(
-            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, MASKED, FORM, c
-        )
-        v = load_tile(
-            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, MASKED, FORM, c
-        )
-        visible = True
-        if MASKED:
-            visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c
-            )
+        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, MASKED, FORM, c)
+        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
+        rows, cols = offs_m[:, None], offs_n[None, :]
+        visible = visible_pairs(rows, cols, mask, True, c) if MASKED else True
         keep = True
         if c.DROPOUT:
-            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
+            keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
+        begins = (row0, start_n, block_corner)
         ds, t = score_gradient(
-            q, k, v, do, lse_log2, delta, row0, start_n, offs_m[:, None], offs_n[None, :], visible, keep, n_queries,
-            n_keys, offset, scale, softcap, slope, keep_scale, block_corner, stride_biasm, stride_biasn, MASKED, c,
-        )  # fmt: skip
+            q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, MASKED, c
+        )
         if c.SOFTCAP:
             ds = ds * (1.0 - t * t)
         dq = dot_add(round_to(ds, k.dtype), k, dq, c.PRECISION)
         if c.BIAS:
-            corner = bias_corner(corner, 0, c.BLOCK_N, stride_biasm, stride_biasn)
+            corner = bias_corner(corner, 0, c.BLOCK_N, score)
     return dq
 
 
@@ -129,49 +107,42 @@ def _bwd_dq_kernel(
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     hk = h // group
-    first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-    )
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
+    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     row0 = block_m * c.BLOCK_M
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return
-    offset = n_keys - n_queries
+    mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.FORM, c)
-    do_ref = head_base(do_ptr, b, h, first_q, stride_dob, stride_doh, stride_dom, c.FORM, c)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.FORM, c)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.FORM, c)
-    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, c.FORM, c)
-    do = load_tile(
-        do_ref, b, h, first_q, row0, n_queries, stride_dom, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
-    )
+    of_q = (b, h, first_q, n_queries)
+    of_k = (b, hk, first_k, n_keys)
+    strides_k = (stride_kb, stride_kh, stride_kn)
+    strides_v = (stride_vb, stride_vh, stride_vn)
+    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), of_q, c.FORM, c)
+    gradients = head_of(do_ptr, (stride_dob, stride_doh, stride_dom), of_q, c.FORM, c)
+    keys = head_of(k_ptr, strides_k, of_k, c.FORM, c)
+    values = head_of(v_ptr, strides_v, of_k, c.FORM, c)
+    q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
+    do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
-    begin, full_begin, full_end, end = key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c)
-    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, c)
-    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
-    )
-    row_word0, row_word1 = 0, 0
-    if c.DROPOUT:
-        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
+    blocks = key_blocks(row0, mask, c)
+    _, full_begin, full_end, _ = blocks
+    masked = masked_keys(blocks, c)
+    slopes = (slopes_ptr, stride_slopeb)
+    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
+    row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
+    dropout = (row_words, column_keys, threshold, keep_scale)
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-    dq = _dq_blocks(
-        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m,
-        offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale,
-        softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale, False, c.FORM, c,
-    )  # fmt: skip
+    full = (full_begin, full_end, 0, 0)
+    dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
     if c.FORM != c.EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
-        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.EDGE_FORM, c)
-        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.EDGE_FORM, c)
-    dq = _dq_blocks(
-        dq, q, do, lse_log2, delta, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap,
-        row0, offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm,
-        stride_biasn, scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, keep_scale,
-        True, c.EDGE_FORM, c,
-    )  # fmt: skip
+        keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
+        values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
+    dq = _dq_blocks(dq, q, do, lse_log2, delta, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
     if c.LENGTHS != EQUAL:  # what a descriptor read beyond the sequence may be anything
         dq = tl.where((offs_m < n_queries)[:, None], dq, 0.0)
     n_rows = n_queries if c.LENGTHS == PACKED else seqlen_q
-    dq_base = head_base(dq_ptr, b, h, first_q, stride_dqb, stride_dqh, stride_dqm, POINTER, c)
-    store_tile(dq_base, dq * sm_scale, row0, n_rows, stride_dqm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, c.FORM)
+    rows = head_of(dq_ptr, (stride_dqb, stride_dqh, stride_dqm), (b, h, first_q, n_rows), POINTER, c)
+    store_tile(rows, dq * sm_scale, row0, c.HEAD_DIM, c.FORM)

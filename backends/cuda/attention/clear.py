@@ -15,14 +15,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel
-from diyfa.problem import (
-    AttentionGradients,
-    AttentionProblem,
-    AttentionTensors,
-    KVCacheProblem,
-    KVCacheTensors,
-    Launch,
-)
+from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, KVCacheProblem, KVCacheTensors, Launch
 
 CLEARED_ELEMENTS = 4096  # that a program clears at once
 PROGRAMS = 4096  # of a launch, about: for each gap between sequences as many as that leaves, but not too few

@@ -55,9 +55,11 @@ from diyfa.backends.cuda.attention.launch import (
     KVCacheRepeat,
     KVCacheReplay,
     Pair,
+    cache_arguments,
     forced_config,
     kvcache_replay,
     own_objects,
+    strides,
 )
 from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
@@ -276,11 +278,12 @@ def _pages_of(table, keys, n_keys, c: tl.constexpr):
 
 
 @triton.jit
-def _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c: tl.constexpr):
+def _key_rows(page, offs_n, n_keys, pages, strides, c: tl.constexpr):
     """Keys offs_n of a sequence -> (which exist, where their rows of k and v begin), [BLOCK_N] each.
 
     A page that the cache does not have is not looked at.
     """
+    stride_kb, stride_kn, stride_vb, stride_vn = strides
     exists = offs_n < n_keys
     if c.PAGE_SIZE > 0:
         is_page = (page >= 0) & (page < pages)
@@ -340,13 +343,15 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
 def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, BLOCK_REST]
-    k_base, v_base, table, begin, end,
     tokens,  # [BLOCK_M]
-    slopes,  # [BLOCK_M, 1]
-    n_keys, pad, offset, window_left, window_right, pages, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap,
-    c: tl.constexpr,
+    begin, end, pad, cache, mask, score, c: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2."""
+    """Blocks [begin, end) of keys -> (acc, l_i, m_i), not normalised; m_i is in units of log2.
+
+    mask and score: of scores.py, slopes being [BLOCK_M, 1].
+    """
+    k_base, v_base, table, pages, strides = cache
+    _, n_keys, _, _, _ = mask
     PRECISE: tl.constexpr = q.dtype == tl.float32
     m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([c.BLOCK_M], tl.float32)
@@ -358,7 +363,7 @@ def _attend_keys(
         page = _pages_of(table, first if c.ONE_PAGE else first + tl.arange(0, c.BLOCK_N), n_keys, c)
     for block in tl.range(begin, end):
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
-        exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, stride_kb, stride_kn, stride_vb, stride_vn, c)
+        exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
         if c.PAGE_SIZE > 0:  # a block ahead: the loads of keys wait for no other load
             next_keys = (pad + block * c.BLOCK_N if c.ONE_PAGE else offs_n) + c.BLOCK_N
             page = _pages_of(table, next_keys, n_keys, c)
@@ -367,13 +372,8 @@ def _attend_keys(
         if c.BLOCK_REST > 0:
             rest = _load_rows(k_base, k_rows, exists, c.BLOCK_D, c.BLOCK_REST, c.HEAD_DIM).to(q.dtype)
             s = dot_add(q_rest, tl.trans(rest), s, c.PRECISION)
-        s, _ = scores_log2(
-            s, 0, 0, tokens[:, None], offs_n[None, :], 0, n_keys, offset, scale, softcap, slopes, 0, 0, 0,
-            True, PRECISE, c,
-        )  # fmt: skip
-        visible = exists[None, :] & visible_pairs(
-            tokens[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, False, c
-        )
+        s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, score, True, PRECISE, c)
+        visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         s = tl.where(visible, s, float("-inf"))
         m_before = m_i
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
@@ -496,10 +496,10 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
             entry = tl.where(has_entry, entry, 0)
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
-    acc, l_i, m_i = _attend_keys(
-        q, q_rest, k_base, v_base, table, begin, end, tokens, slopes, n_keys, pad, offset, window_left, window_right,
-        entries, stride_kb, stride_kn, stride_vb, stride_vn, scale, softcap, c,
-    )  # fmt: skip
+    cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
+    pairs = (n_queries, n_keys, offset, window_left, window_right)
+    score = (scale, softcap, slopes, 0, 0, 0)
+    acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
 
@@ -879,25 +879,13 @@ def launches_of(
     """What fills out and lse, through `workspace`."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
-    group = problem.heads_q // problem.heads_kv
     count = programs(problem, config, q.device)
     if not count:
         return []
     parts = parts_apart(problem, config, q.device)
     together = heads_together(problem, count)
     c = constants_of(problem, config, count, parts, together)
-    strides = {
-        f"stride_{name}{letter}": stride
-        for name, x, layout, letters in (
-            ("q", q, problem.layout, "bhm"),
-            ("k", k, keys_layout, "bhn"),
-            ("v", v, keys_layout, "bhn"),
-            ("o", out, problem.layout, "bhm"),
-        )
-        for letter, stride in zip(letters, bhsd_strides(x, layout)[:3], strict=True)
-    }
-    slopes, table = tensors.alibi_slopes, tensors.block_table
-    kd, vd = tensors.k_descale, tensors.v_descale
+    slopes = tensors.alibi_slopes
     sums = statistics = None
     if memory is not None:
         rows = count * rows_per_tile(problem, config) if parts > 1 else 2 * count * config.block_m
@@ -909,36 +897,23 @@ def launches_of(
         "v_ptr": v,
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
         "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
         "leftpad_ptr": tensors.leftpad,
         "slopes_ptr": slopes,
         "sinks_ptr": tensors.sinks,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
         "o_ptr": out,
         "lse_ptr": lse,
         "sums_ptr": sums,
         "statistics_ptr": statistics,
-        **strides,
+        **strides(problem.layout, q=q, o=out),
+        **strides(keys_layout, k=k, v=v),
+        **cache_arguments(problem, tensors),
         "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
-        "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
         "batch": problem.batch,
-        "heads_kv": problem.heads_kv,
-        "group": group,
+        "group": problem.heads_q // problem.heads_kv,
         "blocks_m": row_blocks(problem, config),
-        "entries": k.shape[0],
-        "seqlen_q": problem.seqlen_q,
         "total_q": problem.total_q,
         "total_k": k.shape[0],
-        "length": tensors.length,
         "added": tensors.added,
-        "capacity": problem.capacity,
         "window_left": problem.window_left,
         "window_right": problem.window_right,
         "rows_per_tile": rows_per_tile(problem, config),

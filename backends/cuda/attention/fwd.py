@@ -18,10 +18,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.clear import clear, forward_launches
-from diyfa.backends.cuda.attention.configs import (
-    AttentionConfig,
-    schedule,
-)
+from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import (
@@ -43,6 +40,7 @@ from diyfa.backends.cuda.attention.scores import (
     head_features,
     key_blocks,
     masked_keys,
+    past_gap,
     scores_log2,
     sequence_of,
     visible_pairs,
@@ -55,7 +53,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     PACKED,
     POINTER,
     cdiv,
-    head_base,
+    head_of,
     load_tile,
     padded_head_dim,
     store_tile,
@@ -108,65 +106,50 @@ def lse_of(sink, m_i, l_i):
 
 @triton.jit
 def _attend_blocks(
-    acc,  # [BLOCK_M, BLOCK_DV] fp32
-    l_i,  # [BLOCK_M]
-    m_i,  # [BLOCK_M]
+    sums,  # acc [BLOCK_M, BLOCK_DV] fp32, l_i and m_i [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
-    k_ref, v_ref, bias_base,
-    b, hk, first_k, start, end, gap_at, gap, row0, offs_m, offset, n_queries, n_keys, window_left, window_right,
-    stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap, slope,
-    row_word0, row_word1, column_key0, column_key1, threshold,
-    MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
+    keys, values, row0, blocks, mask, score, dropout, MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks [start, end), leaving out `gap` keys at `gap_at` (MASKED with HAS_LEFT: both edges in one loop).
+    """Blocks (start, end, gap_at, gap) of keys: `gap` keys at `gap_at` are left out where MASKED, see `masked_keys`.
 
     MASKED compares positions, otherwise every query sees every key of the blocks.
     """
+    acc, l_i, m_i = sums
+    start, end, gap_at, gap = blocks
+    scale, _, _, corner, _, _ = score
+    row_words, column_keys, threshold = dropout
+    offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
     ADJUSTED: tl.constexpr = c.SOFTCAP or c.ALIBI or c.BIAS
     # Nothing is moved out of the loop, because the accumulator needs the registers.
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
-    corner = bias_base
     if c.BIAS:
-        corner = bias_corner(bias_base, row0, start, stride_biasm, stride_biasn)
+        corner = bias_corner(corner, row0, start, score)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
-        if MASKED and c.HAS_LEFT:
-            skipped = tl.where(start_n >= gap_at, gap, 0)
-            start_n += skipped
-            if c.BIAS:
-                block_corner = bias_corner(corner, 0, skipped, stride_biasm, stride_biasn)
+        if MASKED:
+            start_n, block_corner = past_gap(start_n, corner, gap_at, gap, score, c)
         start_n = tl.multiple_of(start_n, c.BLOCK_N)
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
-        k = load_tile(
-            k_ref, b, hk, first_k, start_n, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, MASKED, FORM, c
-        )
+        k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, MASKED, FORM, c)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.NEGATE:
             s = -s
         if ADJUSTED:
-            s, _ = scores_log2(
-                s, row0, start_n, offs_m[:, None], offs_n[None, :], n_queries, n_keys, offset, scale, softcap, slope,
-                block_corner, stride_biasm, stride_biasn, MASKED, PRECISE, c,
-            )  # fmt: skip
+            begins = (row0, start_n, block_corner)
+            s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, MASKED, PRECISE, c)
         if MASKED:
-            visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c
-            )
-            s = tl.where(visible, s, float("-inf"))
+            s = tl.where(visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c), s, float("-inf"))
         # Adjusted scores are in units of log2 already.
         scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS)
         if c.DROPOUT:  # after the sum: the weights are normalised by all of them
-            column_word0, column_word1 = position_words(column_key0, column_key1, offs_n)
-            keep = keep_tile(row_word0, row_word1, column_word0, column_word1, threshold)
+            keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
-        v = load_tile(
-            v_ref, b, hk, first_k, start_n, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, MASKED, FORM, c
-        )
+        v = load_tile(values, start_n, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, MASKED, FORM, c)
         acc = dot_add(round_to(p, v.dtype), v, acc, c.PRECISION)
         if c.BIAS:
-            corner = bias_corner(corner, 0, c.BLOCK_N, stride_biasm, stride_biasn)
+            corner = bias_corner(corner, 0, c.BLOCK_N, score)
     return acc, l_i, m_i
 
 
@@ -195,44 +178,42 @@ def _fwd_kernel(
     b = (pid // blocks_m) // heads_q
     h = (pid // blocks_m) % heads_q
     hk = h // group
-    first_q, first_k, n_queries, n_keys = sequence_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-    )
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
+    first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     row0 = block_m * c.BLOCK_M
     # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
     if c.LENGTHS == PACKED and row0 >= n_queries:
         return
-    offset = n_keys - n_queries  # query i is aligned with key i + offset
+    mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    q_ref = head_base(q_ptr, b, h, first_q, stride_qb, stride_qh, stride_qm, c.FORM, c)
-    k_ref = head_base(k_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.FORM, c)
-    v_ref = head_base(v_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.FORM, c)
-    q = load_tile(q_ref, b, h, first_q, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, c.FORM, c)
-    begin, full_begin, full_end, end = key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c)
+    of_k = (b, hk, first_k, n_keys)
+    strides_k = (stride_kb, stride_kh, stride_kn)
+    strides_v = (stride_vb, stride_vh, stride_vn)
+    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, first_q, n_queries), c.FORM, c)
+    keys = head_of(k_ptr, strides_k, of_k, c.FORM, c)
+    values = head_of(v_ptr, strides_v, of_k, c.FORM, c)
+    q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
+    blocks = key_blocks(row0, mask, c)
+    _, full_begin, full_end, _ = blocks
 
-    slope, bias_base, row_key0, row_key1, column_key0, column_key1 = head_features(
-        slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c
+    slopes = (slopes_ptr, stride_slopeb)
+    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
+    row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
+    dropout = (row_words, column_keys, threshold)
+    sums = (
+        tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32),
+        tl.zeros([c.BLOCK_M], tl.float32),
+        tl.full([c.BLOCK_M], LOWEST, tl.float32),
     )
-    row_word0, row_word1 = 0, 0
-    if c.DROPOUT:
-        row_word0, row_word1 = position_words(row_key0, row_key1, offs_m)
-    m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
-    l_i = tl.zeros([c.BLOCK_M], tl.float32)
-    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-    acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, full_begin, full_end, 0, 0, row0, offs_m, offset,
-        n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn, scale, softcap,
-        slope, row_word0, row_word1, column_key0, column_key1, threshold, False, c.FORM, c,
-    )  # fmt: skip
+    full = (full_begin, full_end, 0, 0)
+    sums = _attend_blocks(sums, q, keys, values, row0, full, mask, score, dropout, False, c.FORM, c)
     if c.FORM != c.EDGE_FORM:  # a masked block may reach beyond its sequence, which a descriptor does not know
-        k_ref = head_base(k_rows_ptr, b, hk, first_k, stride_kb, stride_kh, stride_kn, c.EDGE_FORM, c)
-        v_ref = head_base(v_rows_ptr, b, hk, first_k, stride_vb, stride_vh, stride_vn, c.EDGE_FORM, c)
-    masked_begin, masked_end, gap = masked_keys(begin, full_begin, full_end, end, c)
-    acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, k_ref, v_ref, bias_base, b, hk, first_k, masked_begin, masked_end, full_begin, gap, row0,
-        offs_m, offset, n_queries, n_keys, window_left, window_right, stride_kn, stride_vn, stride_biasm, stride_biasn,
-        scale, softcap, slope, row_word0, row_word1, column_key0, column_key1, threshold, True, c.EDGE_FORM, c,
-    )  # fmt: skip
+        keys = head_of(k_rows_ptr, strides_k, of_k, c.EDGE_FORM, c)
+        values = head_of(v_rows_ptr, strides_v, of_k, c.EDGE_FORM, c)
+    masked = masked_keys(blocks, c)
+    sums = _attend_blocks(sums, q, keys, values, row0, masked, mask, score, dropout, True, c.EDGE_FORM, c)
+    acc, l_i, m_i = sums
     sink = tl.zeros([c.BLOCK_M], tl.float32)
     if c.SINKS:  # seen last, it leaves the weights exact where a row has one key: exp2(0)
         sink += tl.load(sinks_ptr + h)
@@ -248,8 +229,8 @@ def _fwd_kernel(
     lse_row = lse_ptr + first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     tl.store(lse_row + offs_m, lse, mask=offs_m < n_rows)
     # Results go through addresses in every form.
-    o_base = head_base(o_ptr, b, h, first_q, stride_ob, stride_oh, stride_om, POINTER, c)
-    store_tile(o_base, out, row0, n_rows, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+    rows = head_of(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, first_q, n_rows), POINTER, c)
+    store_tile(rows, out, row0, c.HEAD_DIM_V, c.FORM)
 
 
 @dataclass(frozen=True)

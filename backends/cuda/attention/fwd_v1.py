@@ -20,13 +20,7 @@ from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.fwd import constants
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
 from diyfa.backends.cuda.attention.scores import query_blocks, sequence_of, visible_pairs
-from diyfa.backends.cuda.attention.tile_io import (
-    LN2,
-    LOG2E,
-    head_base,
-    load_tile,
-    store_tile,
-)
+from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_of, load_tile, store_tile
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
@@ -35,46 +29,30 @@ V1_SPILL_BUDGET = 896  # bytes; the tile is fwd.py's, and speed is not what this
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_v1_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    seq_lens_ptr,
+    q_ptr, k_ptr, v_ptr, seq_lens_ptr,
     running_ptr,  # (B, H, Sq, Dv) fp32: the normalised output so far
     o_ptr,
     m_ptr,  # (B, H, Sq) fp32: maximum so far, in units of log2
     lse_ptr,  # (B, H, Sq) fp32: holds the sum so far until the end
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    heads_q,
-    group,
-    seqlen_q,
-    seqlen_k,
-    window_left,
-    window_right,
-    scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om,
+    heads_q, group, seqlen_q, seqlen_k, window_left, window_right, scale,
     c: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q
     hk = h // group
-    _, _, n_queries, n_keys = sequence_of(None, None, seq_lens_ptr, b, seqlen_q, seqlen_k, 0, 0, c)
-    offset = n_keys - n_queries
-    q_base = head_base(q_ptr, b, h, 0, stride_qb, stride_qh, stride_qm, c.FORM, c)
-    k_base = head_base(k_ptr, b, hk, 0, stride_kb, stride_kh, stride_kn, c.FORM, c)
-    v_base = head_base(v_ptr, b, hk, 0, stride_vb, stride_vh, stride_vn, c.FORM, c)
-    o_base = head_base(o_ptr, b, h, 0, stride_ob, stride_oh, stride_om, c.FORM, c)
+    lengths = (None, None, seq_lens_ptr, seqlen_q, seqlen_k, 0, 0)
+    _, _, n_queries, n_keys = sequence_of(b, lengths, c)
+    mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
+    queries = head_of(q_ptr, (stride_qb, stride_qh, stride_qm), (b, h, 0, n_queries), c.FORM, c)
+    keys = head_of(k_ptr, (stride_kb, stride_kh, stride_kn), (b, hk, 0, n_keys), c.FORM, c)
+    values = head_of(v_ptr, (stride_vb, stride_vh, stride_vn), (b, hk, 0, n_keys), c.FORM, c)
+    outputs = head_of(o_ptr, (stride_ob, stride_oh, stride_om), (b, h, 0, seqlen_q), c.FORM, c)
     row = (b.to(tl.int64) * heads_q + h) * seqlen_q
-    running = running_ptr + row * c.HEAD_DIM_V
+    running_row = running_ptr + row * c.HEAD_DIM_V
+    running = (running_row, b, h, 0, n_queries, c.HEAD_DIM_V)
+    all_running = (running_row, b, h, 0, seqlen_q, c.HEAD_DIM_V)
     m_row = m_ptr + row
     l_row = lse_ptr + row
     scale_log2 = scale * LOG2E
@@ -82,27 +60,23 @@ def _fwd_v1_kernel(
     for row0 in tl.range(0, seqlen_q, c.BLOCK_M):
         offs_m = row0 + tl.arange(0, c.BLOCK_M)
         zeros = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-        store_tile(running, zeros, row0, seqlen_q, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+        store_tile(all_running, zeros, row0, c.HEAD_DIM_V, c.FORM)
         tl.store(m_row + offs_m, tl.full([c.BLOCK_M], float("-inf"), tl.float32), mask=offs_m < seqlen_q)
         tl.store(l_row + offs_m, tl.zeros([c.BLOCK_M], tl.float32), mask=offs_m < seqlen_q)
     tl.debug_barrier()  # what one thread wrote here, another may read in the next loop
 
     for col0 in tl.range(0, n_keys, c.BLOCK_N):
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
-        k = load_tile(k_base, b, hk, 0, col0, n_keys, stride_kn, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D, True, c.FORM, c)
-        v = load_tile(v_base, b, hk, 0, col0, n_keys, stride_vn, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV, True, c.FORM, c)
-        first, _, _, last = query_blocks(col0, n_queries, n_keys, offset, window_left, window_right, False, c)
+        k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
+        v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
+        first, _, _, last = query_blocks(col0, mask, False, c)
         for row0 in tl.range(first, last, c.BLOCK_M, num_stages=1):
             offs_m = row0 + tl.arange(0, c.BLOCK_M)
-            q = load_tile(
-                q_base, b, h, 0, row0, n_queries, stride_qm, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D, True, c.FORM, c
-            )
+            q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
             s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
             if c.NEGATE:
                 s = -s
-            visible = visible_pairs(
-                offs_m[:, None], offs_n[None, :], n_keys, offset, window_left, window_right, True, c
-            )
+            visible = visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c)
             s = tl.where(visible, s * scale_log2, float("-inf"))
 
             m_old = tl.load(m_row + offs_m, mask=offs_m < n_queries, other=float("-inf"))
@@ -112,12 +86,10 @@ def _fwd_v1_kernel(
             p = tl.math.exp2(s - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
             kept = l_old * tl.math.exp2(m_old - m_ref)
             l_new = kept + tl.sum(p, 1)
-            o = load_tile(
-                running, b, h, 0, row0, n_queries, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
-            )
+            o = load_tile(running, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
             norm = tl.where(l_new != 0.0, l_new, 1.0)
             o = (o * kept[:, None] + dot(round_to(p, v.dtype), v, c.PRECISION)) / norm[:, None]
-            store_tile(running, o, row0, n_queries, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+            store_tile(running, o, row0, c.HEAD_DIM_V, c.FORM)
             tl.debug_barrier()  # every warp has read the old statistics of all rows
             tl.store(m_row + offs_m, m_new, mask=offs_m < n_queries)
             tl.store(l_row + offs_m, l_new, mask=offs_m < n_queries)
@@ -125,10 +97,8 @@ def _fwd_v1_kernel(
 
     for row0 in tl.range(0, seqlen_q, c.BLOCK_M):
         offs_m = row0 + tl.arange(0, c.BLOCK_M)
-        o = load_tile(
-            running, b, h, 0, row0, seqlen_q, c.HEAD_DIM_V, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, True, c.FORM, c
-        )
-        store_tile(o_base, o, row0, seqlen_q, stride_om, c.HEAD_DIM_V, c.BLOCK_M, c.BLOCK_DV, c.FORM)
+        o = load_tile(all_running, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
+        store_tile(outputs, o, row0, c.HEAD_DIM_V, c.FORM)
         m = tl.load(m_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         total = tl.load(l_row + offs_m, mask=offs_m < seqlen_q, other=0.0)
         live = total != 0.0  # False for rows that saw no key and rows beyond the sequence

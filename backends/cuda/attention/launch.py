@@ -23,6 +23,7 @@ from diyfa.problem import (
     VARLEN,
     AttentionProblem,
     AttentionTensors,
+    KVCacheProblem,
     KVCacheTensors,
     Launch,
     NewKeys,
@@ -81,12 +82,16 @@ def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[
     return b, h, m, n
 
 
-def strides(layout: str, **tensors: torch.Tensor) -> dict[str, int]:
-    """The arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q; rows of keys are counted by n."""
+KEYS = frozenset({"k", "v", "dk", "dv", "kc", "vc"})  # names of tensors whose rows are keys
+
+
+def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
+    """The arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q, 0 where there is none; rows of keys are
+    counted by n."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
-        b, h, row, _ = bhsd_strides(x, layout)
-        row_letter = "n" if name in ("k", "v", "dk", "dv") else "m"
+        b, h, row, _ = (0, 0, 0, 0) if x is None else bhsd_strides(x, layout)
+        row_letter = "n" if name in KEYS else "m"
         found |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{row_letter}": row}
     return found
 
@@ -119,6 +124,28 @@ def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scal
         "softcap": problem.softcap,
         "threshold": keep_threshold(tensors.dropout_p),
         "keep_scale": 1.0 / (1.0 - tensors.dropout_p),
+    }
+
+
+def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[str, Any]:
+    """What every portable kernel over a cache takes of it: its tables, lengths and sizes, with their strides."""
+    table, kd, vd = tensors.block_table, tensors.k_descale, tensors.v_descale
+    return {
+        "seqlens_ptr": tensors.seqlens,
+        "block_table_ptr": table,
+        "cache_batch_idx_ptr": tensors.cache_batch_idx,
+        "k_descale_ptr": kd,
+        "v_descale_ptr": vd,
+        "stride_table": 0 if table is None else table.stride(0),
+        "stride_kdb": 0 if kd is None else kd.stride(0),
+        "stride_kdh": 0 if kd is None else kd.stride(1),
+        "stride_vdb": 0 if vd is None else vd.stride(0),
+        "stride_vdh": 0 if vd is None else vd.stride(1),
+        "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "length": tensors.length,
+        "entries": tensors.k_cache.shape[0],
+        "capacity": problem.capacity,
     }
 
 

@@ -3,7 +3,11 @@
 The forward and the backward kernels share these steps. A tile lies as [BLOCK_M, BLOCK_N] or, in the dK/dV kernel,
 transposed: positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and
 [BLOCK_N, 1]). Query i stands at key i + offset; it sees the keys from `window_left` before to `window_right` after that
-(causal: 0 after).
+(causal: 0 after). What belongs together goes from helper to helper as a tuple:
+
+    lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
+    mask = (queries, keys, offset, window_left, window_right)           of one sequence
+    score = (scale, softcap, slope, bias pointer, stride_biasm, stride_biasn)        of one head
 """
 
 from __future__ import annotations
@@ -16,13 +20,12 @@ from diyfa.backends.cuda.attention.tile_io import LOG2E, PACKED, SEQ_LENS
 
 
 @triton.jit
-def sequence_of(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c: tl.constexpr
-):
+def sequence_of(b, lengths, c: tl.constexpr):
     """Sample b -> (its first row in q, in k, its queries, its keys).
 
     Lengths on the device cannot be checked before the launch; they are clamped to the memory there is.
     """
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k = lengths
     first_q = 0
     first_k = 0
     n_queries = seqlen_q
@@ -49,10 +52,11 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
 
 
 @triton.jit
-def head_features(
-    slopes_ptr, bias_ptr, rng_state_ptr, b, h, stride_slopeb, stride_biasb, stride_biash, c: tl.constexpr
-):
-    """What belongs to query head h of sample b: (ALiBi slope, its bias, dropout's keys of rows, of columns)."""
+def head_features(b, h, features, c: tl.constexpr):
+    """Query head h of sample b -> (its `score`, dropout's keys of rows, of columns)."""
+    scale, softcap, slopes, bias, rng_state_ptr = features
+    slopes_ptr, stride_slopeb = slopes
+    bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn = bias
     slope = 0.0
     if c.ALIBI:
         slope = tl.load(slopes_ptr + b * stride_slopeb + h)
@@ -62,12 +66,14 @@ def head_features(
     row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
     if c.DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
-    return slope, bias_base, row_key0, row_key1, column_key0, column_key1
+    score = (scale, softcap, slope, bias_base, stride_biasm, stride_biasn)
+    return score, (row_key0, row_key1), (column_key0, column_key1)
 
 
 @triton.jit
-def masked_keys(begin, full_begin, full_end, end, c: tl.constexpr):
-    """The keys of `key_blocks` that need a mask, as one loop -> (begin, end, gap that it leaves out at full_begin)."""
+def masked_keys(blocks, c: tl.constexpr):
+    """The keys of `key_blocks` that need a mask, as one loop -> (begin, end, where it has a gap, how long that is)."""
+    begin, full_begin, full_end, end = blocks
     gap = full_end - full_begin
     if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
         masked_begin = begin
@@ -75,7 +81,18 @@ def masked_keys(begin, full_begin, full_end, end, c: tl.constexpr):
     else:
         masked_begin = full_end
         masked_end = end
-    return masked_begin, masked_end, gap
+    return masked_begin, masked_end, full_begin, gap
+
+
+@triton.jit
+def past_gap(start_n, corner, gap_at, gap, score, c: tl.constexpr):
+    """A block of keys of `masked_keys` -> (where it begins, and its corner of the bias, with the gap left out)."""
+    if c.HAS_LEFT:
+        skipped = tl.where(start_n >= gap_at, gap, 0)
+        start_n += skipped
+        if c.BIAS:
+            corner = bias_corner(corner, 0, skipped, score)
+    return start_n, corner
 
 
 @triton.jit
@@ -87,12 +104,13 @@ def load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries):
 
 
 @triton.jit
-def key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c: tl.constexpr):
+def key_blocks(row0, mask, c: tl.constexpr):
     """Keys that the queries [row0, row0 + BLOCK_M) see -> (begin, full_begin, full_end, end).
 
     [full_begin, full_end) is seen by all of them and needs no mask; [begin, full_begin) and [full_end, end) by some.
     All but `end` are multiples of BLOCK_N. Nothing outside [begin, end) is visited: a window costs its width.
     """
+    n_queries, n_keys, offset, window_left, window_right = mask
     begin = 0
     full_begin = 0
     end = n_keys
@@ -113,12 +131,13 @@ def key_blocks(row0, n_queries, n_keys, offset, window_left, window_right, c: tl
 
 
 @triton.jit
-def query_blocks(col0, n_queries, n_keys, offset, window_left, window_right, EDGES: tl.constexpr, c: tl.constexpr):
+def query_blocks(col0, mask, EDGES: tl.constexpr, c: tl.constexpr):
     """Queries that see the keys [col0, col0 + BLOCK_N) -> (begin, full_begin, full_end, end), as `key_blocks`.
 
     The last full block may overrun the queries, which weigh exp(s - inf) = 0 when they read as zeros; with EDGES they
     do not, and a full block is whole.
     """
+    n_queries, n_keys, offset, window_left, window_right = mask
     begin = 0
     full_begin = 0
     end = n_queries
@@ -141,8 +160,9 @@ def query_blocks(col0, n_queries, n_keys, offset, window_left, window_right, EDG
 
 
 @triton.jit
-def visible_pairs(rows, cols, n_keys, offset, window_left, window_right, CHECK_END: tl.constexpr, c: tl.constexpr):
+def visible_pairs(rows, cols, mask, CHECK_END: tl.constexpr, c: tl.constexpr):
     """Which query sees which key, for a tile that the mask cuts. CHECK_END: the tile may reach beyond the keys."""
+    _, n_keys, offset, window_left, window_right = mask
     if CHECK_END:
         visible = cols < n_keys
         if c.HAS_RIGHT:
@@ -175,26 +195,27 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def bias_corner(bias_ptr, row, col, stride_bm, stride_bn):
+def bias_corner(corner, row, col, score):
     """Where attn_bias is `row` rows and `col` columns on, in 64 bits.
 
     Loops over keys carry this pointer from block to block. Formed from the loop's counter it makes LLVM widen the
     counter to 64 bits, and then set the accumulators to 0 once more on the way past the loop, for which ptxas
     serialises the loop's wgmma (C7515).
     """
-    return bias_ptr + tl.cast(row, tl.int64) * stride_bm + tl.cast(col, tl.int64) * stride_bn
+    _, _, _, _, stride_biasm, stride_biasn = score
+    return corner + tl.cast(row, tl.int64) * stride_biasm + tl.cast(col, tl.int64) * stride_biasn
 
 
 @triton.jit
-def scores_log2(
-    s, row0, col0, rows, cols, n_queries, n_keys, offset, scale, softcap, slope, corner, stride_bm, stride_bn,
-    MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr,
-):  # fmt: skip
+def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECISE: tl.constexpr, c: tl.constexpr):
     """Products s -> (scores in units of log2, tanh of the softcap, which its gradient needs).
 
     softcap · tanh(s · scale / softcap) - slope · |distance| + bias; `scale` is already divided by the softcap.
-    The tile begins at (row0, col0), where `corner` points into the bias; without MASKED all its keys exist.
+    The tile `begins` at (row, column, corner of the bias); without MASKED all its keys exist.
     """
+    row0, col0, corner = begins
+    n_queries, n_keys, offset, _, _ = mask
+    scale, softcap, slope, _, stride_biasm, stride_biasn = score
     t = s
     if c.SOFTCAP:
         t = tanh(s * scale, PRECISE)
@@ -207,7 +228,7 @@ def scores_log2(
     if c.BIAS:
         # 32 bits do inside of a tile. Columns are checked only where they can overrun, so that a row of a full tile is
         # read in wide pieces.
-        addresses = corner + (rows - row0) * stride_bm + (cols - col0) * stride_bn
+        addresses = corner + (rows - row0) * stride_biasm + (cols - col0) * stride_biasn
         if MASKED:
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols < n_keys), other=0.0)
         else:

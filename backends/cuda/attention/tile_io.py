@@ -65,27 +65,32 @@ def cdiv(n: int, block: int) -> int:
 
 
 @triton.jit
-def head_base(ref, b, h, first, stride_b, stride_h, stride_row, FORM: tl.constexpr, c: tl.constexpr):
-    """Address of head h of sample b, first row `first` (PACKED); a descriptor covers all and passes through."""
+def head_of(ref, strides, place, FORM: tl.constexpr, c: tl.constexpr):
+    """The rows of a head, as `load_tile` and `store_tile` take them.
+
+    place: (sample, head, first row of its sequence, where sequences are packed, rows). A descriptor covers all heads
+    and passes through.
+    """
+    stride_b, stride_h, stride_row = strides
+    b, h, first, n_rows = place
     if FORM != DESCRIPTOR:
         ref = ref + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
         if c.LENGTHS == PACKED:
             ref = ref + first.to(tl.int64) * stride_row
-    return ref
+    return ref, b, h, first, n_rows, stride_row
 
 
 @triton.jit
 def load_tile(
-    ref, b, h, first, row0, n_rows, stride_row,
-    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    head, row0, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     CHECK_ROWS: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Rows row0 ... row0 + BLOCK_ROWS - 1 of a head -> [BLOCK_ROWS, BLOCK_D].
 
-    What lies beyond n_rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
-    sequences are shorter (LENGTHS), rows beyond n_rows hold whatever is there. `first`: the row that the sequence
-    begins at, which other forms have in `ref`.
+    What lies beyond its rows (with CHECK_ROWS) or HEAD_DIM is zero. A descriptor knows the tensor's end only: where
+    sequences are shorter (LENGTHS), rows beyond them hold whatever is there.
     """
+    ref, b, h, first, n_rows, stride_row = head
     if FORM == DESCRIPTOR:
         if c.LENGTHS == PACKED:
             tile = ref.load([0, h, first + row0, 0]).reshape(BLOCK_ROWS, BLOCK_D)
@@ -119,21 +124,14 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    base,
-    tile,
-    row0,
-    n_rows,
-    stride_row,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Write [BLOCK_ROWS, BLOCK_D] to the rows of a head, as far as n_rows and HEAD_DIM, in the destination's dtype.
+def store_tile(head, tile, row0, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
+    """Write [BLOCK_ROWS, BLOCK_D] to a head, as far as it has rows and HEAD_DIM, in the destination's dtype.
 
     Results are always written through addresses: one write at the end of a program gains nothing from TMA.
     """
+    base, _, _, _, n_rows, stride_row = head
+    BLOCK_ROWS: tl.constexpr = tile.shape[0]
+    BLOCK_D: tl.constexpr = tile.shape[1]
     if FORM == BLOCK_POINTER or FORM == WIDENED_BLOCK_POINTER:  # noqa: SIM109 (Triton has no `in`)
         target = tl.make_block_ptr(base, (n_rows, HEAD_DIM), (stride_row, 1), (row0, 0), (BLOCK_ROWS, BLOCK_D), (1, 0))
         tl.store(target, round_to(tile, base.dtype.element_ty), boundary_check=(0, 1))

@@ -33,10 +33,10 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     KVCacheProblem,
-    KVCacheTensors,
     Launch,
     NewKeys,
     empty_output,
+    example_kvcache,
     example_tensors,
 )
 
@@ -340,38 +340,6 @@ def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
         yield problem(128, half, page_size=16, batch_invariant=True, num_splits=splits)
 
 
-def kvcache_tensors_of(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """Tensors of a call with a cache, out and lse, without memory."""
-
-    def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-    batch, heads_kv, page = problem.batch, problem.heads_kv, problem.page_size
-    rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
-    q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
-    cache: tuple[int, ...] = (page * batch, page) if page else (batch, problem.capacity)
-    if problem.packed_keys:
-        cache = (batch * problem.capacity,)
-    k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
-    v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
-    of_batch = empty(batch)
-    descale = empty(batch, heads_kv, dtype="float32") if problem.descales else None
-    tensors = KVCacheTensors(
-        q, k, k[..., : problem.head_dim_v] if problem.latent else v, 0.125,
-        seqlens=of_batch,
-        cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
-        cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
-        block_table=empty(batch, problem.capacity // page) if page else None,
-        cache_batch_idx=of_batch if problem.cache_batch_idx else None,
-        leftpad=of_batch if problem.leftpad else None,
-        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
-        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
-        k_descale=descale,
-        v_descale=descale,
-    )  # fmt: skip
-    return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
-
-
 def _kvcache_case(problem: KVCacheProblem) -> str:
     cache = "" if problem.cache_dtype == problem.dtype else f" {problem.cache_dtype}"
     d, dv = problem.head_dim, problem.head_dim_v
@@ -384,7 +352,7 @@ def _kvcache_case(problem: KVCacheProblem) -> str:
 def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
     """The kernels over a cache; the combine and the append of one call, which cover all that they do."""
     for problem in kvcache_problems(arch):
-        tensors, out, lse = kvcache_tensors_of(problem)
+        tensors, out, lse = example_kvcache(problem)
         config = decode.config_of(problem)
         memory = decode.workspace(problem, config, out.device)
         main, *combine = decode.launches_of(problem, tensors, out, lse, config, memory)
@@ -425,7 +393,7 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         latent.replace(page_size=64, seqlen_q=2, window_right=0),
         latent.replace(dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
     ):
-        tensors, out, lse = kvcache_tensors_of(problem)
+        tensors, out, lse = example_kvcache(problem)
         memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
         main, *_ = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
@@ -460,7 +428,10 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         reason = prefill_configs.refuses(problem)
         assert reason is None, reason
         config = prefill_configs.config_of(problem)
-        launch = prefill.launch_of(problem, *kvcache_tensors_of(problem), config)
+        tensors, out, lse = example_kvcache(problem)
+        if problem.packed_keys:  # fewer of them used than lie there, too
+            tensors = tensors._replace(seqlens=out.new_empty(problem.batch, dtype=torch.int32))
+        launch = prefill.launch_of(problem, tensors, out, lse, config)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
         yield spec_of(launch, "kvcache_fwd/sm90_prefill", case, HOPPER_SPILLS, clean_loops=True)

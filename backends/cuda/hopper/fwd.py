@@ -22,12 +22,7 @@ import torch
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, softmax_scale

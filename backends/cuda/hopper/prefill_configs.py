@@ -20,26 +20,8 @@ FEWEST_QUERIES: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 @kept
 def as_forward(problem: KVCacheProblem) -> AttentionProblem:
     """The call as the tables of the forward pass see it: with sequences that end where only the device knows."""
-    return AttentionProblem(
-        problem.device_type,
-        problem.arch,
-        problem.dtype,
-        problem.layout,
-        problem.batch,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.seqlen_q,
-        problem.capacity,
-        problem.head_dim,
-        problem.head_dim_v,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
-        softcap=problem.softcap,
-        seq_lens=not problem.varlen,
-        alibi=problem.alibi,
-        sinks=problem.sinks,
-        aligned=problem.aligned,
-        total_q=problem.total_q,
+    return problem.described_as(
+        AttentionProblem, seqlen_k=problem.capacity, seq_lens=not problem.varlen, batch_invariant=False
     )
 
 

@@ -20,26 +20,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diyfa.arch import ELEMENT_BYTES, gpu_spec
 from diyfa.backends.cuda.attention.dots import dot_operand, round_to
 from diyfa.backends.cuda.compile.aot import CompileSpec, spec_of
-from diyfa.backends.cuda.matmul.configs import (
-    MatmulConfig,
-    candidates,
-    default_config,
-    shared_bytes,
-)
+from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config, shared_bytes
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import Kernel, Launch, MatmulProblem, kept
 from diyfa.tuning import bucket_size
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
 
 TL_DTYPE = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 TORCH_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -94,18 +85,8 @@ def grouped_tile(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _matmul_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    M,
-    N,
-    K,
-    c: tl.constexpr,
-):
+    a_ptr, b_ptr, c_ptr, stride_am, stride_ak, stride_bk, stride_bn, M, N, K, c: tl.constexpr
+):  # fmt: skip
     """The result is (M, N), or (SPLIT_K, M, N) partial sums; contiguous."""
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N), c.GROUP_M)
     split = tl.program_id(1)
@@ -152,11 +133,8 @@ def _matmul_tma_kernel(
     a_desc,  # blocks of [BLOCK_M, BLOCK_K], or [BLOCK_K, BLOCK_M] when A_TRANSPOSED
     b_desc,  # blocks of [BLOCK_K, BLOCK_N], or [BLOCK_N, BLOCK_K] when B_TRANSPOSED
     c_desc,  # blocks of [BLOCK_M, BLOCK_N], half as wide when STORE_HALVES
-    M,
-    N,
-    K,
-    c: tl.constexpr,
-):
+    M, N, K, c: tl.constexpr,
+):  # fmt: skip
     """What lies beyond an edge of a or b reads as 0, beyond one of the result it is not written: descriptors clip."""
     num_tiles_m, num_tiles_n = tl.cdiv(M, c.BLOCK_M), tl.cdiv(N, c.BLOCK_N)
     # Flattened with the loop over K, loads of the next tile are in flight while this one is stored.
@@ -326,8 +304,6 @@ FEW_ROWS = 16
 def unsupported_tma(problem: MatmulProblem) -> str | None:
     """Reason why the descriptor form cannot run `problem`, or None."""
     spec = gpu_spec(problem.arch)
-    if TensorDescriptor is None:
-        return f"Triton {triton.__version__} has no host-side tensor descriptors (3.4 has)"
     if spec is None or not spec.has_tma:
         return f"TMA needs Hopper or later, this is {problem.arch}"
     if problem.dtype == "float32" or problem.compute_dtype != problem.dtype:

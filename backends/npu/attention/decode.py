@@ -44,13 +44,7 @@ from diyfa.backends.npu.attention.primitives import (
     store_tile,
 )
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, kernel, padded_head_dim
-from diyfa.backends.npu.runtime.launch import (
-    addressed,
-    cube_programs,
-    described,
-    device_guard,
-    vector_programs,
-)
+from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, device_guard, vector_programs
 from diyfa.backends.npu.runtime.tiles import chosen_tile, run_tiled
 from diyfa.backends.npu.tables import configs
 from diyfa.backends.npu.tables.configs import AttentionTile

@@ -38,7 +38,7 @@ from diyfa.backends.npu.compiler.selection import selected_jobs
 from diyfa.backends.npu.compiler.specs import Job, conservative_jobs, shipped_jobs
 from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
-from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
+from diyfa.npu_stacks import TRITON_ASCEND, installed_version, triton_problem
 from diyfa.problem import CompileReport, ToolMissing
 
 JOBS = os.cpu_count() or 2  # back-half processes at a time
@@ -137,13 +137,11 @@ def _known_releases() -> list[BackHalf]:
 
 def check_front_half() -> None:
     """Raises CompilerMissing unless `triton` is triton-ascend and compiles rather than interprets."""
-    try:
-        metadata.version("triton-ascend")
-    except metadata.PackageNotFoundError:
+    if installed_version("triton-ascend") is None:
         raise CompilerMissing(
             f"the Ascend compiler's front half is missing: pip install triton-ascend=={TRITON_ASCEND}, in an "
             "environment without mainline Triton (both install a package named triton)"
-        ) from None
+        )
     if problem := triton_problem():
         raise CompilerMissing(f"the Ascend compiler's front half does not run: {problem}")
     from diyfa.backends.npu.runtime.compat import INTERPRETED

@@ -22,12 +22,12 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     KVCacheProblem,
-    KVCacheTensors,
     Launch,
     MatmulProblem,
     NewKeys,
     empty_output,
     example_gradients,
+    example_kvcache,
     example_tensors,
 )
 
@@ -167,34 +167,6 @@ def kvcache_example(target: str, **changes: Any) -> KVCacheProblem:
     )
 
 
-def kvcache_call(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """(inputs, out, lse) of a call of `problem`, without memory."""
-    empty = partial(torch.empty, device="meta")
-    numbers = partial(empty, dtype=torch.int32)
-    dtype, batch, capacity = getattr(torch, problem.dtype), problem.batch, problem.capacity
-    queries = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
-    pages = -(-capacity // problem.page_size) if problem.paged else 0
-    keys: tuple[int, ...] = (batch * pages, problem.page_size) if problem.paged else (batch, capacity)
-    if problem.packed_keys:
-        keys = (batch * capacity,)
-    tensors = KVCacheTensors(
-        empty((*queries, problem.heads_q, problem.head_dim), dtype=dtype),
-        empty((*keys, problem.heads_kv, problem.head_dim), dtype=dtype),
-        empty((*keys, problem.heads_kv, problem.head_dim_v), dtype=dtype),
-        problem.head_dim**-0.5,
-        length=capacity,
-        seqlens=numbers(batch) if problem.lengths and not problem.packed_keys else None,
-        cu_seqlens_q=numbers(batch + 1) if problem.varlen else None,
-        cu_seqlens_k=numbers(batch + 1) if problem.packed_keys else None,
-        block_table=numbers(batch, pages) if problem.paged else None,
-        cache_batch_idx=numbers(batch) if problem.cache_batch_idx else None,
-        leftpad=numbers(batch) if problem.leftpad else None,
-        alibi_slopes=empty(problem.heads_q) if problem.alibi else None,
-        sinks=empty(problem.heads_q) if problem.sinks else None,
-    )
-    return tensors, empty((*queries, problem.heads_q, problem.head_dim_v), dtype=dtype), empty(problem.lse_shape)
-
-
 def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None = None) -> Iterator[Job]:
     """The jobs of attention over a cache: the kernel, and what packs its queries and combines its results.
 
@@ -214,7 +186,7 @@ def kvcache_jobs_of(problem: KVCacheProblem, tile: configs.AttentionTile | None 
     used = " ".join([keys, f"Sq={problem.seqlen_q}", *(name for name, there in features.items() if there)])
     case = f"{problem.dtype} D={problem.head_dim} {used} {tile.block_m}x{tile.block_n}"
     names = {decode._pack_kernel: "/pack", decode._decode_kernel: "", decode._combine_kernel: "/combine"}
-    for launch in decode.launches_of(problem, *kvcache_call(problem), tile):
+    for launch in decode.launches_of(problem, *example_kvcache(problem), tile):
         gated = configs.pages_form(problem, tile) != "gathered"
         yield job_of(f"kvcache_fwd/split_kv{names[launch.kernel]}", case, launch, gated=gated)
 
@@ -223,7 +195,7 @@ def append_job(problem: KVCacheProblem, rotated: int, interleaved: bool) -> Job:
     """The job of appending to a cache, where `rotated` features of a head are rotated, of keys and queries."""
     from diyfa.backends.npu.attention import append
 
-    tensors, *_ = kvcache_call(problem)
+    tensors, *_ = example_kvcache(problem)
     dtype, shape = tensors.q.dtype, (problem.batch, problem.seqlen_q, problem.heads_kv)
     table = None if not rotated else torch.empty(problem.capacity, rotated // 2, dtype=dtype, device="meta")
     new = NewKeys(

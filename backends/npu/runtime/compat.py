@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata
 from typing import Any
+
+from diyfa.npu_stacks import installed_version
 
 # In the interpreter the kernels run on CPU memory. Its `tl.dot` of bfloat16 multiplies bit patterns, so the kernels
 # widen bfloat16 operands there (the INTERPRET flag); float32 products of bfloat16 values are what the cube unit forms.
@@ -24,11 +25,7 @@ INTERPRETER_PROGRAMS = 3
 @lru_cache(maxsize=1)
 def has_ascend_compiler() -> bool:
     """Whether the installed package `triton` is triton-ascend."""
-    try:
-        metadata.version("triton-ascend")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return installed_version("triton-ascend") is not None
 
 
 def padded_head_dim(head_dim: int) -> int:

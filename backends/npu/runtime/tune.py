@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from diyfa.backends.npu import device_name
 from diyfa.backends.npu.runtime.compat import INTERPRETED
 from diyfa.backends.npu.runtime.compiler import compiler_version, is_compile_failure
 from diyfa.backends.npu.tables.asked import VARIABLE
+from diyfa.npu_stacks import installed_version
 from diyfa.problem import Tuning
 
 MEASURE_MS = 60  # of each candidate, in each round
@@ -68,14 +68,10 @@ class Tuner(shared.Tuner):
         return super().unavailable()
 
     def _identity(self, device_name: str) -> dict[str, str]:
-        try:
-            triton = metadata.version("triton-ascend")
-        except metadata.PackageNotFoundError:
-            triton = ""
         return {
             "device": device_name,
             "diyfa": shared.diyfa_version(),
-            "triton": triton,
+            "triton": installed_version("triton-ascend") or "",
             "compiler": compiler_version(),
         }
 
