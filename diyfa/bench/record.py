@@ -63,3 +63,9 @@ def write_json(path: Path, benchmark: str, device: torch.device, rows: Sequence[
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"benchmark": benchmark, **environment(device), **facts, "rows": list(rows)}
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def default_path(benchmark: str, device: torch.device, folder: Path) -> Path:
+    """`folder/2026-01-31-NVIDIA-H200-attention.json`: one file for each benchmark, device and day."""
+    name = device_name(device).split(" (")[0].replace(" ", "-").replace("/", "-").replace("(R)", "").replace("@", "")
+    return folder / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}-{benchmark}.json"

@@ -1,0 +1,24 @@
+"""Scripts that no test runs find what they import: benchmarks, and what is run by hand on a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "manual").glob("*.py")])
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_imports(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("benchmarks", "tests/hopper"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    name = f"script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
