@@ -43,9 +43,8 @@ class Plan:
         self.lengths, self.options, self.names = without_tensors(lengths, options)
         self.has_run = False
         self.repeat: Repeat | None = None  # `Kernel.repeat`'s, from the second call on: most lengths never come again
-        self.repeat_takes = (
-            -1 if problem.needs_grad else 3 + len(self.names)
-        )  # tensors; with gradients autograd calls it
+        # How many tensors that takes; -1: with gradients autograd calls it.
+        self.repeat_takes = -1 if problem.needs_grad else 3 + len(self.names)
         self.backward_repeats: dict[Hashable, Repeat] = {}  # the same of the backward kernel, by the gradient's strides
 
 

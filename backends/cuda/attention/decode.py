@@ -20,7 +20,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -806,22 +806,16 @@ def can_overlap(arch: str) -> bool:
     return spec is not None and spec.has_tma and not is_interpreting()
 
 
-def constants_of(
-    problem: KVCacheProblem, config: DecodeConfig, count: int = 1, parts: int = 1, together: int = 1
-) -> DecodeConstants:
-    """What the kernels are compiled for: `count` programs of the first. For `parts` see `parts_apart`, for `together`
-    `heads_together`."""
+def constants_of(problem: KVCacheProblem, config: DecodeConfig, parts: int = 1, together: int = 1) -> DecodeConstants:
+    """What the kernels are compiled for; `parts`, `together`: see `parts_apart` and `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
-    columns = combined_columns(problem, config, count)
-    tiles = problem.batch * row_blocks(problem, config)
-    one_scan = tiles <= scan_of(problem, config)
     return DecodeConstants(
         split=is_split(problem),
         scan=scan_of(problem, config),
-        one_scan=one_scan,
+        one_scan=problem.batch * row_blocks(problem, config) <= scan_of(problem, config),
         long_line=has_long_line(problem, config),
         one_turn=together == problem.heads_kv,
-        by_tile=one_scan and tiles * problem.heads_kv < count,
+        by_tile=False,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -841,8 +835,8 @@ def constants_of(
         values_in_keys=reads_values_once(problem),
         widen=is_widened(problem),
         overlap=is_split(problem) and can_overlap(problem.arch),
-        parts=FOLDED_PARTS if problem.batch_invariant else max(8, COMBINED_ELEMENTS // columns),
-        columns=columns,
+        parts=FOLDED_PARTS,
+        columns=padded_head_dim(problem.head_dim_v),
         part=PART_KEYS // config.block_n if problem.batch_invariant else 0,
         parts_apart=parts > 1,
         split_cost=config.split_cost,
@@ -884,7 +878,7 @@ def launches_of(
         return []
     parts = parts_apart(problem, config, q.device)
     together = heads_together(problem, count)
-    c = constants_of(problem, config, count, parts, together)
+    c = constants_of(problem, config, parts, together)
     slopes = tensors.alibi_slopes
     sums = statistics = None
     if memory is not None:
@@ -927,14 +921,19 @@ def launches_of(
     ]
     if memory is not None:
         rows = rows_per_tile(problem, config)
-        owners = problem.batch * row_blocks(problem, config) * problem.heads_kv if c.by_tile else count
-        shared = rows * (c.block_dv // c.columns), together, owners // together
-        kernel, grid = (_fold_kernel, count // parts * rows) if parts > 1 else (_combine_kernel, shared)
+        grid: int | tuple[int, int, int] = count // parts * rows
+        kernel, merging = _fold_kernel, c
+        if parts == 1:  # what differs with the batch is no constant of `_decode_kernel`
+            tiles = problem.batch * row_blocks(problem, config) * problem.heads_kv
+            by_tile, columns = c.one_scan and tiles < count, combined_columns(problem, config, count)
+            grid = rows * (c.block_dv // columns), together, (tiles if by_tile else count) // together
+            kernel = _combine_kernel
+            merging = replace(c, by_tile=by_tile, columns=columns, parts=max(8, COMBINED_ELEMENTS // columns))
         given = arguments | {"sharers": count // together}
         merged = {name: given[name] for name in kernel.arg_names if name in given}
         early = {"launch_pdl": True} if c.overlap else {}
         # With one warp all of them fit beside `_decode_kernel`, and wait there with everything known but the sums.
-        launches.append(Launch(kernel, grid, merged, {"c": c}, {"num_warps": 1, **early}))
+        launches.append(Launch(kernel, grid, merged, {"c": merging}, {"num_warps": 1, **early}))
     return launches
 
 
