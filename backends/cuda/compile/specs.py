@@ -350,7 +350,7 @@ def _kvcache_case(problem: KVCacheProblem) -> str:
 
 
 def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
-    """The kernels over a cache; the combine and the append of one call, which cover all that they do."""
+    """The kernels over a cache; the combine and the append of calls that cover all that they do."""
     for problem in kvcache_problems(arch):
         tensors, out, lse = example_kvcache(problem)
         config = decode.config_of(problem)
@@ -368,7 +368,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         if problem.batch_invariant and problem.num_splits == 1:
             budget = 128
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
-        if problem.sinks or problem.batch_invariant:
+        if problem.sinks or problem.batch_invariant or problem.latent:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
@@ -391,12 +391,13 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
     latent = latent.replace(latent=True, lengths=True)
     for problem in (
         latent.replace(page_size=64, seqlen_q=2, window_right=0),
-        latent.replace(dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
+        latent.replace(batch=4, dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
     ):
         tensors, out, lse = example_kvcache(problem)
         memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
-        main, *_ = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
+        main, combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+        yield spec_of(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
 
 
 def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
