@@ -20,7 +20,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -240,7 +240,7 @@ def _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c: tl.constexp
         tiles = tl.cdiv(begun * turns, sharers)
         if tiles * (most + tile_cost).to(LINE) <= share + c.SPLIT_COST:
             least = most + tile_cost
-            share = tl.maximum(tiles * least, 1).to(LINE)
+            share = tl.maximum(tiles.to(LINE) * least, 1)
             work = (begun * turns).to(LINE) * least
     return work, share, (tile_cost, least), first_counts
 
@@ -266,6 +266,13 @@ def _tile_at(place, first_counts, cost, batch, blocks_m, turns, lengths, mask, c
             tile += tiles_here
             before = tl.maximum(before, before_here)
     return tile, before
+
+
+@triton.jit
+def _place_of(tile, first_counts, cost, total, turns, c: tl.constexpr):
+    """The place where one of the first tiles begins, in a line of the length `total`."""
+    work = _work_of(first_counts, cost, c).to(total.dtype)
+    return tl.sum(tl.where(tl.arange(0, c.SCAN) < tile, work, 0), 0) * turns
 
 
 @triton.jit
@@ -696,8 +703,7 @@ def _combine_kernel(
     tile_cost, _ = cost
     if c.BY_TILE:
         tile = tl.program_id(2) // turns
-        earlier = tl.arange(0, c.SCAN) < tile
-        before = tl.sum(tl.where(earlier, _work_of(first_counts, cost, c), 0), 0).to(total.dtype) * turns
+        before = _place_of(tile, first_counts, cost, total, turns, c)
     else:
         owner = tl.program_id(2)
         end_of_part = tl.maximum(tl.minimum(owner * share + share, total) - 1, 0)
@@ -812,7 +818,8 @@ def constants_of(
     """What the kernels are compiled for: `count` programs of the first. For `parts` see `parts_apart`, for `together`
     `heads_together`."""
     block_d, block_rest = feature_blocks(problem.head_dim)
-    columns = combined_columns(problem, config, count)
+    block_dv = padded_head_dim(problem.head_dim_v)
+    columns = combined_columns(problem, config, count) if is_split(problem) else block_dv
     tiles = problem.batch * row_blocks(problem, config)
     one_scan = tiles <= scan_of(problem, config)
     return DecodeConstants(
@@ -821,7 +828,7 @@ def constants_of(
         one_scan=one_scan,
         long_line=has_long_line(problem, config),
         one_turn=together == problem.heads_kv,
-        by_tile=one_scan and tiles * problem.heads_kv < count,
+        by_tile=is_split(problem) and one_scan and tiles * problem.heads_kv < count,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         softcap=problem.softcap != 0.0,
@@ -833,7 +840,7 @@ def constants_of(
         block_n=config.block_n,
         block_d=block_d,
         block_rest=block_rest,
-        block_dv=padded_head_dim(problem.head_dim_v),
+        block_dv=block_dv,
         page_size=problem.page_size,
         one_page=problem.paged and problem.page_size % config.block_n == 0 and not problem.leftpad,
         packed_keys=problem.packed_keys,
@@ -947,8 +954,10 @@ def launches_of(
         "softcap": problem.softcap,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    # It is not compiled anew for what the combine kernel alone reads: a cache that grows changes that.
+    own = replace(c, by_tile=False, columns=0, parts=0)
     launches = [
-        Launch(_decode_kernel, (together, count // together) if c.split else count, arguments, {"c": c}, options)
+        Launch(_decode_kernel, (together, count // together) if c.split else count, arguments, {"c": own}, options)
     ]
     if memory is not None:
         rows = rows_per_tile(problem, config)

@@ -382,7 +382,7 @@ def _kvcache_case(problem: KVCacheProblem) -> str:
 
 
 def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
-    """The kernels over a cache; the combine and the append of one call, which cover all that they do."""
+    """The kernels over a cache; the combine and the append of few calls, which cover all that they do."""
     for problem in kvcache_problems(arch):
         tensors, out, lse = kvcache_tensors_of(problem)
         config = decode.config_of(problem)
@@ -400,7 +400,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         if problem.batch_invariant and problem.num_splits == 1:
             budget = 128
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
-        if problem.sinks or problem.batch_invariant:
+        if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
@@ -414,7 +414,8 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows."""
+    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows. Each has
+    another form of the combine kernel, in which programs may have whole tiles: rows as a whole, and divided."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
@@ -423,12 +424,13 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
     latent = latent.replace(latent=True, lengths=True)
     for problem in (
         latent.replace(page_size=64, seqlen_q=2, window_right=0),
-        latent.replace(dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
+        latent.replace(batch=4, dtype="float16", cache_dtype="float16", heads_q=16, leftpad=True, cache_batch_idx=True),
     ):
         tensors, out, lse = kvcache_tensors_of(problem)
         memory = decode.workspace(problem, decode_mla_configs.CONFIG, out.device)
-        main, *_ = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
+        main, *combine = decode_mla.launches_of(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
         yield spec_of(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+        yield from (spec_of(launch, "kvcache_fwd/combine", _kvcache_case(problem)) for launch in combine)
 
 
 def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
