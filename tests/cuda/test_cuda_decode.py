@@ -56,12 +56,13 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 
 
 # Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
-# at a time.
+# at a time. The last two have programs of the combine kernel for each tile, which programs share.
 @pytest.mark.parametrize(
     ("batch", "programs", "heads_kv", "long_line"),
     [
         (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
         (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
+        (1, 10, 3, False), (1, 15, 3, False),
     ],
 )  # fmt: skip
 def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv, long_line):
