@@ -221,14 +221,22 @@ def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypat
     torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
 
 
-def test_whole_tiles_end_with_their_sequences(monkeypatch):
-    """They take as much of the line as the longest one. Scores are all 0."""
-    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: 4)
-    lengths = [5 * BLOCK_N, 1, 0, 3 * BLOCK_N - 2]
-    v = torch.randn(4, 5 * BLOCK_N, 1, 16, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(
+    ("programs", "split_cost", "scans", "lengths"),
+    [
+        (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
+        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a part from the middle of the longest
+        (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
+    ],
+)
+def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, monkeypatch):
+    """Scores are all 0."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(decode_configs, "SCANS", scans)
+    v = torch.randn(4, 192, 1, 16, generator=torch.Generator().manual_seed(0))
     for b, n in enumerate(lengths):
         v[b, n:] = float("nan")
-    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost=6)):
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)):
         out, lse = attend(torch.zeros(4, 1, 1, 16), v, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))
     for b, n in enumerate(lengths):
         expected = v[b, :n, 0].mean(0) if n else torch.zeros(16)
