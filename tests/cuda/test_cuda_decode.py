@@ -25,7 +25,7 @@ from diyfa.backends.cuda.attention import clear, decode, decode_configs
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, decode_config
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-from diyfa.problem import AttentionProblem, KVCacheProblem
+from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, example_kvcache
 
 DEVICE = TARGETS["cuda"].device
 BLOCK_N = 16
@@ -55,12 +55,13 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 
 
 # Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
-# at a time.
+# at a time. The last two have programs of the combine kernel for each tile, which programs share.
 @pytest.mark.parametrize(
     ("batch", "programs", "heads_kv", "long_line"),
     [
         (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
         (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
+        (1, 10, 3, False), (1, 15, 3, False),
     ],
 )  # fmt: skip
 def test_each_block_of_keys_is_seen_once(monkeypatch, batch, programs, heads_kv, long_line):
@@ -108,12 +109,32 @@ def test_the_line_of_work_has_each_tile_with_rows_once(batch, most, rows, progra
     assert_line(call, config, lengths, offsets, queries, programs)
 
 
+@pytest.mark.parametrize(
+    ("programs", "blocks", "whole"),
+    [
+        (7, [7], True), (8, [8], False), (2, [3, 1, 0, 2, 4], True), (2, [9, 1, 0, 2, 9, 0, 0], False),
+        (35, [1] * 139 + [2], True), (70, [1, 0] * 69 + [4], True), (3, [0, 0, 60, 58, 60], True),
+    ],
+)  # fmt: skip
+def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, whole):
+    """Those with fewer blocks than others, or none, too."""
+    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost=6)
+    queries = [min(n, 1) for n in blocks]
+    call = problem(
+        layout="thd", batch=len(blocks), heads_q=1, heads_kv=1, total_q=sum(queries), capacity=max(blocks) * BLOCK_N,
+        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
+    )  # fmt: skip
+    lengths, offsets = [n * BLOCK_N for n in blocks], [0, *accumulate(queries)]
+    assert bool(line_of_work(call, config, lengths, offsets, programs, [0], DEVICE).least) == whole
+    assert_line(call, config, lengths, offsets, queries, programs)
+
+
 @pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
 @pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
 def test_places_of_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
     """Caches so long that nobody has the memory, but for one page that all entries of a table name. Beyond the bound
     a line is as long as lengths on the device may make it."""
-    config = DecodeConfig(16, block_n, 4, 1, 1)
+    config = DecodeConfig(16, block_n, 4, 1, 1, split_cost=6)
     call = problem(
         batch=batch, heads_q=heads_kv, heads_kv=heads_kv, page_size=16, lengths=True, window_right=-1,
         arch=cuda.arch(torch.device(DEVICE)),
@@ -159,10 +180,29 @@ def assert_line(call, config, lengths, offsets, queries, programs) -> None:
     assert line[:4] == (total, share, cost, least)
     for place, found in zip(places, line.tiles, strict=True):
         if total == 0:
-            assert found[0] >= len(counts) and found[1] == 0
+            assert found[0] >= len(counts) and found[1:] == (0, 0)
             continue
         tile = next(i for i in range(len(work)) if begins[i + 1] > place)
-        assert found == (tile, begins[tile])
+        assert found == (tile, begins[tile], begins[tile])
+
+
+def launches_without_memory(call: KVCacheProblem) -> list[Launch]:
+    """What a call would launch."""
+    tensors, out, lse = example_kvcache(call)
+    config = decode.config_of(call)
+    return decode.launches_of(call, tensors, out, lse, config, decode.workspace(call, config, out.device))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 576, "head_dim_v": 512, "latent": True}, {"batch_invariant": True}]
+)
+def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
+    """What only the combine kernel reads is no constant of the one that attends to keys, which takes seconds."""
+    call = problem(batch=1, heads_q=8, heads_kv=1, head_dim=256, head_dim_v=256, dtype="bfloat16", lengths=True)
+    call = call.replace(cache_dtype="bfloat16", **changes)
+    launched = [launches_without_memory(call.replace(capacity=64 << n)) for n in range(11)]
+    constants = {main.constants["c"] for main, *_ in launched}
+    assert len(constants) == (2 if call.batch_invariant else 1)  # there are parts with programs of their own
 
 
 @pytest.mark.parametrize(("programs", "columns"), [(8, 32), (9, 32), (17, 32), (9, 16), (17, 16)])
@@ -178,6 +218,30 @@ def test_more_parts_of_a_tile_than_are_read_at_once(programs, columns, monkeypat
     for head in range(2):
         torch.testing.assert_close(out[0, 0, head], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("programs", "split_cost", "scans", "lengths"),
+    [
+        (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
+        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a part from the middle of the longest
+        (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
+    ],
+)
+def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, monkeypatch):
+    """Scores are all 0."""
+    monkeypatch.setattr(decode_configs, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(decode_configs, "SCANS", scans)
+    v = torch.randn(4, 192, 1, 16, generator=torch.Generator().manual_seed(0))
+    for b, n in enumerate(lengths):
+        v[b, n:] = float("nan")
+    with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)):
+        out, lse = attend(torch.zeros(4, 1, 1, 16), v, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))
+    for b, n in enumerate(lengths):
+        expected = v[b, :n, 0].mean(0) if n else torch.zeros(16)
+        torch.testing.assert_close(out[b, 0, 0], expected, rtol=1e-5, atol=1e-6)
+    expected_lse = torch.tensor([float(n) for n in lengths]).log().abs()  # inf where there are no keys
+    torch.testing.assert_close(lse[:, 0, 0], expected_lse, rtol=1e-5, atol=1e-6)
 
 
 def test_one_program_shares_with_nobody(monkeypatch):

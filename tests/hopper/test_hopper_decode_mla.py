@@ -97,14 +97,27 @@ def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.launches == 1
 
 
-@pytest.mark.parametrize(("programs", "split_cost"), [(4, 0), (6, 6)])
+@pytest.mark.parametrize(
+    ("programs", "split_cost", "heads", "lens"),
+    [(4, 0, 128, (129, 290)), (6, 6, 128, (129, 1, 100)), (6, 0, 256, (129,))],
+    ids=["parts", "whole tiles", "parts in turns"],
+)
 def test_tiles_that_share_keys_are_walked_at_the_same_time(
-    programs: int, split_cost: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, split_cost: int, heads: int, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two groups of heads of a sequence, by pairs of programs, which have whole tiles or parts of them."""
+    """The two groups of heads of a sequence, or two of four in turns, by pairs of programs."""
     kernel = interpret(monkeypatch, programs=programs, split_cost=split_cost)
-    check(case("two_groups", 129, 1, 250, heads=128))
+    check(case("groups", *lens, heads=heads))
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize(("programs", "split_cost", "lens"), [(2, 0, (64, 100)), (7, 6, (400,)), (8, 6, (450,))])
+def test_both_kernels_decide_alike_whether_programs_have_whole_tiles(
+    programs: int, split_cost: int, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a split costs nothing, though whole tiles take no longer; up to seven blocks where it costs six."""
+    interpret(monkeypatch, programs=programs, split_cost=split_cost)
+    check(case("whole_or_not", *lens, heads=8))
 
 
 def test_a_cache_that_tma_cannot_reach_goes_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +134,13 @@ def test_shares_of_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     source = source.replace(name, "SCAN = gl.constexpr(2)")
     monkeypatch.setattr(decode, "LONG_SHARE", gl.constexpr(1))  # of the combine kernel, too
     kernels = load_kernel({"hopper.decode_mla": source}, tmp_path, ("hopper.decode_mla",))
-    for programs in (2, 3, 5):  # 5: as many as there are blocks, from which on it counts
+    long_shares = case("long_shares", 129, 1, 40, heads=8)
+    pairs = case("by_pairs", 129, heads=128, spare=64)  # each of which would have a block
+    # 5: as many as there are blocks, from which on it counts.
+    for programs, each in ((2, long_shares), (3, long_shares), (5, long_shares), (8, pairs)):
         with monkeypatch.context() as patch:
             interpret(patch, programs=programs, kernels=kernels)
-            check(case("long_shares", 129, 1, 40, heads=8))
+            check(each)
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-46])  # the last is 0 in float32

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.decode import _line_of_work, _tile_at, constants_of
+from diyfa.backends.cuda.attention.decode import _line_of_work, _place_of, _tile_at, constants_of
 from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, row_blocks
 from diyfa.backends.cuda.runtime.launch import launch_kernel
 from diyfa.problem import KVCacheProblem, Launch
@@ -29,8 +29,12 @@ def _places_kernel(
     tl.store(line_ptr + 1, share.to(tl.int64))
     tl.store(line_ptr + 2, tile_cost.to(tl.int64))
     tl.store(line_ptr + 3, least + tl.zeros([], tl.int64))
-    tl.store(tiles_ptr + 2 * tl.program_id(0), tile.to(tl.int64))
-    tl.store(tiles_ptr + 2 * tl.program_id(0) + 1, before.to(tl.int64))
+    begins = before
+    if c.ONE_SCAN:
+        begins = _place_of(tile, first_counts, cost, total, turns, c)
+    tl.store(tiles_ptr + 3 * tl.program_id(0), tile.to(tl.int64))
+    tl.store(tiles_ptr + 3 * tl.program_id(0) + 1, before.to(tl.int64))
+    tl.store(tiles_ptr + 3 * tl.program_id(0) + 2, begins.to(tl.int64))
 
 
 class Line(NamedTuple):
@@ -40,7 +44,7 @@ class Line(NamedTuple):
     share: int
     tile_cost: int
     least: int  # of a tile, where programs have whole ones
-    tiles: list[tuple[int, int]]  # that each of the places lies in, and where that begins
+    tiles: list[tuple[int, int, int]]  # that each of the places lies in, and where that begins, found in two ways
 
 
 def line_of_work(
@@ -54,7 +58,7 @@ def line_of_work(
 ) -> Line:
     """What the kernels make of sequences with so many keys and of queries that begin at `offsets`; heads take turns."""
     seqlens, at = torch.tensor(lengths, dtype=torch.int32), torch.tensor(places, dtype=torch.int64)
-    line, tiles = torch.zeros(4, dtype=torch.int64), torch.zeros(len(places), 2, dtype=torch.int64)
+    line, tiles = torch.zeros(4, dtype=torch.int64), torch.zeros(len(places), 3, dtype=torch.int64)
     cu_seqlens_q = None if offsets is None else torch.tensor(offsets, dtype=torch.int32).to(device)
     line, tiles = line.to(device), tiles.to(device)
     arguments = {
@@ -74,4 +78,4 @@ def line_of_work(
     }
     constants = {"c": constants_of(problem, config)}
     launch_kernel(Launch(_places_kernel, len(places), arguments, constants, {"num_warps": 1}))
-    return Line(*line.tolist(), [(tile, before) for tile, before in tiles.tolist()])
+    return Line(*line.tolist(), [(tile, before, begins) for tile, before, begins in tiles.tolist()])

@@ -242,7 +242,7 @@ def _line_of_work(sharers, batch, blocks_m, turns, lengths, mask, c: tl.constexp
         tiles = tl.cdiv(begun * turns, sharers)
         if tiles * (most + tile_cost).to(LINE) <= share + c.SPLIT_COST:
             least = most + tile_cost
-            share = tl.maximum(tiles * least, 1).to(LINE)
+            share = tl.maximum(tiles.to(LINE) * least, 1)
             work = (begun * turns).to(LINE) * least
     return work, share, (tile_cost, least), first_counts
 
@@ -268,6 +268,13 @@ def _tile_at(place, first_counts, cost, batch, blocks_m, turns, lengths, mask, c
             tile += tiles_here
             before = tl.maximum(before, before_here)
     return tile, before
+
+
+@triton.jit
+def _place_of(tile, first_counts, cost, total, turns, c: tl.constexpr):
+    """The place where one of the first tiles begins, in a line of the length `total`."""
+    work = _work_of(first_counts, cost, c).to(total.dtype)
+    return tl.sum(tl.where(tl.arange(0, c.SCAN) < tile, work, 0), 0) * turns
 
 
 @triton.jit
@@ -696,8 +703,7 @@ def _combine_kernel(
     tile_cost, _ = cost
     if c.BY_TILE:
         tile = tl.program_id(2) // turns
-        earlier = tl.arange(0, c.SCAN) < tile
-        before = tl.sum(tl.where(earlier, _work_of(first_counts, cost, c), 0), 0).to(total.dtype) * turns
+        before = _place_of(tile, first_counts, cost, total, turns, c)
     else:
         owner = tl.program_id(2)
         end_of_part = tl.maximum(tl.minimum(owner * share + share, total) - 1, 0)
@@ -923,7 +929,7 @@ def launches_of(
         rows = rows_per_tile(problem, config)
         grid: int | tuple[int, int, int] = count // parts * rows
         kernel, merging = _fold_kernel, c
-        if parts == 1:  # what differs with the batch is no constant of `_decode_kernel`
+        if parts == 1:  # constants that differ with batch and capacity are not those of `_decode_kernel`
             tiles = problem.batch * row_blocks(problem, config) * problem.heads_kv
             by_tile, columns = c.one_scan and tiles < count, combined_columns(problem, config, count)
             grid = rows * (c.block_dv // columns), together, (tiles if by_tile else count) // together

@@ -368,7 +368,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
         if problem.batch_invariant and problem.num_splits == 1:
             budget = 128
         yield spec_of(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
-        if problem.sinks or problem.batch_invariant or problem.latent:
+        if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
             yield from (spec_of(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
@@ -382,7 +382,8 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
 
 
 def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
-    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows."""
+    """The Gluon kernel over a latent cache: pages and several tokens, and a contiguous one with all it knows. Each has
+    another form of the combine kernel, in which programs may have whole tiles: rows as a whole, and divided."""
     if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
         return
     from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs

@@ -223,12 +223,13 @@ def _share_of_line(sizes):
     tile_cost = gl.where(blocks * turns >= LONG_SHARE * sharers, TILE_COST, 0).to(gl.int32)
     total = (blocks + tile_cost * tiles) * turns
     share = gl.maximum(gl.cdiv(total, sharers), 1)
-    whole = gl.cdiv(tiles * turns, sharers)  # tiles of a program
     least = 0
-    if whole * (most + tile_cost).to(gl.int64) <= share + sizes.config.SPLIT_COST:
-        least = most + tile_cost
-        share = whole.to(gl.int64) * least
-        total = (tiles * turns).to(gl.int64) * least
+    if sizes.config.SPLIT_COST > 0:
+        whole = gl.cdiv(tiles * turns, sharers)  # tiles of a program
+        if whole * (most + tile_cost).to(gl.int64) <= share + sizes.config.SPLIT_COST:
+            least = most + tile_cost
+            share = whole.to(gl.int64) * least
+            total = (tiles * turns).to(gl.int64) * least
     at = gl.minimum(gl.program_id(1) * share, total)
     # The tile that it begins in: those that end before are counted. Their ends are sums over pairs of tiles.
     PAIRS: gl.constexpr = gl.BlockedLayout([SCAN, 1], [1, 32], [1, 4], [1, 0])
