@@ -398,6 +398,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr,
         if config.ROLLING:
             dq.end_adding(head)
             key_blocks.wait_until_converted(turn, CONSUMER)
+            share_of(share, sizes, CONSUMER, config).clear(dq, sizes, config)
             dq.end_converting(share, sizes, config.BLOCK_N)
         turn += 1
         kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import wait_for_previous_kernels, wait_for_stores
+from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate, async_store
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
 from diyfa.backends.cuda.hopper.bwd_tiles import (
@@ -114,7 +114,7 @@ class RollingDq:
 
     @gluon.jit
     def end_converting(self, share, sizes, BLOCK_N: gl.constexpr):
-        """An adder knows that the consumer whose halves it adds has converted a share, if there is one."""
+        """An adder has cleared what the consumer whose halves it adds has converted of a share, if there is one."""
         if share >= 0:
             head = share // gl.cdiv(sizes.seqlen_k, BLOCK_N)
             end_turn(self.counts_ptr + head.to(gl.int64) * 2 + 1)
@@ -130,25 +130,24 @@ class Share:
     CONSUMER: gl.constexpr
 
     @gluon.jit
-    def pointers(self, i, dq, sizes, BLOCK_M: gl.constexpr):
+    def pointers(self, i, dq, sizes, BLOCK_M: gl.constexpr, NUM_WARPS: gl.constexpr):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [NUM_WARPS], [0])
         half = (dq.first_block(self.head, sizes, BLOCK_M) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
-        return dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=IN_ORDER)
+        return dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
     def load(self, i, dq, sizes, config: gl.constexpr):
         """The fp32 dQ of the blocks from i on, as many as belong to a block of keys."""
         found = ()
         for j in gl.static_range(config.BLOCK_N // config.BLOCK_M):
-            at = self.pointers(i + j, dq, sizes, config.BLOCK_M)
+            at = self.pointers(i + j, dq, sizes, config.BLOCK_M, WARPS)
             found += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
         return found
 
     @gluon.jit
     def store(self, first, dq, buffers, sm_scale, sizes, config: gl.constexpr):
-        """Write dq from the fp32 one, of which the `first` blocks are loaded, and leave zeros there.
-
-        It goes through the consumer's two `buffers`, which are free before and after.
-        """
+        """Write dq from the fp32 one, of which the `first` blocks are loaded, through the consumer's two `buffers`,
+        which are free before and after."""
         M: gl.constexpr = config.BLOCK_M
         COUNT: gl.constexpr = config.BLOCK_N // M
         COLUMN: gl.constexpr = self.CONSUMER * BOX if config.BOXES > 1 else 0
@@ -158,8 +157,6 @@ class Share:
         x = first
         for i in range(self.start, self.end, COUNT):
             for j in gl.static_range(COUNT):
-                zeros = gl.zeros([HALF_DQ], gl.float32, IN_ORDER)
-                gl.store(self.pointers(i + j, dq, sizes, M), zeros, mask=i + j < self.end)
                 rows = _from_register_order(x[j] * sm_scale).to(buffers.dtype)
                 rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
                 box_of(buffers, self.CONSUMER, j, 2).store(rows)
@@ -173,6 +170,14 @@ class Share:
                     )  # fmt: skip
             x = self.load(i + COUNT, dq, sizes, config)
             tma.store_wait(0)
+
+    @gluon.jit
+    def clear(self, dq, sizes, config: gl.constexpr):
+        """An adder leaves zeros where its consumer has read."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+        for i in range(self.start, self.end):
+            zeros = gl.zeros([HALF_DQ], gl.float32, LAYOUT)
+            gl.store(self.pointers(i, dq, sizes, config.BLOCK_M, 1), zeros)
 
 
 @gluon.jit
