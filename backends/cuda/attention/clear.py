@@ -20,6 +20,7 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 CLEARED_ELEMENTS = 4096  # that a program clears at once
 PROGRAMS = 4096  # of a launch, about: for each gap between sequences as many as that leaves, but not too few
 MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # of a gap
+CLEARED_AT_ONCE, OFFSETS_AT_ONCE = tl.constexpr(1024), tl.constexpr(128)  # elements, and what is read, of `clear_others`
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,38 @@ def _clear_rows(base, rows, exists, heads, stride_m, stride_h, HEAD_DIM: tl.cons
     for _ in range(heads):
         tl.store(addresses, zeros, mask=mask)
         addresses += stride_h
+
+
+@triton.jit
+def clear_others(
+    cu_seqlens_ptr, batch, total,
+    written, end,  # rows of this program's sequence that none writes
+    out_ptr, lse_ptr, stride_m, stride_h, heads, c: tl.constexpr,
+):  # fmt: skip
+    """What `_clear_kernel` does for out and lse, in a kernel that writes all rows of sequences: its programs, as many
+    for each sequence, share the others. Mostly there are none."""
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
+    last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + batch), 0), total)
+    if (first > 0) | (last < total) | (written < end):
+        # Unused offsets at the end may be 0, so that the last is not the largest.
+        for start in range(0, batch, OFFSETS_AT_ONCE):
+            i = start + tl.arange(0, OFFSETS_AT_ONCE)
+            last = tl.maximum(last, tl.max(tl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
+        ROWS: tl.constexpr = CLEARED_AT_ONCE // c.BLOCK_DV
+        share = tl.program_id(0)
+        shares = tl.num_programs(0)
+        for part in range(0, 3):
+            begin = tl.where(part == 0, 0, tl.where(part == 1, last, written))
+            stop = tl.where(part == 0, first, tl.where(part == 1, total, end))
+            if part == 2:
+                shares = shares // batch
+                share = share % shares
+            for i in range(share, tl.cdiv(stop - begin, ROWS) * heads, shares):
+                h = (i % heads).to(tl.int64)
+                offs_m = begin + i // heads * ROWS + tl.arange(0, ROWS)
+                rows = offs_m.to(tl.int64)
+                _clear_rows(out_ptr + h * stride_h, rows, offs_m < stop, 1, stride_m, 0, c.HEAD_DIM_V, c.BLOCK_DV)
+                tl.store(lse_ptr + h * total + rows, float("inf"), mask=offs_m < stop)
 
 
 @triton.jit(

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
+from diyfa.backends.cuda.attention.clear import clear_others
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -153,7 +153,7 @@ def _attend_blocks(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "batch"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
@@ -164,7 +164,7 @@ def _fwd_kernel(
     stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
-    seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
     c: tl.constexpr,
@@ -181,9 +181,15 @@ def _fwd_kernel(
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     row0 = block_m * c.BLOCK_M
-    # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
-    if c.LENGTHS == PACKED and row0 >= n_queries:
-        return
+    if c.LENGTHS == PACKED:
+        # The grid covers what is said to be the longest sequence.
+        written, end = first_q + blocks_m * c.BLOCK_M, first_q + n_queries
+        clear_others(
+            cu_seqlens_q_ptr, batch, total_q, written, end, o_ptr, lse_ptr, stride_om, stride_oh, heads_q, c
+        )  # fmt: skip
+        # A shorter sequence has no tile in this block, not even rows to fill with zeros.
+        if row0 >= n_queries:
+            return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     of_k = (b, hk, first_k, n_keys)
@@ -260,6 +266,7 @@ def launch_of(
         "o_ptr": out,
         "lse_ptr": lse,
         "sinks_ptr": tensors.sinks,
+        "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
     }
@@ -276,7 +283,6 @@ def attention_forward(
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
     with on_device(tensors.q):
-        clear(forward_launches(problem, tensors, out, lse))
         launch(tuned_config("fwd", problem, launch))
 
 
