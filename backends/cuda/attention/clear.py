@@ -1,7 +1,8 @@
 """Rows of packed tensors that no sequence covers: outputs and gradients are 0 there, log-sum-exps +inf, delta 0.
 
 They lie before the first sequence and after the last one, and where a sequence is longer than the longest is said to
-be. Mostly there are none, and only the device knows: a kernel that looks is cheaper than to write everything twice.
+be. Mostly there are none, and only the device knows: to look is cheaper than to write everything twice. Forward kernels
+of one launch look themselves (`clear_others`), for all others a kernel does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 CLEARED_ELEMENTS = 4096  # that a program clears at once
 PROGRAMS = 4096  # of a launch, about: for each gap between sequences as many as that leaves, but not too few
 MOST_PROGRAMS, FEWEST_PROGRAMS = 64, 4  # of a gap
-CLEARED_AT_ONCE, OFFSETS_AT_ONCE = tl.constexpr(1024), tl.constexpr(128)  # elements, and what is read, of `clear_others`
+# Of `clear_others`: few, since the kernel has registers for other things.
+CLEARED_AT_ONCE, OFFSETS_AT_ONCE = tl.constexpr(1024), tl.constexpr(128)
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,22 @@ def _clear_rows(base, rows, exists, heads, stride_m, stride_h, HEAD_DIM: tl.cons
 @triton.jit
 def clear_others(
     cu_seqlens_ptr, batch, total,
-    written, end,  # rows of this program's sequence that none writes
+    written, end,  # rows of this program's sequence that no program writes
     out_ptr, lse_ptr, stride_m, stride_h, heads, c: tl.constexpr,
 ):  # fmt: skip
-    """What `_clear_kernel` does for out and lse, in a kernel that writes all rows of sequences: its programs, as many
-    for each sequence, share the others. Mostly there are none."""
+    """Clear rows of out and lse that no sequence covers, in a kernel that writes all others: its programs, as many for
+    each sequence, share them."""
     first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
     last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + batch), 0), total)
     if (first > 0) | (last < total) | (written < end):
-        # Unused offsets at the end may be 0, so that the last is not the largest.
+        # Nothing orders this and what others write. Unused offsets may be 0: sequences end at the largest one.
         for start in range(0, batch, OFFSETS_AT_ONCE):
             i = start + tl.arange(0, OFFSETS_AT_ONCE)
             last = tl.maximum(last, tl.max(tl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
         ROWS: tl.constexpr = CLEARED_AT_ONCE // c.BLOCK_DV
         share = tl.program_id(0)
         shares = tl.num_programs(0)
-        for part in range(0, 3):
+        for part in range(3):  # before the sequences, behind them, inside
             begin = tl.where(part == 0, 0, tl.where(part == 1, last, written))
             stop = tl.where(part == 0, first, tl.where(part == 1, total, end))
             if part == 2:
@@ -74,9 +76,10 @@ def clear_others(
             for i in range(share, tl.cdiv(stop - begin, ROWS) * heads, shares):
                 h = (i % heads).to(tl.int64)
                 offs_m = begin + i // heads * ROWS + tl.arange(0, ROWS)
+                exists = offs_m < stop
                 rows = offs_m.to(tl.int64)
-                _clear_rows(out_ptr + h * stride_h, rows, offs_m < stop, 1, stride_m, 0, c.HEAD_DIM_V, c.BLOCK_DV)
-                tl.store(lse_ptr + h * total + rows, float("inf"), mask=offs_m < stop)
+                _clear_rows(out_ptr + h * stride_h, rows, exists, 1, stride_m, 0, c.HEAD_DIM_V, c.BLOCK_DV)
+                tl.store(lse_ptr + h * total + rows, float("inf"), mask=exists)
 
 
 @triton.jit(

@@ -183,11 +183,12 @@ def _fwd_kernel(
     row0 = block_m * c.BLOCK_M
     if c.LENGTHS == PACKED:
         # The grid covers what is said to be the longest sequence.
-        written, end = first_q + blocks_m * c.BLOCK_M, first_q + n_queries
+        written = first_q + tl.minimum(n_queries, blocks_m * c.BLOCK_M)
+        end = first_q + n_queries
         clear_others(
             cu_seqlens_q_ptr, batch, total_q, written, end, o_ptr, lse_ptr, stride_om, stride_oh, heads_q, c
         )  # fmt: skip
-        # A shorter sequence has no tile in this block, not even rows to fill with zeros.
+        # A shorter one has no tile in this block, not even rows to fill with zeros.
         if row0 >= n_queries:
             return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
