@@ -20,6 +20,8 @@ from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend does not run here", allow_module_level=True)
 DEVICE = TARGETS["cuda"].device
+
+
 @pytest.mark.parametrize("shares", [1, 3])
 @pytest.mark.parametrize("name", PACKINGS)
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares: int) -> None:

@@ -345,10 +345,7 @@ def test_optional_tensors_are_repeated(recorder, ways, case, large, gradients):
             tensors |= {"dout": dout, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
         passes.append([named(call, **tensors) for call in recorder.calls])
         cleared = [set(call) & tensors.keys() for call in passes[-1] if call[1] == "_clear_kernel"]
-        assert (
-            cleared
-            == [{"cu_seqlens_q", "dq"}, {"cu_seqlens_k", "dk", "dv"}][: 2 * (gradients and case == "packed")]
-        )
+        assert cleared == [{"cu_seqlens_q", "dq"}, {"cu_seqlens_k", "dk", "dv"}][: 2 * (gradients and case == "packed")]
         names = {x for call in passes[-1] for x in call if isinstance(x, str)}
         optional = {name for name in tensors if name not in ("out", "lse", "dout", "dq", "dk", "dv")}
         assert optional <= names | {y for call in passes[-1] for x in call if isinstance(x, tuple) for y in x}

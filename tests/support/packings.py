@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -49,7 +50,7 @@ def assert_rows(out: torch.Tensor, lse: torch.Tensor, offsets: Sequence[int], mo
     """out (T, H, D) and lse (H, T) of `attend_to`: rows of sequence b, at most so many, hold b + 1, others nothing."""
     at = [min(max(x, 0), TOTAL) for x in offsets]
     for row in range(TOTAL):
-        holds = {b + 1 for b, (i, j) in enumerate(zip(at, at[1:], strict=False)) if i <= row < min(j, i + most)}
+        holds = {b + 1 for b, (i, j) in enumerate(pairwise(at)) if i <= row < min(j, i + most)}
         if not holds or row < at[0]:
             holds.add(0)
         found = out[row].unique().tolist()

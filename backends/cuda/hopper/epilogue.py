@@ -90,7 +90,7 @@ def store_float32(x, matrix, offset, row0, end, column0):
 
 @gluon.jit
 def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
-    """`clear_others` of `attention/clear.py`, for four warps. Here sequences that are longer than said are written, too."""
+    """`clear_others` of `attention/clear.py`, for four warps. A sequence longer than said has all its tiles."""
     COLUMNS: gl.constexpr = 64
     LAYOUT: gl.constexpr = _by_chunks(COLUMNS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
