@@ -35,24 +35,22 @@ def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch, name: str, shares:
         outside[first:last] = False
     launch = clear.launch_of(cu_seqlens, longest, x, y, lse, float("inf"))
     before = launch.constants["c"].shares
-    values = clear.ClearConstants(40, 24, 4, 64, 32, shares)  # few rows at a time
+    values = clear.ClearConstants(40, 24, 64, 32, shares)
     launch_kernel(launch._replace(grid=launch.grid // before * shares, constants={"c": values}))
     for cleared, value in ((x, 0.0), (y, 0.0), (lse.T, float("inf"))):
         assert bool((cleared[outside] == value).all()) and bool((cleared[~outside] == 1).all())
     assert bool((x._base[:, :, 0] == 1).all()) and bool((y._base[:, 0] == 1).all())
 
 
-MANY = "more sequences than are looked at once"
-
-
-@pytest.mark.parametrize("form, longest", [("portable", TOTAL), ("portable", 33), ("portable", 1), ("tma", 33)])
+@pytest.mark.parametrize(
+    "form, longest, programs", [("portable", TOTAL, 1), ("portable", 33, 3), ("portable", 1, 70), ("tma", 33, 1)]
+)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_forward_pass_leaves_no_row_unwritten(
-    name: str, form: str, longest: int, monkeypatch: pytest.MonkeyPatch
+    name: str, form: str, longest: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the offsets are that nobody could check; of a sequence that is longer than said, whole tiles."""
-    if name == MANY:
-        longest = 24
+    monkeypatch.setattr(fwd, "clearing_programs", lambda problem: programs)
     if is_interpreting() and form == "portable":
         guard(monkeypatch, fwd)
     with use_config("fwd", AttentionConfig(16, 16, 4, 1, form)):

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.clear import clear_others
+from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -172,6 +172,12 @@ def _fwd_kernel(
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
+    if c.LENGTHS == PACKED:
+        tiles = blocks_m * heads_q * batch
+        if pid >= tiles:
+            out, longest, clearing = (o_ptr, stride_om, stride_oh), blocks_m * c.BLOCK_M, tl.num_programs(0) - tiles
+            clear_others(cu_seqlens_q_ptr, batch, longest, pid - tiles, clearing, out, lse_ptr, heads_q, total_q, c)
+            return
     block_m = pid % blocks_m
     if c.HAS_RIGHT:  # longest first: the last programs to start are short ones
         block_m = blocks_m - 1 - block_m
@@ -181,16 +187,9 @@ def _fwd_kernel(
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     first_q, first_k, n_queries, n_keys = sequence_of(b, lengths, c)
     row0 = block_m * c.BLOCK_M
-    if c.LENGTHS == PACKED:
-        # The grid covers what is said to be the longest sequence.
-        written = first_q + tl.minimum(n_queries, blocks_m * c.BLOCK_M)
-        end = first_q + n_queries
-        clear_others(
-            cu_seqlens_q_ptr, batch, total_q, written, end, o_ptr, lse_ptr, stride_om, stride_oh, heads_q, c
-        )  # fmt: skip
-        # A shorter one has no tile in this block, not even rows to fill with zeros.
-        if row0 >= n_queries:
-            return
+    # The grid covers the longest sequence; a shorter one has no tile in this block, not even rows to fill with zeros.
+    if c.LENGTHS == PACKED and row0 >= n_queries:
+        return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     of_k = (b, hk, first_k, n_keys)
@@ -271,8 +270,8 @@ def launch_of(
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
     }
-    grid = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
-    return Launch(_fwd_kernel, grid, arguments, values, schedule(config))
+    tiles = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
+    return Launch(_fwd_kernel, tiles + clearing_programs(problem), arguments, values, schedule(config))
 
 
 def attention_forward(
