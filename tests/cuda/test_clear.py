@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from guarded_memory import guard
-from packings import HOSTILE, PACKINGS, TOTAL, assert_rows, attend_to
+from packings import HOSTILE, OVERLAPPING, PACKINGS, TOTAL, assert_rows, attend_to
 from targets import TARGETS
 
 from diyfa.backends.cuda.attention import clear, fwd
@@ -50,6 +50,8 @@ def test_a_forward_pass_leaves_no_row_unwritten(
     name: str, form: str, longest: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the offsets are that nobody could check; of a sequence that is longer than said, whole tiles."""
+    if name in OVERLAPPING and not is_interpreting():
+        pytest.skip("heads of a row may hold what different programs wrote last")
     monkeypatch.setattr(fwd, "clearing_programs", lambda problem: programs)
     if is_interpreting() and form == "portable":
         guard(monkeypatch, fwd)
