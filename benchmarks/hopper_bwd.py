@@ -203,6 +203,8 @@ def measure(names: list[str], rounds: int, until: float, to: str) -> None:
     every = candidates("")
     with Path(to).open("w") as file:
         for s, causal, d, group in POINTS:
+            if all(every[name][0] != d for name in names):
+                continue
             dv = HEAD_DIMS[d]
             h, b = HIDDEN // (d if d == dv else 256), TOKENS // s
             problem, tensors, do = problem_and_tensors(b, h, h // group, s, s, d, causal, -1)
@@ -261,7 +263,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="configs whose name has one of these in it, with commas between")
+    parser.add_argument("--only", default="", help="configs with one of these in their names, and their head dims")
     parser.add_argument("--budget", type=float, default=145, help="seconds for all")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=16)

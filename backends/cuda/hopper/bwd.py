@@ -11,8 +11,8 @@ that P and dS are already in registers as the left operands of the products that
 128 keys: consumers leave theirs in shared memory and wait for each other, and each forms half of dQ, which is added to
 fp32 in global memory.
 
-Three kernels: `_prepare_kernel` forms delta and clears the fp32 dQ, `_bwd_sm90_kernel` is the above, and
-`_convert_kernel` scales dQ and writes it in 16 bits. `docs/hopper-backward.md` explains it.
+Before it `_prepare_kernel` forms delta and clears the fp32 dQ, which this kernel converts to 16 bits or one behind it
+(`bwd_dq.py`). `docs/hopper-backward.md` explains it all.
 
 Queries lie in global memory in blocks of BLOCK_M of one head, each sequence beginning with a block of its own: the
 statistics (lse in units of log2, delta) as two rows, and the fp32 dQ in the order of the consumers' registers.

@@ -5,13 +5,12 @@ all sequences have the same length (ROLLING) the main kernel converts it, and no
 
 * A head of K stands for all query heads of its group. Programs draw blocks of keys in the order of heads. Who draws one
   also takes a share of the head that lies `lag` heads before: its consumers convert that when they have done with the
-  keys, and leave zeros. Behind the last block of keys there are only shares to draw.
-* So dQ needs room for no more than `slots` heads, which stays in the L2 cache. A head has the memory of the one `slots`
+  keys, and its adders leave zeros. Behind the last block of keys there are only shares to draw.
+* So dQ needs room for no more than `slots` heads, which stay in the L2 cache. A head has the memory of the one `slots`
   heads before.
-* Each head has two numbers: how many adders have done with one of its blocks of keys, and how many know that one of its
-  shares is converted. Who converts waits for the first, who adds to the next head in the same memory for the second.
-  Both wait only for what belongs to lower numbers, which have been drawn before. `lag` and `slots` are such that this
-  is rare.
+* Each head has two numbers: how often an adder has added a block of keys, and how often one has cleared a share. Who
+  converts waits for the first, who adds to the next head in the same memory for the second. Both wait only for what
+  belongs to lower numbers, which have been drawn before. `lag` and `slots` are such that this is rare.
 
 Else `_convert_kernel` does it, and dQ has room for all queries.
 """
@@ -82,7 +81,7 @@ class RollingDq:
     """The fp32 dQ of a call, and how far its heads are. `heads` are those of K, of all samples."""
 
     pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
-    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys that were added, shares converted
+    counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks of keys that were added, shares cleared
     slots: gl.tensor | gl.constexpr
     lag: gl.tensor | gl.constexpr
     out_tensor: tma.tensor_descriptor | gl.constexpr  # dq, (B, H, S, D) whatever the strides
@@ -94,7 +93,7 @@ class RollingDq:
 
     @gluon.jit
     def wait_until_free(self, head, sizes, BLOCK_N: gl.constexpr):
-        """An adder waits until all of the head that had the same memory is converted, and the memory zeros."""
+        """An adder waits until all shares of the head that had the same memory are cleared."""
         if head >= self.slots:
             place = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
             wait_for_turn(place, gl.cdiv(sizes.seqlen_k, BLOCK_N) * CONSUMER_COUNT)

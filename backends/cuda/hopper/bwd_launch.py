@@ -60,20 +60,20 @@ class Sm90Backward:
         self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
         if config.form == "keys":
             self.programs = min(self.programs, multiprocessors(dq.device) or FULL_GPU)
-        self.rolling = _can_roll(problem, config, dq)
-        self.slots, self.lag = self._window() if self.rolling else (0, 0)
-        group = problem.heads_q // problem.heads_kv
-        self.dq_blocks = self.slots * group * cdiv(problem.seqlen_q, config.block_m) if self.rolling else blocks
-        of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4 if self.rolling else 0
-        of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
+        self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
+        if self.rolling:
+            self.slots, self.lag = self._window()
+            group = problem.heads_q // problem.heads_kv
+            self.dq_blocks = self.slots * group * cdiv(problem.seqlen_q, config.block_m)
+            of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
         # One allocation, of which the parts begin at multiples of 16 bytes.
-        parts = (of_dq, of_statistics, 4, of_counts, of_semaphores)
+        of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
+        parts = (of_dq, of_statistics, 4, of_counts, blocks * CONSUMERS if problem.deterministic else 0)
         self.workspace = lse.new_empty(sum(parts))
-        of_dq, statistics, counter, counts, semaphores = self.workspace.split(parts)
-        self.counter = counter.view(torch.int32)
-        self.dq = of_dq.view(-1, DQ_COLUMNS.value)
+        dq_sums, statistics, counter, counts, semaphores = self.workspace.split(parts)
+        self.dq = dq_sums.view(-1, DQ_COLUMNS.value)
         self.statistics = statistics.view(-1, config.block_m)
+        self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
         self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
         self.lengths = (
@@ -81,10 +81,11 @@ class Sm90Backward:
         )
 
     def _window(self) -> tuple[int, int]:
-        """(heads of K that the fp32 dQ has room for, how many of them lie between adding and converting).
+        """`slots` and `lag` of `RollingDq`: of how many heads of K the fp32 dQ has room for, and how many lie between
+        adding and converting.
 
-        Most of what is drawn between two blocks of keys of a program are as many as there are programs; under a causal
-        mask, where the first one of a head takes twice the average, twice as many.
+        While a program works at a block of keys about as many others are drawn as there are programs; under a causal
+        mask, where the first block of a head takes twice the average, twice as many.
         """
         problem = self.problem
         heads, blocks = problem.batch * problem.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
