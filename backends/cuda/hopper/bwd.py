@@ -656,13 +656,13 @@ def _bwd_sm90_kernel(
     dk_ptr, dv_ptr,  # of the same, for DIRECT
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
-    dq_ptr, counts_ptr, dq_slots, dq_lag,  # of `RollingDq`: the same memory; None unless ROLLING
-    dq_out_tensor,
+    dq_ptr, counts_ptr, dq_out_tensor,  # of `RollingDq`, the first one the same memory; None unless ROLLING
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
+    dq_slots, dq_lag,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip

@@ -146,11 +146,16 @@ class Sm90Backward:
 
     def _rolling(self) -> dict[str, Any]:
         """The arguments of `RollingDq`."""
-        names = "dq_ptr", "counts_ptr", "dq_slots", "dq_lag", "dq_out_tensor"
         if not self.rolling:
-            return dict.fromkeys(names)
+            return {**dict.fromkeys(("dq_ptr", "counts_ptr", "dq_out_tensor")), "dq_slots": 0, "dq_lag": 0}
         out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
-        return dict(zip(names, (self.dq, self.counts, self.slots, self.lag, out), strict=True))
+        return {
+            "dq_ptr": self.dq,
+            "counts_ptr": self.counts,
+            "dq_out_tensor": out,
+            "dq_slots": self.slots,
+            "dq_lag": self.lag,
+        }
 
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
         """Fills dk and dv, and adds up the fp32 dQ; fills dq, too, where it is `rolling`."""
