@@ -203,4 +203,5 @@ ADJUSTING = frozenset([feature.uses for feature in FEATURES if feature.adjusts])
 # Those that go with all others and with any lengths; what a problem with all of them has changed.
 COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
 EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
+TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)

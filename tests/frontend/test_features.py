@@ -432,7 +432,7 @@ def check_launches(
     """The launch with a feature is another one, and has its tensors."""
     if backward and feature.name == "sinks":
         return  # the log-sum-exp knows of them
-    if without.arguments.get("bias_ptr") is not None and feature.name == "attn_bias":
+    if without.constants["c"].bias and feature.name == "attn_bias":
         return
     for each in TENSORS:
         if COMPANIONS.get(each.name, each.name) == feature.name:

@@ -61,7 +61,7 @@ from diyfa.backends.cuda.attention.launch import (
     own_objects,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
@@ -505,7 +505,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
-    score = (scale, softcap, slopes, 0, 0, 0)
+    score = score_without_bias(scale, softcap, slopes)
     acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
