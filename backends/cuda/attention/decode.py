@@ -66,6 +66,7 @@ from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
 from diyfa.problem import (
+    KVCACHE_FEATURES,
     VARLEN,
     AttentionProblem,
     AttentionTensors,
@@ -1036,11 +1037,6 @@ def attention_repeat(
     return None if again is None else of_call
 
 
-FEATURES = frozenset(
-    {"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"}
-)
-
-
 def unsupported(problem: KVCacheProblem) -> str | None:
     """Why no tile runs a call, or None."""
     if decode_config(problem) is None:
@@ -1053,4 +1049,4 @@ def attention_unsupported(problem: AttentionProblem) -> str | None:
     """Why a forward pass does not run by these kernels, or None."""
     if not problem.batch_invariant and not is_small_call(problem):
         return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
-    return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))
+    return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))
