@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import CASES
+from described_cases import problem_of
 from hypothesis import HealthCheck, Phase, given, settings
 from known_plans import known_plans
 from strategies import cases as random_cases
@@ -60,22 +61,6 @@ def argument_of(feature: Feature) -> str:
 def plain(**changes: Any) -> AttentionProblem:
     problem = AttentionProblem("cpu", "cpu", "float32", "bhsd", 2, 4, 4, 64, 64, 64, 64)
     return problem.replace(**changes)
-
-
-class _Described(Exception):
-    """Raised where a call would be launched."""
-
-
-def problem_of(case: AttentionCase) -> AttentionProblem:
-    """What the front end makes of a case."""
-
-    def describe(op: str, problem: Any, *_: Any) -> None:
-        raise _Described(problem)
-
-    inputs = make_inputs(case)
-    with mock.patch.object(registry, "choose", describe), pytest.raises(_Described) as seen:
-        attention_function(case, backend="cpu")(*inputs.leaves, **inputs.options)
-    return seen.value.args[0]
 
 
 @lru_cache(maxsize=1)
