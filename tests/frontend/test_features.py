@@ -29,7 +29,15 @@ from diyfa import fast_path, options, registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
+from diyfa.problem import (
+    KVCACHE_FEATURES,
+    AttentionGradients,
+    AttentionProblem,
+    AttentionTensors,
+    as_kvcache,
+    example_gradients,
+    example_tensors,
+)
 from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +245,21 @@ def test_the_cpu_backend_has_every_feature() -> None:
         for kernel in registry.load_backend("cpu").kernels:
             if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
                 assert kernel.unsupported(plain(**feature.example)) is None
+
+
+@by_name(REFUSABLE)
+def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> None:
+    """A forward pass as a call with a cache loses nothing in silence, neither a fact nor a tensor."""
+    problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem: True})})
+    if feature.uses not in KVCACHE_FEATURES:
+        for name in registry.BUILTIN_BACKENDS if find_spec("triton") is not None else ("cpu",):
+            kernels = [x for x in registry.load_backend(name).kernels if x.op == "attention_fwd"]
+            (split_kv,) = [kernel for kernel in kernels if kernel.name == "split_kv"]
+            assert feature.uses in (split_kv.unsupported(problem) or ""), name
+        return
+    q = torch.empty(2, 4, 64, 64) if problem.layout != "thd" else torch.empty(64, 4, 64)
+    tensors = AttentionTensors(q, q, q, 1.0, **example_tensors(problem, "cpu"))
+    assert {id(x) for x in tensors.present()[3:]} <= {id(x) for x in as_kvcache(problem, tensors)[1].present()}
 
 
 def test_kernels_name_features_that_there_are() -> None:
