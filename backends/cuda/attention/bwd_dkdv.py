@@ -100,7 +100,7 @@ def _dkdv_blocks(
         if c.DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
-        ds_t = product_gradient(ds_t, tanh_t, c)
+        ds_t = product_gradient(ds_t, tanh_t, score, c)
         dk = dot_add(round_to(ds_t, q.dtype), q, dk, c.PRECISION)
     return dk, dv
 

@@ -78,7 +78,7 @@ def _dq_blocks(
         ds, t = score_gradient(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, MASKED, c
         )
-        ds = product_gradient(ds, t, c)
+        ds = product_gradient(ds, t, score, c)
         dq = dot_add(round_to(ds, k.dtype), k, dq, c.PRECISION)
         if c.BIAS:
             corner = bias_corner(corner, 0, c.BLOCK_N, score)

@@ -257,7 +257,7 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
 
 
 @triton.jit
-def product_gradient(ds, t, c: tl.constexpr):
+def product_gradient(ds, t, score, c: tl.constexpr):
     """The gradient of the products, less the scale, from that of the scores and what `scores_log2` returned besides."""
     if c.SOFTCAP:
         ds = ds * (1.0 - t * t)
