@@ -226,6 +226,34 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
 
 
+@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED | NOT_PACKED])
+def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> None:
+    """Of packed queries over pages, where other functions take the arguments: none is left out in silence."""
+    case = AttentionCase("pages", layout="thd", lens_q=(2, 3), lens_k=(14, 12), **(feature.case or {"causal": True}))
+    inputs = make_inputs(case)
+    names = {argument_of(feature), *(name for name, owner in COMPANIONS.items() if owner == feature.name)}
+    given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in inputs.options.items()}
+    given = {name: x for name, x in given.items() if name in names}
+    pages = torch.randn(8, 4, case.heads, case.head_dim, dtype=torch.float16)
+    tensors = (inputs.q.detach(), pages, pages)
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32), "cu_seqlens_k": None, "max_seqlen_q": 3,
+        "max_seqlen_k": 14, "block_table": torch.arange(8, dtype=torch.int32).view(2, 4),
+        "seqused_k": torch.tensor([14, 12], dtype=torch.int32), "return_lse": True, "backend": "cpu",
+    }  # fmt: skip
+    plain_ones = diyfa.flash_attention_varlen(*tensors, **lengths)
+    try:
+        with_it = diyfa.flash_attention_varlen(*tensors, **lengths, **given)
+    except ValueError as refusal:
+        assert feature.uses in str(refusal)
+        with pytest.raises(ValueError, match=feature.uses):
+            diyfa.explain(*tensors, layout="thd", **lengths, **given)
+        return
+    assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
+    explained = [diyfa.explain(*tensors, layout="thd", **lengths, **some).problem for some in (given, {})]
+    assert explained[0] != explained[1]
+
+
 @by_name(OPTIONAL)
 def test_what_errors_are_measured_by_is_right(feature: Feature) -> None:
     """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
