@@ -116,7 +116,7 @@ FEATURES = [
     Case("sinks_window_gqa_bf16", heads=4, heads_kv=2, seqlen_q=70, sinks=True, window=(9, 0), dtype="bfloat16"),
     Case(
         "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
-        window=(30, 4), softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
+        seq_lens=(70, 44), layout="bshd", **{**EVERYTHING_CASE, "window": (30, 4), "dropout_p": 0.0},
     ),
 ]  # fmt: skip
 VARLEN = [
@@ -171,8 +171,8 @@ VARLEN = [
     ),
     Case(
         "varlen_large_everything", layout="thd", heads=6, heads_kv=2, lens_q=(400, 0, 33, 1, 211),
-        lens_k=(300, 9, 600, 1, 211), head_dim=128, window=(200, 0), softcap=20.0, alibi="h", sinks=True,
-        dropout_p=0.1, slack=70, dtype="bfloat16", large=True,
+        lens_k=(300, 9, 600, 1, 211), head_dim=128, slack=70, dtype="bfloat16", large=True,
+        **{**EVERYTHING_CASE, "window": (200, 0), "softcap": 20.0, "bias": "", "dropout_p": 0.1},
     ),
 ]  # fmt: skip
 PACKING = [
@@ -233,8 +233,7 @@ COMBINED = [
     ),
     Case(
         "everything_large", batch=2, heads=4, heads_kv=2, seqlen_q=300, seqlen_k=500, head_dim=128, head_dim_v=64,
-        window=(200, 0), softcap=5.0, alibi="bh", bias="1hqk", sinks=True, seq_lens=(500, 77), dropout_p=0.2,
-        dtype="bfloat16", large=True,
+        seq_lens=(500, 77), dtype="bfloat16", large=True, **{**EVERYTHING_CASE, "window": (200, 0), "alibi": "bh"},
     ),
 ]  # fmt: skip
 
