@@ -56,7 +56,6 @@ def _bwd_dkdv_kernel(
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
-     # columns of q, k, dk and dq beyond BLOCK_D, where one product is not enough; else 0
     c: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of each tile of keys."""
