@@ -85,22 +85,19 @@ def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any
     from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper.bwd_launch import Sm90Backward
     from diyfa.backends.cuda.runtime.launch import launch_kernel
+    from diyfa.problem import AttentionGradients
 
-    backward = Sm90Backward(problem, tensors, config, lse)
+    gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in tensors[:3]))
+    backward = Sm90Backward(problem, tensors, config, lse, gradients.dq)
     backward.dq.fill_(float("nan"))
-    gradients = [torch.full_like(x, float("nan")) for x in tensors[:3]]
-    launches = [
-        backward.prepare(out, do, None, None),
-        backward.gradient(do, gradients[1], gradients[2]),
-        backward.convert(gradients[0]),
-    ]
+    launches = backward.launches(out, do, None, None, gradients)
 
     def run() -> None:
         with post_processing():
             for launch in launches:
                 launch_kernel(launch)
 
-    return run, gradients
+    return run, gradients[:3]
 
 
 def reference(problem: Any, tensors: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:

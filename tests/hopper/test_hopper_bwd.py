@@ -175,9 +175,33 @@ def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.Monkey
     assert not run_backward(case("small", head_dim=head_dim, seqlen_q=200, seqlen_k=300, causal=True))
 
 
+ROLLING = [
+    case("128", batch=2, heads=3, heads_kv=3, head_dim=128, seqlen_q=150, seqlen_k=150, causal=True),
+    case("gqa_bshd", batch=3, heads=4, heads_kv=2, layout="bshd", seqlen_q=300, seqlen_k=130),
+    case("96_window", batch=2, heads=4, heads_kv=4, head_dim=96, seqlen_q=70, seqlen_k=330, window=(100, 20)),
+    case("packed_qkv", batch=4, layout="bshd", packing="qkv", heads_kv=2, seqlen_q=140, seqlen_k=140, dtype="float16"),
+    case("few_queries", batch=5, seqlen_q=64, seqlen_k=300, head_dim=40),
+    case("keys_that_nobody_sees", batch=3, seqlen_q=64, seqlen_k=300, window=(5, 0)),
+    case("queries_that_see_nothing", batch=3, heads_kv=2, seqlen_q=300, seqlen_k=100, causal=True),
+]
+
+
+@pytest.mark.parametrize("window", [(2, 1), (4, 3)])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in ROLLING])
+def test_heads_whose_fp32_dq_shares_memory(
+    case: AttentionCase, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(slots, lag): as few as can be, and some, for many more heads."""
+    monkeypatch.setattr(bwd_launch.Sm90Backward, "_window", lambda backward: window)
+    kernel = interpret_backward(monkeypatch, seed=sum(window), interleave=True, multiprocessors=3)
+    assert not run_backward(case)
+    assert kernel.launches == 1
+
+
 # Sizes and masks that begin and end within blocks: heads, heads_kv, Sq, Sk, head_dim, bounds.
 DETERMINISTIC = {
     "full": (2, 1, 130, 300, 64, -1, -1),
+    "heads": (5, 5, 130, 200, 64, -1, 0),
     "window": (1, 1, 330, 300, 64, 70, 40),
 }
 MORE_DETERMINISTIC = {
@@ -194,7 +218,7 @@ def sums(
     n_keys: int | None = None,
     at_once: bool = True,
 ) -> list[torch.Tensor]:
-    """[fp32 dq, dk, dv] with `deterministic` of programs that run all at once, or each when the one before has ended.
+    """[dq, dk, dv] with `deterministic` of programs that run all at once, or each when the one before has ended.
     `n_keys`: where the sample ends."""
     h, hk, sq, sk, d, left, right = sizes
     torch.manual_seed(0)
@@ -205,13 +229,13 @@ def sums(
     assert bwd_configs.refuses(problem) is None
     lengths = None if n_keys is None else torch.tensor([n_keys], dtype=torch.int32)
     tensors, lse = AttentionTensors(q, k, v, 0.1, seq_lens=lengths), torch.zeros(1, h, sq)
-    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, gradients.dq)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interpret_backward(monkeypatch, seed=seed, interleave=at_once, kernels=kernels, fixed_order=True)
-        launch_kernel(backward.prepare(out, dout, None, None))
-        launch_kernel(backward.gradient(dout, dk, dv))
-    return [backward.dq, dk, dv]
+        for launch in backward.launches(out, dout, None, None, gradients):
+            launch_kernel(launch)
+    return [gradients.dq, gradients.dk, gradients.dv]
 
 
 @pytest.mark.parametrize("sizes", [
@@ -244,9 +268,9 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool) -> None:
     problem = problem.replace(deterministic=deterministic)
     q = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16)
     config = bwd_configs.config_of(problem)
-    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q, q, 1.0), config, torch.zeros(1, 3, 64))
-    parts = [backward.dq, backward.statistics, backward.counter, backward.semaphores]
-    assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (3 + deterministic)
+    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q, q, 1.0), config, torch.zeros(1, 3, 64), q)
+    parts = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
+    assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (4 + deterministic)
 
 
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
@@ -299,10 +323,10 @@ def test_programs_stay_where_blocks_of_keys_are_many(
         torch.zeros(1, 2, s, d).bfloat16() for s, d in ((64, head_dim), (64, 128), (260, head_dim), (260, 128))
     )
     tensors, config = AttentionTensors(q, k, v, 1.0), bwd_configs.config_of(problem)
-    backward = bwd_launch.Sm90Backward(problem, tensors, config, torch.zeros(1, 2, 64))
     grids = []
     for count in (3, 7):
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=count: count)
+        backward = bwd_launch.Sm90Backward(problem, tensors, config, torch.zeros(1, 2, 64), q)
         grids.append(backward.gradient(do, torch.empty_like(k), torch.empty_like(v)).grid)
     assert grids == programs
 

@@ -34,9 +34,28 @@ SYNCHRONISING = (
     "_wait_for_other",
     "wait_for_previous_kernels",
 )
-METHODS = ("init", "wait_full", "wait_do", "wait_empty", "wait_ds", "wait_dp", "wait_weights", "wait", "release")
+METHODS = (
+    "init",
+    "end_adding",
+    "end_converting",
+    "wait_until_added",
+    "wait_until_converted",
+    "wait_until_free",
+    "wait_dq_empty",
+    "wait_full",
+    "wait_do",
+    "wait_empty",
+    "wait_ds",
+    "wait_dp",
+    "wait_weights",
+    "wait",
+    "release",
+)
 # Two query heads share the keys: long enough for every stage to be used again.
 PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 1, 260, 200, 64, 64, -1, 0)
+# More heads than the fp32 dQ has room for, and one where another kernel converts it.
+HEADS = PROBLEM.replace(heads_q=6, heads_kv=6, seqlen_q=70, seqlen_k=130)
+SAMPLES = PROBLEM.replace(seq_lens=True)
 
 
 def is_synchronising(function: ast.expr) -> bool:
@@ -50,30 +69,37 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
     return sorted((call for call in calls if is_synchronising(call.value.func)), key=lambda call: call.lineno)
 
 
-MODULES = {"hopper.bwd": (64, 64), "hopper.bwd_wide": (200, 136), "hopper.bwd_mla": (136, 72)}  # D and Dv
+ROLLING = dict.fromkeys(("hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd"), (64, 64))
+MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_mla": (136, 72)}  # D and Dv
 TREES = {name: ast.parse(source_of(name)) for name in MODULES}
 LINES = [(name, f"{i}: {ast.unparse(x)}") for name, tree in TREES.items() for i, x in enumerate(statements(tree))]
 
 
 def run(name: str) -> None:
     """The backward of random tensors, by the kernel of a module."""
-    torch.manual_seed(0)
-    d, dv = MODULES[name]
-    q, k, v, out, dout = (
-        torch.randn(1, h, s, width).bfloat16()
-        for h, s, width in ((2, 260, d), (1, 200, d), (1, 200, dv), (2, 260, dv), (2, 260, dv))
-    )
-    tensors = AttentionTensors(q, k, v, 0.125)
-    gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
-    problem = PROBLEM.replace(head_dim=d, head_dim_v=dv)
-    hopper_bwd.attention_backward(problem, tensors, out, torch.zeros(1, 2, 260), dout, None, gradients)
+    for problem in (PROBLEM, HEADS, SAMPLES) if name in ROLLING else (PROBLEM,):
+        torch.manual_seed(0)
+        d, dv = MODULES[name]
+        queries, keys = (problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
+        q, k, v, out, dout = (
+            torch.randn(1, *of, width).bfloat16() for of, width in zip(
+                (queries, keys, keys, queries, queries), (d, d, dv, dv, dv), strict=True
+            )
+        )  # fmt: skip
+        lengths = torch.tensor([problem.seqlen_k], dtype=torch.int32) if problem.seq_lens else None
+        tensors = AttentionTensors(q, k, v, 0.125, seq_lens=lengths)
+        gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
+        of_widths = problem.replace(head_dim=d, head_dim_v=dv)
+        hopper_bwd.attention_backward(of_widths, tensors, out, torch.zeros(1, *queries), dout, None, gradients)
 
 
 def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the backward runs with this source of a module."""
-    modules = WIDE_BACKWARD_MODULES[: WIDE_BACKWARD_MODULES.index(name) + 1]
+    count = max(WIDE_BACKWARD_MODULES.index(x) for x in (name, "hopper.bwd")) + 1
+    modules = WIDE_BACKWARD_MODULES[:count]
     kernels = load_kernel({name: ast.unparse(tree)}, folder, modules)
-    interpret_backward(monkeypatch, seed=3, kernels=kernels, multiprocessors=1)  # a program with several blocks of keys
+    interpret_backward(monkeypatch, seed=3, interleave=True, kernels=kernels, multiprocessors=2)
+    monkeypatch.setattr(hopper_bwd.Sm90Backward, "_window", lambda backward: (2, 1))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -18,6 +18,7 @@ from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import tile_counter
 from diyfa.backends.cuda.hopper import bwd as hopper_bwd
 from diyfa.backends.cuda.hopper import bwd_configs as hopper_bwd_configs
+from diyfa.backends.cuda.hopper import bwd_dq as hopper_bwd_dq
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
 from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
@@ -46,14 +47,14 @@ KERNEL_MODULES = (
     "hopper.tiles",
     "hopper.fwd",
 )
-BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd")
+BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd")
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_mla")
 BACKWARD_KERNELS = {
-    "_prepare_kernel": hopper_bwd,
+    "_prepare_kernel": hopper_bwd_dq,
     "_bwd_sm90_kernel": hopper_bwd,
     "_bwd_wide_kernel": hopper_bwd_wide,
     "_bwd_mla_kernel": hopper_bwd_mla,
-    "_convert_kernel": hopper_bwd,
+    "_convert_kernel": hopper_bwd_dq,
 }
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
@@ -176,10 +177,10 @@ def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") 
 
 
 def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] = KERNEL_MODULES) -> ModuleType:
-    """The kernel's module, the last of `modules`, made anew with these sources (by module) in place of its own."""
+    """All that `modules` define, made anew with these sources (by module) in place of their own."""
     package = "diyfa.backends.cuda"
     before = {}
-    module = None
+    found = ModuleType("mutant")
     try:
         for name in modules:
             path = folder / f"{name.replace('.', '_')}_mutant.py"  # a file, which the interpreter reads again
@@ -190,11 +191,11 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
             spec.loader.exec_module(module)
             before[name] = sys.modules[f"{package}.{name}"]
             sys.modules[f"{package}.{name}"] = module  # what those after it import
+            vars(found).update(vars(module))
     finally:
         for name, original in before.items():
             sys.modules[f"{package}.{name}"] = original
-    assert module is not None
-    return module
+    return found
 
 
 def source_of(name: str) -> str:

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.attention.tile_io import EQUAL
-from diyfa.backends.cuda.hopper.bwd import Sizes, Sm90BwdConstants, _key_block
+from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants
+from diyfa.backends.cuda.hopper.bwd_tiles import Sizes, _key_block
 
 MANY = 8192
 

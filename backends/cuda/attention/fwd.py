@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
+from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
@@ -153,7 +153,7 @@ def _attend_blocks(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES, do_not_specialize_on_alignment=UNALIGNED_POINTERS)
+@triton.jit(do_not_specialize=(*RUNTIME_SIZES, "batch"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
@@ -164,7 +164,7 @@ def _fwd_kernel(
     stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
-    seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold,
     keep_scale,  # 1 / (1 - p) of the dropout
     c: tl.constexpr,
@@ -172,6 +172,12 @@ def _fwd_kernel(
     # One-dimensional grid, query blocks of one head next to each other: they read the same keys from L2.
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
+    if c.LENGTHS == PACKED:
+        tiles = blocks_m * heads_q * batch
+        if pid >= tiles:
+            out, longest, clearing = (o_ptr, stride_om, stride_oh), blocks_m * c.BLOCK_M, tl.num_programs(0) - tiles
+            clear_others(cu_seqlens_q_ptr, batch, longest, pid - tiles, clearing, out, lse_ptr, heads_q, total_q, c)
+            return
     block_m = pid % blocks_m
     if c.HAS_RIGHT:  # longest first: the last programs to start are short ones
         block_m = blocks_m - 1 - block_m
@@ -258,10 +264,12 @@ def launch_of(
         **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
         "o_ptr": out,
         "lse_ptr": lse,
+        "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
     }
-    grid = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
+    tiles = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
+    grid = tiles + clearing_programs(problem)
     return described_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
 
 
@@ -274,7 +282,6 @@ def attention_forward(
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
     with on_device(tensors.q):
-        clear(forward_launches(problem, tensors, out, lse))
         launch(tuned_config("fwd", problem, launch))
 
 

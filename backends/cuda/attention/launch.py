@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from diyfa.backends.cuda.attention import clear
 from diyfa.backends.cuda.attention.configs import AttentionConfig, candidates, edge_form_of, form_of, reads_rows
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
@@ -312,8 +311,7 @@ def forward_replay(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
     """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
     tensors = own_objects(tensors)
-    launches = [*clear.forward_launches(problem, tensors, out, lse), launch_of(tensors)]
-    replay = replay_of(launches, tensors.present(), (out, lse), choice, own=own)
+    replay = replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, own=own)
     if replay is None:
         return None
 

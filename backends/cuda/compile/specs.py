@@ -30,6 +30,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.features import EVERYTHING
 from diyfa.problem import (
     VARLEN,
+    AttentionGradients,
     AttentionProblem,
     AttentionTensors,
     KVCacheProblem,
@@ -298,23 +299,22 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     ):
         problem = _problem(arch, dtype, d, causal).replace(**changes)
         tensors, out, lse = tensors_of(problem)
-        backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse)
+        summed = getattr(torch, problem.out_dtype or dtype)
+        gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
+        backward = hopper_bwd.Sm90Backward(problem, tensors, hopper_bwd_configs.config_of(problem), lse, gradients.dq)
         dout, delta = torch.empty_like(out), torch.empty_like(lse) if problem.sinks else None
         features = "+".join(sorted(problem.features - {"gqa"})) or "full"
         features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
         case += f" to {problem.out_dtype}" if problem.out_dtype else ""
-        summed = getattr(torch, problem.out_dtype or dtype)
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
-        dq, dk, dv = (torch.empty_like(x, dtype=summed) for x in tensors[:3])
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
-        gradient = backward.gradient(dout, dk, dv)
-        yield spec_of(gradient, "attention_bwd/sm90", case, budget)
-        if changes:
-            dlse = None if delta is None else torch.empty_like(lse)
-            yield spec_of(backward.prepare(out, dout, dlse, delta), "attention_bwd/sm90_prepare", case)
-            yield spec_of(backward.convert(dq), "attention_bwd/sm90_convert", case)
+        dlse = None if delta is None else torch.empty_like(lse)
+        names = ("attention_bwd/sm90_prepare", 0), ("attention_bwd/sm90", budget), ("attention_bwd/sm90_convert", 0)
+        launches = backward.launches(out, dout, dlse, delta, gradients)
+        for (name, of_kernel), launch in zip(names, launches, strict=False):  # not each has the last one
+            yield spec_of(launch, name, case, of_kernel)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:

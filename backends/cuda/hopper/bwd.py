@@ -31,11 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED
 from diyfa.backends.cuda.gluon.barriers import (
-    LANES,
     WARPS,
-    arrive_per_lane,
     idle_warps,
     optimisation_barrier,
     order_lanes,
@@ -44,22 +42,32 @@ from diyfa.backends.cuda.gluon.barriers import (
     wait_for_stores,
     wait_full,
 )
-from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add
+from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_reduce_add, reinterpret
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.semaphore import end_turn, wait_for_turn
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
-from diyfa.backends.cuda.hopper.epilogue import _by_chunks, matrix, offset_of, store_float32
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_ROWS, RollingDq, _in_register_order, share_of
+from diyfa.backends.cuda.hopper.bwd_tiles import (
+    BOX,
+    CONSUMER_COUNT,
+    END,
+    KEYS,
+    LENGTH_POINTERS,
+    SHARE_ONLY,
+    SIZES,
+    WORDS,
+    KeyBlock,
+    KeyBlocks,
+    Sizes,
+    _first_block,
+    _key_block,
+)
+from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E
-from diyfa.backends.cuda.hopper.tiles import _clamped, end_of, start_load, start_store
+from diyfa.backends.cuda.hopper.tiles import end_of, start_load, start_store
 from diyfa.backends.cuda.runtime.constants import Constants
 
 DS_STAGES = gl.constexpr(2)
-DQ_ROWS = gl.constexpr(16)  # of the box in which a consumer's half of dQ leaves
-DQ_COLUMNS = gl.constexpr(256)
-HALF_DQ = gl.constexpr(DQ_ROWS.value * DQ_COLUMNS.value)  # 64 x 64 numbers
-CONSUMER_COUNT = gl.constexpr(CONSUMERS)
-BOX = gl.constexpr(BOX_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -81,216 +89,10 @@ class Sm90BwdConstants(Constants):
     consumer_registers: int
     producer_registers: int
     direct: bool = False  # dK and dV leave from registers, in float32, to be added up
-
-
-@dataclass(frozen=True)
-class QueryConstants(Constants):
-    """What `_prepare_kernel` and `_convert_kernel` are compiled for."""
-
-    block_m: int
-    block_d: int
-    block_dv: int
-    lengths: int
-    has_dlse: bool
-    keep_delta: bool
-    deterministic: bool
+    rolling: bool = False  # dQ is converted here (`RollingDq`)
 
 
 # ---- the parts of a call
-
-
-@aggregate
-class Sizes:
-    """Sizes of a call, lengths of its sequences, and the mask."""
-
-    heads_q: gl.tensor
-    group_size: gl.tensor | gl.constexpr
-    batch: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    total_q: gl.tensor
-    total_k: gl.tensor
-    window_left: gl.tensor | gl.constexpr
-    window_right: gl.tensor | gl.constexpr
-    lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
-    lengths_k_ptr: gl.tensor | gl.constexpr
-
-
-@gluon.jit
-def _sequence(b, sizes, LENGTHS: gl.constexpr):
-    """Sample b -> (its first row in q, in k, its queries, its keys)."""
-    first_q = 0
-    first_k = 0
-    n_queries = sizes.seqlen_q
-    n_keys = sizes.seqlen_k
-    if LENGTHS == PACKED:
-        first_q = _clamped(sizes.lengths_q_ptr + b, sizes.total_q)
-        first_k = _clamped(sizes.lengths_k_ptr + b, sizes.total_k)
-        n_queries = gl.maximum(_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
-        n_keys = gl.maximum(_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
-    if LENGTHS == SEQ_LENS:
-        n_keys = _clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
-        n_queries = gl.minimum(n_keys, sizes.seqlen_q)
-    return first_q, first_k, n_queries, n_keys
-
-
-@gluon.jit
-def _first_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
-    """The number of a sequence's first block of queries in head h.
-
-    Packed, those of a head's sequence b begin at first_q // BLOCK_M + b, and the next sequence's far enough behind.
-    """
-    if LENGTHS == PACKED:
-        block = h * (sizes.total_q // BLOCK_M + sizes.batch) + first_q // BLOCK_M + b
-    else:
-        block = (b * sizes.heads_q + h) * gl.cdiv(sizes.seqlen_q, BLOCK_M)
-    return block
-
-
-@aggregate
-class KeyBlock:
-    """A program's keys, and the blocks of queries that see them: [begin, end), of which [full_begin, full_end) need no
-    mask."""
-
-    b: gl.tensor
-    hk: gl.tensor
-    col0: gl.tensor
-    first_q: gl.tensor
-    first_k: gl.tensor
-    n_queries: gl.tensor
-    n_keys: gl.tensor
-    begin: gl.tensor
-    full_begin: gl.tensor
-    full_end: gl.tensor
-    end: gl.tensor
-
-    @gluon.jit
-    def masked_count(self):
-        return (self.full_begin - self.begin) + (self.end - self.full_end)
-
-    @gluon.jit
-    def masked_block(self, i):
-        """The i-th block that needs a mask."""
-        block = self.begin + i
-        return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
-
-    @gluon.jit
-    def block(self, i):
-        """The i-th block of all: those that need a mask come first."""
-        masked = self.masked_count()
-        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
-
-    @gluon.jit
-    def turn(self, block, sizes, config):
-        """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
-
-        Those programs have lower numbers. Under a causal mask they are also the first to come to it.
-        """
-        last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
-        if config.HAS_RIGHT:
-            last_row = (block + 1) * config.BLOCK_M - 1
-            last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
-            last = gl.minimum(last, last_key // config.BLOCK_N)
-        return last - self.col0 // config.BLOCK_N
-
-
-@gluon.jit
-def _key_block(pid, sizes, config):
-    """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first,
-    but for DETERMINISTIC, where dQ is added up from the last keys to the first (`KeyBlock.turn`)."""
-    blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
-    heads_kv = sizes.heads_q // sizes.group_size
-    block_n = pid % blocks_n
-    if config.DETERMINISTIC:
-        block_n = blocks_n - 1 - block_n
-    col0 = block_n * config.BLOCK_N
-    b = pid // blocks_n // heads_kv
-    hk = pid // blocks_n % heads_kv
-    first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
-    offset = n_keys - n_queries
-    begin = 0
-    full_begin = 0
-    end_row = n_queries
-    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # queries that do not exist weigh exp(s - inf) = 0
-    if config.HAS_RIGHT:
-        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # that sees a key
-        begin = first_row // config.BLOCK_M
-        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # that sees all of them
-        full_begin = gl.cdiv(first_row, config.BLOCK_M)
-    if config.HAS_LEFT:
-        end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
-        full_rows = gl.maximum(col0 + sizes.window_left - offset + 1, 0)
-        full_end = gl.where(full_rows < n_queries, full_rows // config.BLOCK_M, full_end)
-    end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
-    if config.LENGTHS != EQUAL:
-        end = gl.where(col0 < n_keys, end, begin)
-    # Keys beyond the end are zeros; their weights may be infinite all the same.
-    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
-    if config.DETERMINISTIC and config.HAS_LEFT:
-        # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
-        full_begin = end
-    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
-    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
-
-
-FIELDS = gl.constexpr(12)
-WORDS = gl.constexpr(16)  # a power of two
-
-
-@aggregate
-class KeyBlocks:
-    """How the producer tells the others which block of keys comes next: one after another in the same words.
-
-    It writes them when all have done with the block before: adders when they have read them, consumers with the keys.
-    """
-
-    words: gl.shared_memory_descriptor  # [WORDS]
-    written: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def init(self):
-        mbarrier.init(self.written, count=LANES)
-        mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
-
-    @gluon.jit
-    def write(self, turn, keys, exists):
-        """The producer leaves the block of this turn; `exists`: 0 behind the last."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
-        fields = (
-            exists, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
-            keys.begin, keys.full_begin, keys.full_end, keys.end,
-        )  # fmt: skip
-        field = gl.arange(0, WORDS, layout=LAYOUT)
-        words = gl.zeros_like(field)
-        for i in gl.static_range(FIELDS):
-            words = gl.where(field == i, fields[i], words)
-        mbarrier.wait(self.done, (turn & 1) ^ 1)
-        self.words.store(words)
-        arrive_per_lane(self.written)
-
-    @gluon.jit
-    def read(self, turn, sizes, LENGTHS: gl.constexpr, NUM_WARPS: gl.constexpr):
-        """The block of this turn, as soon as it is there, for a partition of NUM_WARPS warps -> (exists, block)."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
-        if NUM_WARPS == WARPS:
-            wait_full(self.written, turn & 1)
-        else:
-            mbarrier.wait(self.written, turn & 1)
-        words = self.words.load(LAYOUT)
-        field = gl.arange(0, WORDS, layout=LAYOUT)
-        fields = ()
-        for i in gl.static_range(FIELDS):
-            fields += (gl.sum(gl.where(field == i, words, 0), 0),)
-        exists, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
-        if LENGTHS == EQUAL:  # what is the same for all blocks takes no registers
-            first_q = 0
-            first_k = 0
-            n_queries = sizes.seqlen_q
-            n_keys = sizes.seqlen_k
-        keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
-        return exists, keys
 
 
 @aggregate
@@ -350,8 +152,9 @@ class GradientRing:
     """
 
     ds_buffers: gl.shared_memory_descriptor  # dSᵀ in boxes of 64 queries
-    dq_buffers: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor  # of each consumer
+    dq_boxes: gl.shared_memory_descriptor  # in 16 bits: in them leaves what is converted (`RollingDq`)
+    dq_buffers: gl.shared_memory_descriptor  # the same memory: fp32, of each consumer
+    dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
 
     @gluon.jit
@@ -369,9 +172,14 @@ class GradientRing:
         fence_async_shared()
 
     @gluon.jit
+    def wait_dq_empty(self, item, CONSUMER: gl.constexpr):
+        """A consumer waits until the adder has done with the item before."""
+        wait_full(self.dq_empty.index(CONSUMER), (item & 1) ^ 1)
+
+    @gluon.jit
     def store_dq(self, dq, item, CONSUMER: gl.constexpr):
         """A consumer hands its half of dQ, an accumulator, to its adder."""
-        wait_full(self.dq_empty.index(CONSUMER), (item & 1) ^ 1)
+        self.wait_dq_empty(item, CONSUMER)
         self.dq_buffers.index(CONSUMER).store(_in_register_order(dq))
         fence_async_shared()
         order_lanes()
@@ -487,24 +295,26 @@ def _producer(keys, sizes, shared, inputs):
 
 
 @gluon.jit
-def _draw(scheduler, DETERMINISTIC: gl.constexpr):
-    """The next block of keys. A program's first one has its own number; but if DETERMINISTIC it is drawn as well:
-    programs wait for lower numbers then, which none may hold that has not started."""
+def _draw(scheduler, WAITS: gl.constexpr):
+    """The next block of keys. A program's first one has its own number; but if programs wait for lower numbers it is
+    drawn as well: none may hold one that has not started."""
     index = scheduler.next_tile(0, scheduler.draw())
-    if DETERMINISTIC:
+    if WAITS:
         index -= gl.num_programs(0)
     return index
 
 
 @gluon.jit
-def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
+def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
     """The same for block after block of keys, which it draws and tells the others.
 
     The first queries of a block come before its keys, whose buffers are free later.
     """
     config: gl.constexpr = shared.config
-    count = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
-    if config.DETERMINISTIC:
+    blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+    count = blocks_n * sizes.batch * (sizes.heads_q // sizes.group_size)
+    WAITS: gl.constexpr = config.DETERMINISTIC or config.ROLLING
+    if WAITS:
         index = _draw(scheduler, True)
     else:
         index = gl.program_id(0)
@@ -520,19 +330,34 @@ def _persistent_producer(sizes, shared, inputs, key_blocks, scheduler):
             h = keys.hk * sizes.group_size
             if n > 0:
                 _load_queries(keys, h, 0, item, sizes, shared, inputs)
-            key_blocks.write(turn, keys, 1)
+            share = -1
+            if config.ROLLING:
+                share = gl.maximum(index - dq.lag * blocks_n, -1)
+            key_blocks.write(turn, keys, share, KEYS)
             _load_keys(keys, shared, inputs)
             for g in range(sizes.group_size):
                 for i in range(gl.where(g == 0, 1, 0), n):
                     _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
+            if config.ROLLING:
+                dq.wait_until_added(share, sizes, config.BLOCK_N)
+                mbarrier.arrive(key_blocks.added, count=1)
             item += sizes.group_size * n
             turn += 1
-        index = _draw(scheduler, config.DETERMINISTIC)
-    key_blocks.write(turn, _key_block(0, sizes, config), 0)
+        index = _draw(scheduler, WAITS)
+    none = _key_block(0, sizes, config)
+    if config.ROLLING:
+        while index < count + dq.lag * blocks_n:
+            share = index - dq.lag * blocks_n
+            key_blocks.write(turn, none, share, SHARE_ONLY)
+            dq.wait_until_added(share, sizes, config.BLOCK_N)
+            mbarrier.arrive(key_blocks.added, count=1)
+            turn += 1
+            index = _draw(scheduler, WAITS)
+    key_blocks.write(turn, none, -1, END)
 
 
 @gluon.jit
-def _adder(CONSUMER: gl.constexpr, sizes, shared, dq_tensor, semaphores_ptr, key_blocks):
+def _adder(CONSUMER: gl.constexpr, sizes, shared, dq, dq_tensor, semaphores_ptr, key_blocks):
     """One warp: add a consumer's half of dQ, as soon as it lies in shared memory, to what is in global memory.
 
     DETERMINISTIC: when it is this program's turn.
@@ -543,27 +368,45 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, dq_tensor, semaphores_ptr, key
     empty = ring.dq_empty.index(CONSUMER)
     item = 0
     turn = 0
-    exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
-    while exists != 0:
+    heads_kv = sizes.heads_q // sizes.group_size
+    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+    while kind == KEYS:
         mbarrier.arrive(key_blocks.done, count=1)
+        head = keys.b * heads_kv + keys.hk
+        if config.ROLLING:
+            dq.wait_until_free(head, sizes, config.BLOCK_N)
         for g in range(sizes.group_size):
             h = keys.hk * sizes.group_size + g
             first = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+            first_of_dq = first
+            if config.ROLLING:
+                first_of_dq = dq.first_block(head, sizes, config.BLOCK_M) + g * gl.cdiv(sizes.seqlen_q, config.BLOCK_M)
             for i in range(keys.end - keys.begin):
                 block = keys.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
                 mbarrier.wait(full, item & 1)
                 if config.DETERMINISTIC:
                     wait_for_turn(semaphores_ptr + half, keys.turn(block, sizes, config))
-                async_reduce_add(dq_tensor, [half * DQ_ROWS, 0], ring.dq_buffers.index(CONSUMER))
+                row = ((first_of_dq + block) * CONSUMER_COUNT + CONSUMER) * DQ_ROWS
+                async_reduce_add(dq_tensor, [row, 0], ring.dq_buffers.index(CONSUMER))
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
                 if config.DETERMINISTIC:
                     wait_for_stores()
                     end_turn(semaphores_ptr + half)
                 item += 1
+        if config.ROLLING:
+            dq.end_adding(head)
+            key_blocks.wait_until_converted(turn, CONSUMER)
+            share_of(share, sizes, CONSUMER, config).clear(dq, sizes, config)
+            dq.end_converting(share, sizes, config.BLOCK_N)
         turn += 1
-        exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
+    if config.ROLLING:  # whose shares nobody waits for
+        while kind == SHARE_ONLY:
+            mbarrier.arrive(key_blocks.done, count=1)
+            turn += 1
+            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, 1)
 
 
 # ---- the consumers
@@ -595,16 +438,6 @@ def _start_dq(shared, item, zero, c: gl.constexpr):
         k = box_of(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES)
         dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def _in_register_order(dq):
-    """[64, 64], an accumulator -> the same numbers so that each thread has four that follow each other, and a warp 128.
-
-    A row is 16 * warp + 8 * half + lane // 4, a column 8 * n + 2 * (lane % 4) + bit.
-    """
-    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
-    return parts.permute(3, 0, 2, 4, 1, 5).reshape([DQ_ROWS, DQ_COLUMNS])
 
 
 @aggregate
@@ -713,7 +546,7 @@ def _wait_for_other():
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
+def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
     """One warpgroup: dK and dV of its 64 keys of each block, and half of what all 128 add to dQ."""
     config: gl.constexpr = shared.config
     B: gl.constexpr = config.BOXES
@@ -724,8 +557,8 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
         scale = outputs.scale * LOG2E
     item = 0
     turn = 0
-    exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
-    while exists != 0:
+    kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+    while kind == KEYS:
         consumer = Consumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
         dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
         dv = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
@@ -736,7 +569,12 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
         for _ in range(sizes.group_size):
             dk, dv, item = _blocks(consumer, 0, masked, dk, dv, item, True)
             dk, dv, item = _blocks(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
+        if config.ROLLING:
+            wait_full(key_blocks.added, turn & 1)
         release(key_blocks.done)
+        if config.ROLLING:  # it comes while dV and dK leave
+            converted = share_of(share, sizes, INDEX, config)
+            of_share = converted.load(converted.start, dq, sizes, config)
 
         key = keys.col0 + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
         there = (key < keys.n_keys)[:, None]
@@ -748,8 +586,21 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, key_blocks):
         else:
             _store_rows(dv, outputs.dv_tensor, keys, shared.out_buffers, INDEX, config)
             _store_rows(dk, outputs.dk_tensor, keys, shared.out_buffers, INDEX, config)
+        if config.ROLLING:
+            shared.gradients.wait_dq_empty(item, INDEX)
+            converted.store(of_share, dq, shared.gradients.dq_boxes, outputs.sm_scale, sizes, config)
+            key_blocks.end_converting(turn, INDEX)
         turn += 1
-        exists, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+        kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
+    if config.ROLLING:
+        while kind == SHARE_ONLY:
+            wait_full(key_blocks.added, turn & 1)
+            release(key_blocks.done)
+            converted = share_of(share, sizes, INDEX, config)
+            of_share = converted.load(converted.start, dq, sizes, config)
+            converted.store(of_share, dq, shared.gradients.dq_boxes, outputs.sm_scale, sizes, config)
+            turn += 1
+            kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)
     tma.store_wait(0)
 
 
@@ -778,7 +629,7 @@ def _store_direct(x, pointer, tensor, keys, sizes, row: gl.constexpr, column: gl
 
 
 @gluon.jit
-def _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_blocks, scheduler):
+def _specialise(sizes, shared, inputs, outputs, dq, dq_tensor, semaphores_ptr, key_blocks, scheduler):
     """Run both consumers, the producer and the adders. The first consumer runs on the warps that the kernel is launched
     with and takes the registers that are left."""
     config: gl.constexpr = shared.config
@@ -786,11 +637,11 @@ def _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_b
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [
-            (_consumer, (0, sizes, shared, outputs, key_blocks)),
-            (_consumer, (1, sizes, shared, outputs, key_blocks)),
-            (_persistent_producer, (sizes, shared, inputs, key_blocks, scheduler)),
-            (_adder, (0, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
-            (_adder, (1, sizes, shared, dq_tensor, semaphores_ptr, key_blocks)),
+            (_consumer, (0, sizes, shared, outputs, dq, key_blocks)),
+            (_consumer, (1, sizes, shared, outputs, dq, key_blocks)),
+            (_persistent_producer, (sizes, shared, inputs, dq, key_blocks, scheduler)),
+            (_adder, (0, sizes, shared, dq, dq_tensor, semaphores_ptr, key_blocks)),
+            (_adder, (1, sizes, shared, dq, dq_tensor, semaphores_ptr, key_blocks)),
             (idle_warps, ()),
         ],
         [4, 1, 1, 1, 1],
@@ -798,20 +649,15 @@ def _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_b
     )  # fmt: skip
 
 
-SIZES = (
-    "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
-)  # fmt: skip
-LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
+@gluon.jit(do_not_specialize=(*SIZES, "dq_slots", "dq_lag"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _bwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     dk_tensor, dv_tensor,
     dk_ptr, dv_ptr,  # of the same, for DIRECT
     statistics_tensor,  # [2 * blocks of queries, BLOCK_M] fp32
     dq_tensor,  # [2 * DQ_ROWS * blocks of queries, DQ_COLUMNS] fp32
+    dq_ptr, counts_ptr, dq_slots, dq_lag,  # of `RollingDq`: the same memory; None unless ROLLING
+    dq_out_tensor,
     semaphores_ptr,  # [2 * blocks of queries] int32, zeros; None unless DETERMINISTIC
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
@@ -834,7 +680,8 @@ def _bwd_sm90_kernel(
     statistics = gl.allocate_shared_memory(
         gl.float32, [2 * config.STAGES] + statistics_tensor.block_shape, statistics_tensor.layout
     )
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
+    dq_boxes = gl.allocate_shared_memory(DTYPE, [CONSUMER_COUNT * 2] + k_tensor.block_shape, k_tensor.layout)
+    dq_buffers = reinterpret(dq_boxes, gl.float32, [CONSUMER_COUNT] + dq_tensor.block_shape, dq_tensor.layout)
     full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
@@ -843,7 +690,7 @@ def _bwd_sm90_kernel(
     dq_full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     dq_empty = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
     queries = QueryRing(full, do_full, empty, config.STAGES)
-    gradients = GradientRing(ds_buffers, dq_buffers, dq_full, dq_empty)
+    gradients = GradientRing(ds_buffers, dq_boxes, dq_buffers, dq_full, dq_empty)
     queries.init()
     gradients.init()
     for c in gl.static_range(CONSUMER_COUNT):
@@ -852,7 +699,9 @@ def _bwd_sm90_kernel(
     written = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     words = gl.allocate_shared_memory(gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    key_blocks = KeyBlocks(words, written, done)
+    added = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    converted = gl.allocate_shared_memory(gl.int64, [2 * CONSUMER_COUNT, 1], BARRIER)
+    key_blocks = KeyBlocks(words, written, done, added, converted)
     key_blocks.init()
     if config.DIRECT:
         out_buffers = None
@@ -874,124 +723,5 @@ def _bwd_sm90_kernel(
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")
-    _specialise(sizes, shared, inputs, outputs, dq_tensor, semaphores_ptr, key_blocks, scheduler)
-
-
-# ---- before and after
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
-    statistics_ptr, dq_ptr, semaphores_ptr,
-    counter_ptr,
-    delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
-    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
-    heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
-    config: gl.constexpr,  # `QueryConstants`
-):  # fmt: skip
-    """A block of queries: delta = rowsum(dO * O) - dLSE, beside lse for the kernel above, and zeros for dQ."""
-    D: gl.constexpr = config.BLOCK_D
-    DV: gl.constexpr = config.BLOCK_DV
-    M: gl.constexpr = config.BLOCK_M
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr)
-    blocks_m = gl.cdiv(seqlen_q, M)
-    pid = gl.program_id(0)
-    block = pid % blocks_m
-    h = pid // blocks_m % heads_q
-    b = pid // blocks_m // heads_q
-    first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
-    row0 = block * M
-    if pid == 0:
-        gl.store(counter_ptr, 0)
-    rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
-    if row0 < n_queries:
-        at = (first_q + rows).to(gl.int64)[:, None]
-        inside = (rows < n_queries)[:, None] & (columns < head_dim_v)[None, :]
-        o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-        do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
-        o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
-        do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
-        delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-        exists = rows < n_queries
-        if config.LENGTHS == PACKED:
-            of_rows = h.to(gl.int64) * total_q + first_q
-        else:
-            of_rows = (b * heads_q + h).to(gl.int64) * seqlen_q
-        lse = gl.load(lse_ptr + of_rows + rows, mask=exists, other=float("inf"))
-        if config.HAS_DLSE:
-            dlse_at = dlse_ptr + b.to(gl.int64) * stride_dlb + h.to(gl.int64) * stride_dlh
-            delta -= gl.load(dlse_at + (first_q + rows).to(gl.int64) * stride_dlm, mask=exists, other=0.0)
-        if config.KEEP_DELTA:
-            gl.store(
-                delta_ptr + of_rows + rows, delta, mask=rows < (n_queries if config.LENGTHS == PACKED else seqlen_q)
-            )
-        number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
-        statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
-        in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-        gl.store(statistics + in_block, lse * LOG2E)
-        gl.store(statistics + M + in_block, delta)
-        zeros = gl.zeros([HALF_DQ], gl.float32, FLAT)
-        for part in gl.static_range(M * D // HALF_DQ):
-            at = dq_ptr + number.to(gl.int64) * (M * D) + part * HALF_DQ
-            gl.store(at + gl.arange(0, HALF_DQ, layout=FLAT), zeros)
-        if config.DETERMINISTIC:
-            for half in gl.static_range(CONSUMER_COUNT):
-                gl.store(semaphores_ptr + number * CONSUMER_COUNT + half, 0)
-    elif config.KEEP_DELTA and config.LENGTHS == SEQ_LENS:
-        of_sample = (b * heads_q + h).to(gl.int64) * seqlen_q
-        gl.store(delta_ptr + of_sample + rows, gl.zeros_like(rows).to(gl.float32), mask=rows < seqlen_q)
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _convert_kernel(
-    dq_ptr, lengths_q_ptr, lengths_k_ptr,
-    out_ptr,
-    stride_dqb, stride_dqh, stride_dqm,
-    heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim,
-    sm_scale,
-    config: gl.constexpr,  # `QueryConstants`
-):  # fmt: skip
-    """Half of a block of queries, what one consumer has added up: scaled, in order, and in dq's dtype."""
-    M: gl.constexpr = config.BLOCK_M
-    D: gl.constexpr = config.BLOCK_D
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    LAYOUT: gl.constexpr = _by_chunks(BOX)
-    wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr)
-    HALVES: gl.constexpr = M * D // HALF_DQ
-    blocks_m = gl.cdiv(seqlen_q, M)
-    pid = gl.program_id(0)
-    half = pid % HALVES
-    block = pid // HALVES % blocks_m
-    h = pid // HALVES // blocks_m % heads_q
-    b = pid // HALVES // blocks_m // heads_q
-    first_q, _, n_queries, _ = _sequence(b, sizes, config.LENGTHS)
-    row0 = block * M
-    column0 = 0
-    if D > BOX:
-        column0 = half * BOX
-    else:
-        row0 += half * ROWS
-    end = n_queries if config.LENGTHS == PACKED else seqlen_q
-    number = _first_block(b, h, first_q, sizes, M, config.LENGTHS) + block
-    # Behind the end of a sequence there may be no block: what is read instead is not written.
-    number = gl.where(row0 < n_queries, number, 0)
-    at = dq_ptr + (number.to(gl.int64) * HALVES + half) * HALF_DQ
-    x = gl.load(at + gl.arange(0, HALF_DQ, layout=FLAT))
-    x = x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
-    x = gl.convert_layout((x * sm_scale).to(out_ptr.dtype.element_ty), LAYOUT)
-    rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = column0 + gl.arange(0, BOX, layout=gl.SliceLayout(0, LAYOUT))
-    x = gl.where((rows < n_queries)[:, None], x, 0.0)
-    out = out_ptr + h.to(gl.int64) * stride_dqh
-    if config.LENGTHS == PACKED:
-        out += first_q.to(gl.int64) * stride_dqm
-    else:
-        out += b.to(gl.int64) * stride_dqb
-    inside = (rows < end)[:, None] & (columns < head_dim)[None, :]
-    gl.store(out + rows.to(gl.int64)[:, None] * stride_dqm + columns[None, :], x, mask=inside)
+    dq = RollingDq(dq_ptr, counts_ptr, dq_slots, dq_lag, dq_out_tensor)
+    _specialise(sizes, shared, inputs, outputs, dq, dq_tensor, semaphores_ptr, key_blocks, scheduler)

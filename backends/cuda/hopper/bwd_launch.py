@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -15,17 +16,16 @@ from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_of
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
-from diyfa.backends.cuda.hopper.bwd import (
+from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
+from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
     HALF_DQ,
     QueryConstants,
-    Sm90BwdConstants,
-    _bwd_sm90_kernel,
     _convert_kernel,
     _prepare_kernel,
 )
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU
@@ -45,25 +45,51 @@ class Sm90Backward:
     """The launches of one backward pass, and the memory between them."""
 
     def __init__(
-        self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor
+        self,
+        problem: AttentionProblem,
+        tensors: AttentionTensors,
+        config: Sm90BwdConfig,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
     ) -> None:
-        self.problem, self.tensors, self.config, self.lse = problem, tensors, config, lse
+        self.problem, self.tensors, self.config, self.lse, self.out = problem, tensors, config, lse, dq
         self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
         if config.form == "mla":
             self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
         blocks = blocks_of(problem, config.block_m)
-        of_dq, of_statistics = blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
+        self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
+        if config.form == "keys":
+            self.programs = min(self.programs, multiprocessors(dq.device) or FULL_GPU)
+        self.rolling = _can_roll(problem, config, dq)
+        self.slots, self.lag = self._window() if self.rolling else (0, 0)
+        group = problem.heads_q // problem.heads_kv
+        self.dq_blocks = self.slots * group * cdiv(problem.seqlen_q, config.block_m) if self.rolling else blocks
+        of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
+        of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4 if self.rolling else 0
         of_semaphores = blocks * CONSUMERS if problem.deterministic else 0
         # One allocation, of which the parts begin at multiples of 16 bytes.
-        self.workspace = lse.new_empty(of_dq + of_statistics + 4 + of_semaphores)
-        dq, statistics, counter, semaphores = self.workspace.split((of_dq, of_statistics, 4, of_semaphores))
+        parts = (of_dq, of_statistics, 4, of_counts, of_semaphores)
+        self.workspace = lse.new_empty(sum(parts))
+        of_dq, statistics, counter, counts, semaphores = self.workspace.split(parts)
         self.counter = counter.view(torch.int32)
-        self.dq = dq.view(-1, DQ_COLUMNS.value)
+        self.dq = of_dq.view(-1, DQ_COLUMNS.value)
         self.statistics = statistics.view(-1, config.block_m)
+        self.counts = counts.view(torch.int32) if self.rolling else None
         self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
+
+    def _window(self) -> tuple[int, int]:
+        """(heads of K that the fp32 dQ has room for, how many of them lie between adding and converting).
+
+        Most of what is drawn between two blocks of keys of a program are as many as there are programs; under a causal
+        mask, where the first one of a head takes twice the average, twice as many.
+        """
+        problem = self.problem
+        heads, blocks = problem.batch * problem.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
+        lag = 1 + cdiv(self.programs * (2 if problem.window_right >= 0 else 1), blocks)
+        return min(2 * lag, heads), min(lag, heads)
 
     def _boxes(self, head_dim: int) -> int:
         """TMA boxes of a tile, at least one for each consumer that has columns of its own."""
@@ -83,6 +109,7 @@ class Sm90Backward:
             has_dlse=has_dlse,
             keep_delta=keep_delta,
             deterministic=self.problem.deterministic,
+            rolling=self.rolling,
         )
         return {"config": values}
 
@@ -103,19 +130,29 @@ class Sm90Backward:
             "dq_ptr": self.dq,
             "semaphores_ptr": self.semaphores,
             "counter_ptr": self.counter,
+            "counts_ptr": self.counts,
             "delta_ptr": delta,
             **strides(problem.layout, o=out, do=dout),
             **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
             **self._sizes(),
             "head_dim_v": problem.head_dim_v,
+            "dq_blocks": self.dq_blocks,
         }
         grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
         return Launch(
             _prepare_kernel, grid, arguments, self._query_constants(dlse is not None, delta is not None), OPTIONS
         )
 
+    def _rolling(self) -> dict[str, Any]:
+        """The arguments of `RollingDq`."""
+        names = "dq_ptr", "counts_ptr", "dq_slots", "dq_lag", "dq_out_tensor"
+        if not self.rolling:
+            return dict.fromkeys(names)
+        out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
+        return dict(zip(names, (self.dq, self.counts, self.slots, self.lag, out), strict=True))
+
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Fills dk and dv, and adds up the fp32 dQ."""
+        """Fills dk and dv, and adds up the fp32 dQ; fills dq, too, where it is `rolling`."""
         problem, config, layout = self.problem, self.config, self.problem.layout
         q, k, v, sm_scale = *self.tensors[:3], self.tensors.sm_scale
         direct = dk.dtype == torch.float32
@@ -129,6 +166,7 @@ class Sm90Backward:
         dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
         of_dq = {
             "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+            **self._rolling(),
             "semaphores_ptr": self.semaphores,
             "counter_ptr": self.counter,
         }
@@ -182,29 +220,47 @@ class Sm90Backward:
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
             direct=direct,
+            rolling=self.rolling,
         )
-        grid = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
         kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_kernel, "mla": _bwd_mla_kernel}[config.form]
-        if config.form == "keys":
-            grid = min(grid, multiprocessors(q.device) or FULL_GPU)
-        return Launch(kernel, grid, arguments, {"config": values}, OPTIONS)
+        return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
-    def convert(self, dq: torch.Tensor) -> Launch:
-        """Fills dq from the fp32 one."""
+    def convert(self) -> tuple[Launch, ...]:
+        """Fills dq from the fp32 one, where that is not done."""
         problem = self.problem
+        if self.rolling:
+            return ()
         arguments = {
             "dq_ptr": self.dq,
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
-            "out_ptr": dq,
-            **strides(problem.layout, dq=dq),
+            "out_ptr": self.out,
+            **strides(problem.layout, dq=self.out),
             **self._sizes(),
             "head_dim": problem.head_dim,
             "sm_scale": self.tensors.sm_scale,
         }
         halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS)
+        return (Launch(_convert_kernel, grid, arguments, self._query_constants(), OPTIONS),)
+
+    def launches(
+        self,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        delta: torch.Tensor | None,
+        gradients: AttentionGradients,
+    ) -> tuple[Launch, ...]:
+        """All of a backward pass."""
+        main = self.gradient(dout, gradients.dk, gradients.dv)
+        return (self.prepare(out, dout, dlse, delta), main, *self.convert())
+
+
+def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:
+    """Whether the main kernel converts dQ (`RollingDq`)."""
+    lengths = problem.seq_lens or problem.varlen
+    return config.form == "keys" and not lengths and dq.dtype != torch.float32 and is_aligned(dq)
 
 
 def _config(problem: AttentionProblem) -> Sm90BwdConfig:
@@ -239,13 +295,12 @@ def attention_backward(
         portable.attention_backward(problem, tensors, out, lse, dout, dlse, gradients)
         return
     lse = lse.contiguous()
-    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
     delta = _delta(problem, lse, gradients.delta)
     with on_device(tensors.q), post_processing():
         clear(backward_launches(problem, tensors, gradients, delta))
-        launch_kernel(backward.prepare(out, dout, dlse, delta))
-        launch_kernel(backward.gradient(dout, gradients.dk, gradients.dv))
-        launch_kernel(backward.convert(gradients.dq))
+        for launch in backward.launches(out, dout, dlse, delta, gradients):
+            launch_kernel(launch)
         if gradients.dsinks is not None:
             assert tensors.sinks is not None and delta is not None, "dsinks are asked for where there are sinks"
             portable.fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)
@@ -264,13 +319,11 @@ def repeat(
     if not lse.is_contiguous() or not _can_describe(problem, tensors, dout, gradients):
         return None
     tensors = own_objects(tensors)
-    backward = Sm90Backward(problem, tensors, _config(problem), lse)
+    backward = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq)
     delta = _delta(problem, lse, gradients.delta)
     launches = (
         *backward_launches(problem, tensors, gradients, delta),
-        backward.prepare(out, dout, None, delta),
-        backward.gradient(dout, gradients.dk, gradients.dv),
-        backward.convert(gradients.dq),
+        *backward.launches(out, dout, None, delta, gradients),
     )
     memory = [backward.workspace] if delta is None else [backward.workspace, delta]
     with post_processing():

@@ -36,25 +36,24 @@ from diyfa.backends.cuda.gluon.barriers import (
 )
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.bwd import (
-    BOX,
-    CONSUMER_COUNT,
-    DQ_COLUMNS,
-    DQ_ROWS,
-    HALF_DQ,
-    LENGTH_POINTERS,
-    SIZES,
     Inputs,
-    KeyBlock,
     Outputs,
     QueryRing,
-    Sizes,
-    _first_block,
-    _in_register_order,
-    _key_block,
     _producer,
     _start_scores,
     _store_direct,
     _weights,
+)
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, _in_register_order
+from diyfa.backends.cuda.hopper.bwd_tiles import (
+    BOX,
+    CONSUMER_COUNT,
+    LENGTH_POINTERS,
+    SIZES,
+    KeyBlock,
+    Sizes,
+    _first_block,
+    _key_block,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of, run_of
 from diyfa.backends.cuda.hopper.softmax import LOG2E

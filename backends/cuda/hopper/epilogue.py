@@ -86,3 +86,28 @@ def store_float32(x, matrix, offset, row0, end, column0):
     inside = (row < end)[:, None] & (column < matrix[4] // CHUNK * CHUNK)[None, :]
     at = offset // WORDS * WORDS + row[:, None].to(gl.int64) * (matrix[3].to(gl.int64) // WORDS * WORDS)
     gl.store(matrix[0] + at + column[None, :], x, mask=inside)
+
+
+@gluon.jit
+def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
+    """`clear_others` of `attention/clear.py`, for four warps. A sequence longer than said has all its tiles."""
+    COLUMNS: gl.constexpr = 64
+    LAYOUT: gl.constexpr = _by_chunks(COLUMNS)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr), 0), total)
+    last = gl.minimum(gl.maximum(gl.load(cu_seqlens_ptr + batch), 0), total)
+    if (first > 0) | (last < total):
+        for start in range(0, batch, 128):
+            i = start + gl.arange(0, 128, layout=LANES)
+            last = gl.maximum(last, gl.max(gl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
+        zeros = gl.zeros([ROWS, COLUMNS], matrix[0].dtype.element_ty, LAYOUT)
+        for part in range(2):
+            begin = gl.where(part == 0, 0, last)
+            end = gl.where(part == 0, first, total)
+            for i in range(gl.program_id(0), gl.cdiv(end - begin, ROWS) * heads, gl.num_programs(0)):
+                h = (i % heads).to(gl.int64)
+                row0 = begin + i // heads * ROWS
+                for column in range(0, matrix[4].to(gl.int32), COLUMNS):
+                    store_rows(zeros, matrix, h * matrix[2].to(gl.int64), row0, end, column)
+                row = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+                gl.store(lse_ptr + h * total + row, float("inf"), mask=row < end)

@@ -24,7 +24,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, forward_replay, softmax_scale
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS, lengths_of
 from diyfa.backends.cuda.gluon.barriers import idle_warps, wait_for_previous_kernels, wait_for_stores
@@ -48,7 +47,7 @@ from diyfa.backends.cuda.hopper.configs import (
     schedule_of,
     tile_infos_of,
 )
-from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_rows
+from diyfa.backends.cuda.hopper.epilogue import clear_others, matrix, offset_of, store_rows
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     Queries,
@@ -659,7 +658,7 @@ def _fwd_sm90_kernel(
     q_tensor, k_tensor, v_tensor, o_tensor,  # (B, H, S, D) whatever the strides, or ragged (`gluon/tma.py`)
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     lse_ptr,  # (B, H, Sq) fp32, packed (H, Tq)
-    o_ptr,  # for DIRECT
+    o_ptr,  # for DIRECT, and of packed sequences
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI
     sinks_ptr,  # (H,) fp32, for SINKS
     counter_ptr,  # int32, [next tile, programs that left]: for a dynamic schedule
@@ -732,6 +731,8 @@ def _fwd_sm90_kernel(
             fence_async_shared()
             again = Shared(for_fallback(config), queries, ring, tile_infos, flags)
             _attend(problem, again, inputs, outputs)
+    if config.LENGTHS == PACKED:
+        clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
 
 
 @kept
@@ -819,7 +820,7 @@ def launch_of(
         "lengths_q_ptr": lengths_q,
         "lengths_k_ptr": lengths_k,
         "lse_ptr": lse,
-        "o_ptr": out if config.direct else None,
+        "o_ptr": out if config.direct or problem.varlen else None,
         "slopes_ptr": slopes,
         "sinks_ptr": tensors.sinks,
         "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
@@ -856,7 +857,6 @@ def attention_forward(
 ) -> None:
     """Launch the Hopper kernel, which fills out and lse."""
     with on_device(tensors.q), post_processing():
-        clear(forward_launches(problem, tensors, out, lse))
         launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from diyfa.backends.cuda.attention import decode as portable
-from diyfa.backends.cuda.attention.clear import clear, forward_launches
 from diyfa.backends.cuda.attention.launch import KVCacheRepeat, Pair, forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
@@ -80,7 +79,6 @@ def kvcache_forward(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch
     if _is_in_place(tensors.q, out):
         config = replace(config, fixed_max=False)
     with on_device(tensors.q), post_processing():
-        clear(forward_launches(problem, tensors, out, lse))
         launch_kernel(launch_of(problem, tensors, out, lse, config))
 
 
@@ -95,8 +93,8 @@ def repeat(
     config, tensors, out = _config(problem), own_objects(tensors), out.detach()
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
     with post_processing():
-        launches = [*forward_launches(problem, tensors, out, lse), launch_of(problem, tensors, out, lse, config)]
-        again = kvcache_replay(launches, tensors, [out, lse], own=own)
+        launch = launch_of(problem, tensors, out, lse, config)
+        again = kvcache_replay([launch], tensors, [out, lse], own=own)
 
     def unless_in_place(
         length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor

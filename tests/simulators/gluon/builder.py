@@ -176,7 +176,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(self.program.memory.load(ptrs.data, mask_data, fallback, np_dtype, reader, known), dtype)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *caches: Any) -> None:
-        writer = self.program.writer_of(current())
+        writer = self.program.new_writer()
         mask_data = np.broadcast_to(mask.data, ptrs.data.shape)
         self.program.touch_global("store")
         self.program.memory.atomics.plain(ptrs.data[mask_data], "store")
@@ -233,9 +233,12 @@ class Builder(InterpreterBuilder):
         return view.reshape(shape, layout)
 
     def create_memdesc_reinterpret(self, ty: Any, view: SharedView) -> SharedView:
-        if ty.element_ty != view.dtype or not isinstance(ty.layout, gl.NVMMASharedLayout):
+        if not isinstance(ty.layout, gl.NVMMASharedLayout):
             raise NotImplementedError(f"shared memory at {location()} reinterpreted as {ty.element_ty} in {ty.layout}")
-        return view.reinterpreted([int(n) for n in ty.shape], ty.layout)
+        shape = [int(n) for n in ty.shape]
+        if ty.element_ty != view.dtype:
+            return view.of_another_type(ty.element_ty, shape, ty.layout)
+        return view.reinterpreted(shape, ty.layout)
 
     def create_fence_async_shared(self, cluster: bool) -> None:
         current().clock.fence()

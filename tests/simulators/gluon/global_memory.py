@@ -22,6 +22,7 @@ class _Storage:
         self.address, self.name, self.keep = address, name, x
         self.writers = np.zeros(len(self.bytes), np.int32)
         self.reducers: np.ndarray | None = None  # who was the last to combine something with each byte
+        self.reductions: list[tuple[int, int, int]] = []  # (writer, first item, last item) since items were written
 
 
 class GlobalMemory:
@@ -74,6 +75,13 @@ class GlobalMemory:
                 return True
         return False
 
+    def _check_reductions(self, storage: _Storage, index: np.ndarray, known: Steps, what: str) -> None:
+        """What is no reduction itself must come after all reductions of the same items."""
+        low, high = int(index.min()), int(index.max())
+        for writer, first, last in storage.reductions:
+            if first <= high and low <= last and self._is_race(np.array([writer]), 0, known):
+                raise Race(f"{what} at {location()}: nothing orders it after a reduction in {storage.name}")
+
     def load(
         self,
         addresses: np.ndarray,
@@ -90,6 +98,7 @@ class GlobalMemory:
             storage, index = self._locate(addresses[mask], dtype.itemsize, "load")
             if self._is_race(storage.writers[index * dtype.itemsize], reader, known or {}):
                 raise Race(f"load at {location()}: somebody else writes {storage.name} there in the same launch")
+            self._check_reductions(storage, index, known or {}, "load")
             result[mask] = self._items(storage, dtype)[index]
         return result
 
@@ -109,6 +118,10 @@ class GlobalMemory:
         storage, index = self._locate(addresses[mask], values.itemsize, "store")
         if self._is_race(storage.writers[index * values.itemsize], writer, known or {}):
             raise Race(f"store at {location()}: {storage.name} was already written there by somebody else")
+        self._check_reductions(storage, index, known or {}, "store")
+        low, high = int(index.min()), int(index.max())
+        if high - low + 1 == index.size:  # all that lies between
+            storage.reductions = [r for r in storage.reductions if not (low <= r[1] and r[2] <= high)]
         storage.writers[index * values.itemsize] = writer
         self._items(storage, values.dtype)[index] = values[mask]
 
@@ -138,10 +151,14 @@ class GlobalMemory:
         where: str,
     ) -> None:
         """Combine items with what is there, one at a time: nobody's result is lost. In a fixed order only, if that is
-        asked for: the next one must have `known` that the one before was written."""
+        asked for: the next one must have `known` that the one before was written. What was written otherwise must be
+        `known` in any case."""
         if not mask.any():
             return
         storage, index = self._locate(addresses[mask], values.itemsize, "reduction")
+        if self._is_race(np.unique(storage.writers[index * values.itemsize]), writer, known):
+            raise Race(f"reduction at {where}: nothing orders it after a store of somebody else in {storage.name}")
+        storage.reductions.append((writer, int(index.min()), int(index.max())))
         if self.fixed_order:
             if storage.reducers is None:
                 storage.reducers = np.zeros(len(storage.bytes), np.int32)

@@ -84,14 +84,11 @@ class Allocation:
 class SharedView:
     """What a shared_memory_descriptor stands for: a NumPy view of an allocation, and its layout."""
 
-    __slots__ = ("allocation", "array", "layout")
+    __slots__ = ("allocation", "array", "dtype", "layout")
 
-    def __init__(self, allocation: Allocation, array: np.ndarray, layout: Any) -> None:
+    def __init__(self, allocation: Allocation, array: np.ndarray, layout: Any, dtype: tl.dtype | None = None) -> None:
         self.allocation, self.array, self.layout = allocation, array, layout
-
-    @property
-    def dtype(self) -> tl.dtype:
-        return self.allocation.dtype
+        self.dtype = dtype or allocation.dtype
 
     def offset(self) -> int:
         return _bounds(self.array)[0] - _bounds(self.allocation.array)[0]
@@ -99,13 +96,13 @@ class SharedView:
     def index(self, i: int, layout: Any) -> SharedView:
         if not 0 <= i < self.array.shape[0]:
             raise InvalidOperand(f"index {i} of shared memory of shape {self.array.shape}, at {location()}")
-        return type(self)(self.allocation, self.array[i], layout)
+        return type(self)(self.allocation, self.array[i], layout, self.dtype)
 
     def reshape(self, shape: list[int], layout: Any) -> SharedView:
         array = self.array.reshape(shape)
         if not np.shares_memory(array, self.array):
             raise InvalidOperand(f"{self.array.shape} of strided shared memory has no view {shape}, at {location()}")
-        return SharedView(self.allocation, array, layout)
+        return SharedView(self.allocation, array, layout, self.dtype)
 
     def values(self) -> np.ndarray:
         """What is there, in the shape that the kernel sees."""
@@ -113,6 +110,13 @@ class SharedView:
 
     def store(self, values: np.ndarray) -> None:
         self.array[...] = values
+
+    def of_another_type(self, dtype: tl.dtype, shape: list[int], layout: Any) -> SharedView:
+        """The same bytes for other numbers. Whoever reads them must have written them as such: what lies where is the
+        layouts' business."""
+        if not self.array.flags.c_contiguous or math.prod(shape) * stored(dtype).itemsize != self.array.nbytes:
+            raise InvalidOperand(f"{self.array.shape} seen as {shape} of {dtype} at {location()} is not as many bytes")
+        return SharedView(self.allocation, self.array.reshape(-1).view(stored(dtype)).reshape(shape), layout, dtype)
 
     def reinterpreted(self, shape: list[int], layout: Any) -> SharedView:
         """The same bytes as tiles of as many rows and several times the columns, or of as many columns and fewer rows.

@@ -1,0 +1,236 @@
+"""What a program of the Hopper backward works at: a block of keys, and the blocks of queries that see it.
+
+Queries lie in blocks of BLOCK_M of one head, each sequence beginning with a block of its own, so the statistics and the
+fp32 dQ have blocks of their own for each sequence, too.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.barriers import LANES, WARPS, arrive_per_lane, order_lanes, release, wait_full
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
+from diyfa.backends.cuda.hopper.tiles import _clamped
+
+CONSUMER_COUNT = gl.constexpr(CONSUMERS)
+BOX = gl.constexpr(BOX_COLUMNS)
+# Arguments of which Triton shall compile no more than one version.
+SIZES = (
+    "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
+)  # fmt: skip
+LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
+
+
+@aggregate
+class Sizes:
+    """Sizes of a call, lengths of its sequences, and the mask."""
+
+    heads_q: gl.tensor
+    group_size: gl.tensor | gl.constexpr
+    batch: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    total_q: gl.tensor
+    total_k: gl.tensor
+    window_left: gl.tensor | gl.constexpr
+    window_right: gl.tensor | gl.constexpr
+    lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
+    lengths_k_ptr: gl.tensor | gl.constexpr
+
+
+@gluon.jit
+def _sequence(b, sizes, LENGTHS: gl.constexpr):
+    """Sample b -> (its first row in q, in k, its queries, its keys)."""
+    first_q = 0
+    first_k = 0
+    n_queries = sizes.seqlen_q
+    n_keys = sizes.seqlen_k
+    if LENGTHS == PACKED:
+        first_q = _clamped(sizes.lengths_q_ptr + b, sizes.total_q)
+        first_k = _clamped(sizes.lengths_k_ptr + b, sizes.total_k)
+        n_queries = gl.maximum(_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
+        n_keys = gl.maximum(_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
+    if LENGTHS == SEQ_LENS:
+        n_keys = _clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
+        n_queries = gl.minimum(n_keys, sizes.seqlen_q)
+    return first_q, first_k, n_queries, n_keys
+
+
+@gluon.jit
+def _first_block(b, h, first_q, sizes, BLOCK_M: gl.constexpr, LENGTHS: gl.constexpr):
+    """The number of a sequence's first block of queries in head h.
+
+    Packed, those of a head's sequence b begin at first_q // BLOCK_M + b, and the next sequence's far enough behind.
+    """
+    if LENGTHS == PACKED:
+        block = h * (sizes.total_q // BLOCK_M + sizes.batch) + first_q // BLOCK_M + b
+    else:
+        block = (b * sizes.heads_q + h) * gl.cdiv(sizes.seqlen_q, BLOCK_M)
+    return block
+
+
+@aggregate
+class KeyBlock:
+    """A program's keys, and the blocks of queries that see them: [begin, end), of which [full_begin, full_end) need no
+    mask."""
+
+    b: gl.tensor
+    hk: gl.tensor
+    col0: gl.tensor
+    first_q: gl.tensor
+    first_k: gl.tensor
+    n_queries: gl.tensor
+    n_keys: gl.tensor
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+
+    @gluon.jit
+    def masked_count(self):
+        return (self.full_begin - self.begin) + (self.end - self.full_end)
+
+    @gluon.jit
+    def masked_block(self, i):
+        """The i-th block that needs a mask."""
+        block = self.begin + i
+        return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
+
+    @gluon.jit
+    def block(self, i):
+        """The i-th block of all: those that need a mask come first."""
+        masked = self.masked_count()
+        return gl.where(i < masked, self.masked_block(i), self.full_begin + i - masked)
+
+    @gluon.jit
+    def turn(self, block, sizes, config):
+        """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
+
+        Those programs have lower numbers. Under a causal mask they are also the first to come to it.
+        """
+        last = gl.cdiv(self.n_keys, config.BLOCK_N) - 1
+        if config.HAS_RIGHT:
+            last_row = (block + 1) * config.BLOCK_M - 1
+            last_key = last_row + self.n_keys - self.n_queries + sizes.window_right
+            last = gl.minimum(last, last_key // config.BLOCK_N)
+        return last - self.col0 // config.BLOCK_N
+
+
+@gluon.jit
+def _key_block(pid, sizes, config):
+    """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first,
+    but for DETERMINISTIC, where dQ is added up from the last keys to the first (`KeyBlock.turn`)."""
+    blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
+    heads_kv = sizes.heads_q // sizes.group_size
+    block_n = pid % blocks_n
+    if config.DETERMINISTIC:
+        block_n = blocks_n - 1 - block_n
+    col0 = block_n * config.BLOCK_N
+    b = pid // blocks_n // heads_kv
+    hk = pid // blocks_n % heads_kv
+    first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
+    offset = n_keys - n_queries
+    begin = 0
+    full_begin = 0
+    end_row = n_queries
+    full_end = gl.cdiv(n_queries, config.BLOCK_M)  # queries that do not exist weigh exp(s - inf) = 0
+    if config.HAS_RIGHT:
+        first_row = gl.maximum(col0 - offset - sizes.window_right, 0)  # that sees a key
+        begin = first_row // config.BLOCK_M
+        first_row = gl.maximum(col0 + (config.BLOCK_N - 1) - offset - sizes.window_right, 0)  # that sees all of them
+        full_begin = gl.cdiv(first_row, config.BLOCK_M)
+    if config.HAS_LEFT:
+        end_row = gl.minimum(n_queries, gl.maximum(col0 + config.BLOCK_N + sizes.window_left - offset, 0))
+        full_rows = gl.maximum(col0 + sizes.window_left - offset + 1, 0)
+        full_end = gl.where(full_rows < n_queries, full_rows // config.BLOCK_M, full_end)
+    end = gl.maximum(gl.cdiv(end_row, config.BLOCK_M), begin)
+    if config.LENGTHS != EQUAL:
+        end = gl.where(col0 < n_keys, end, begin)
+    # Keys beyond the end are zeros; their weights may be infinite all the same.
+    full_begin = gl.where(col0 + config.BLOCK_N <= n_keys, full_begin, end)
+    if config.DETERMINISTIC and config.HAS_LEFT:
+        # Blocks in their order, so all with a mask: else each program would wait for most of the one before.
+        full_begin = end
+    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+    return KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+
+
+FIELDS = gl.constexpr(13)
+END, KEYS, SHARE_ONLY = (gl.constexpr(n) for n in range(3))  # what a turn has
+WORDS = gl.constexpr(16)  # a power of two
+
+
+@aggregate
+class KeyBlocks:
+    """How the producer tells the others which block of keys comes next: one after another in the same words.
+
+    It writes them when all have done with the block before: adders when they have read them, consumers with the keys.
+    """
+
+    words: gl.shared_memory_descriptor  # [WORDS]
+    written: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+    added: gl.shared_memory_descriptor  # the turn's share of dQ is added up, for consumers
+    converted: gl.shared_memory_descriptor  # and converted, for each consumer's adder, of this turn or the next
+
+    @gluon.jit
+    def init(self):
+        mbarrier.init(self.written, count=LANES)
+        mbarrier.init(self.done, count=CONSUMER_COUNT * (WARPS + 1))
+        mbarrier.init(self.added, count=1)
+        for i in gl.static_range(2 * CONSUMER_COUNT):
+            mbarrier.init(self.converted.index(i), count=WARPS)
+
+    @gluon.jit
+    def end_converting(self, turn, CONSUMER: gl.constexpr):
+        """A consumer has converted the turn's share, which nothing keeps it from doing before its adder comes here."""
+        order_lanes()
+        release(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER))
+
+    @gluon.jit
+    def wait_until_converted(self, turn, CONSUMER: gl.constexpr):
+        mbarrier.wait(self.converted.index(turn % 2 * CONSUMER_COUNT + CONSUMER), turn // 2 & 1)
+
+    @gluon.jit
+    def write(self, turn, keys, share, KIND: gl.constexpr):
+        """The producer leaves the block of this turn, and the share of dQ that is to be converted before it, or -1
+        (`RollingDq`)."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
+        fields = (
+            KIND, share, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,
+            keys.begin, keys.full_begin, keys.full_end, keys.end,
+        )  # fmt: skip
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        words = gl.zeros_like(field)
+        for i in gl.static_range(FIELDS):
+            words = gl.where(field == i, fields[i], words)
+        mbarrier.wait(self.done, (turn & 1) ^ 1)
+        self.words.store(words)
+        arrive_per_lane(self.written)
+
+    @gluon.jit
+    def read(self, turn, sizes, LENGTHS: gl.constexpr, NUM_WARPS: gl.constexpr):
+        """What this turn has, as soon as it is known, for a partition of NUM_WARPS warps -> (kind, share, block)."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [NUM_WARPS], [0])
+        if NUM_WARPS == WARPS:
+            wait_full(self.written, turn & 1)
+        else:
+            mbarrier.wait(self.written, turn & 1)
+        words = self.words.load(LAYOUT)
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        fields = ()
+        for i in gl.static_range(FIELDS):
+            fields += (gl.sum(gl.where(field == i, words, 0), 0),)
+        kind, share, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
+        if LENGTHS == EQUAL:  # what is the same for all blocks takes no registers
+            first_q = 0
+            first_k = 0
+            n_queries = sizes.seqlen_q
+            n_keys = sizes.seqlen_k
+        keys = KeyBlock(b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end)
+        return kind, share, keys
