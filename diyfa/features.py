@@ -200,7 +200,9 @@ OF_SHAPES = (
 
 OPTIONAL = tuple(feature for feature in (*OF_SHAPES, *FEATURES) if feature.uses)  # what a backend may refuse
 ADJUSTING = frozenset([feature.uses for feature in FEATURES if feature.adjusts])
-# Those that go with all others and with any lengths; what a problem with all of them has changed.
+# Those that go with all others and with any lengths; what a problem with all of them has changed, and a case.
 COMPOSABLE = tuple(feature for feature in OPTIONAL if feature.case)
 EVERYTHING = {name: value for feature in COMPOSABLE for name, value in feature.example.items()}
+EVERYTHING_CASE = {name: value for feature in COMPOSABLE for name, value in feature.case.items()}
+TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 GRADIENTS = tuple(feature for feature in FEATURES if feature.gradient)

@@ -56,6 +56,7 @@ _INF = float("inf")
 # After q, k and v every attention operator takes what `diyfa.features` has rows for. `variant` names a forward kernel;
 # the backward takes its own of that name, where there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
+PLACES = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # of gradients in what `differentiate` returns
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")

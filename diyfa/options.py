@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa.features import FEATURES, GRADIENTS, Feature
+from diyfa.features import TENSORS as TENSORS
 from diyfa.problem import AttentionTensors
 
 UNBOUNDED = (-1, -1)  # a window that hides nothing
@@ -62,7 +63,6 @@ class AttentionOptions(NamedTuple):
 SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
 NAMES = tuple(feature.name for feature in FEATURES)
 LENGTHS = Lengths._fields
-TENSORS = tuple(feature for feature in FEATURES if feature.schema == "Tensor?")
 # Tensors that may want a gradient, each with the option that then says so.
 DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
 CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}

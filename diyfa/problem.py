@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
-from diyfa.features import FEATURES, GRADIENTS, OPTIONAL
+from diyfa.features import FEATURES, GRADIENTS, OPTIONAL, TENSORS
 from diyfa.features import dtype_name as dtype_name
 
 # Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
@@ -188,6 +188,12 @@ class KVCacheProblem(_AttentionShape, _Problem):
         return self.page_size > 0
 
 
+# What `as_kvcache_problem` can say of a forward pass: the features that decide a field of both problems.
+KVCACHE_FEATURES = frozenset(
+    [x.uses for x in OPTIONAL if (x.problem or x.name) in {each.name for each in fields(KVCacheProblem)}]
+)
+
+
 @dataclass(frozen=True)
 class MatmulProblem(_Problem):
     """One matrix product (M, K) @ (K, N) without its tensors. `precision` is how the products are formed.
@@ -304,10 +310,8 @@ def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
 def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
     """`as_kvcache_problem` with its tensors: q, k, v become views in "bshd", as out must; packed ones stay packed."""
     q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
-    return as_kvcache_problem(problem), KVCacheTensors(
-        q, k, v, tensors.sm_scale, problem.seqlen_k, cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_k=tensors.cu_seqlens_k, alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks,
-    )  # fmt: skip
+    optional = {x.name: getattr(tensors, x.name) for x in TENSORS if x.name in KVCacheTensors._fields}
+    return as_kvcache_problem(problem), KVCacheTensors(q, k, v, tensors.sm_scale, problem.seqlen_k, **optional)
 
 
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:

@@ -13,9 +13,15 @@ import torch
 
 from diyfa.backends.cpu import bwd, fwd, kvcache, matmul
 from diyfa.backends.cpu.configs import attention_config, matmul_config
-from diyfa.problem import AttentionProblem, Kernel, KVCacheProblem, MatmulProblem
+from diyfa.problem import (
+    KVCACHE_FEATURES,
+    AttentionProblem,
+    Kernel,
+    KVCacheProblem,
+    MatmulProblem,
+    refuse_features,
+)
 
-NOT_INVARIANT = ("attn_bias", "dropout", "dropout_origins", "seq_lens")  # what a cache does not have either
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -30,8 +36,7 @@ def _forward_unsupported(problem: AttentionProblem) -> str | None:
 def _split_kv_unsupported(problem: AttentionProblem) -> str | None:
     if not problem.batch_invariant:
         return "split_kv runs a forward pass inside diyfa.batch_invariant() only"
-    missing = problem.features & set(NOT_INVARIANT)
-    return f"split_kv does not implement {', '.join(sorted(missing))}" if missing else None
+    return refuse_features(problem, KVCACHE_FEATURES, "split_kv")
 
 
 def _kvcache_unsupported(problem: KVCacheProblem) -> str | None:

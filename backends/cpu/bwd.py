@@ -15,6 +15,7 @@ import torch
 from diyfa.backends.cpu.configs import attention_config
 from diyfa.backends.cpu.tiles import INF, Call, both, masked_product, without_autocast
 from diyfa.backends.cpu.varlen import sequences
+from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
 
 
@@ -32,7 +33,7 @@ def _transposed(seen: torch.Tensor | None) -> torch.Tensor | None:
 
 
 # Gradients of vectors with an entry for each head, which packed sequences add up.
-PER_HEAD = ("dsinks",)
+PER_HEAD = tuple(x.gradient for x in GRADIENTS if x.shape is not None and x.shape.letters == ("h",))
 
 
 def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0: int, m1: int, n0: int, n1: int):

@@ -16,6 +16,7 @@ from diyfa.arch import ELEMENT_BYTES, npu_spec
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.npu_stacks import TRITON_ASCEND, triton_problem
 from diyfa.problem import (
+    KVCACHE_FEATURES,
     AttentionProblem,
     CompileReport,
     Kernel,
@@ -32,7 +33,6 @@ FEATURES = frozenset(
         "dropout_origins", "gqa", "head_dim_v", "batch_invariant",
     }
 )  # fmt: skip
-SPLIT_KV_FEATURES = FEATURES - {"seq_lens", "attn_bias", "dropout", "dropout_origins"}
 INTERPRETER_ARCH = "Ascend910B3"  # what the interpreter pretends to be, unless DIYFA_ARCH says otherwise
 
 _triton_checked = False
@@ -88,7 +88,7 @@ def _fwd_unsupported(problem: AttentionProblem) -> str | None:
 def _split_kv_unsupported(problem: AttentionProblem) -> str | None:
     if not problem.batch_invariant:
         return "split_kv computes a forward pass in diyfa.batch_invariant() only"
-    return _shape_unsupported(problem) or refuse_features(problem, SPLIT_KV_FEATURES, "split_kv")
+    return _shape_unsupported(problem) or refuse_features(problem, KVCACHE_FEATURES, "split_kv")
 
 
 def _kvcache_unsupported(problem: KVCacheProblem) -> str | None:

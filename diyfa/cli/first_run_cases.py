@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diyfa.features import COMPOSABLE
+from diyfa.features import COMPOSABLE, EVERYTHING_CASE
 from diyfa.testing import AttentionCase
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -44,9 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "packed sequences, dropout, window, sinks": {
         "layout": "thd", "dropout_p": 0.1, "window": (7, 0), "sinks": True
     },
-    "all at once": {
-        "heads_kv": 1, "window": (40, 3), "softcap": 5.0, "alibi": "h", "bias": "1hqk", "sinks": True, "dropout_p": 0.1
-    },
+    "all at once": {"heads_kv": 1, **EVERYTHING_CASE},
 }  # fmt: skip
 # Of the other schedule.
 OTHER_FEATURES = {

@@ -366,7 +366,8 @@ def backward(
     if ring is None:
         if summed and q.dtype in (torch.float16, torch.bfloat16):
             options = options._replace(out_dtype="float32")
-        dq, dk, dv, *_, dsinks = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
+        found = ops.differentiate((dout, dlse), (q, k, v), (out, lse), lengths, options)
+        dq, dk, dv, dsinks = (found[place] for place in (0, 1, 2, ops.PLACES["sinks"]))
     else:
         dq, dk, dv, dsinks = ring_gradients(ring, (q, k, v, options.sinks, out, lse), (dout, dlse))
     dq = dq.to(q.dtype)

@@ -239,7 +239,7 @@ def backward_step(ring: Ring, step: Step, saved: Saved, held: Sequence[torch.Ten
         for share, x in zip(shares, found[1:3], strict=True):
             share.add(call.keys[0], x)
         if saved.dsinks is not None and call.own:
-            saved.dsinks.add_(found[-1])  # the last row of the features' gradients
+            saved.dsinks.add_(found[ops.PLACES["sinks"]])
     return [share.all() for share in shares]
 
 

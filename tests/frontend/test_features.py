@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import CASES
+from described_cases import problem_of
 from hypothesis import HealthCheck, Phase, given, settings
 from known_plans import known_plans
 from strategies import cases as random_cases
@@ -28,7 +29,15 @@ from diyfa import fast_path, options, registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, OF_SHAPES, Broadcast, Feature, Shape
 from diyfa.features import OPTIONAL as REFUSABLE
 from diyfa.options import AttentionOptions
-from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, example_gradients, example_tensors
+from diyfa.problem import (
+    KVCACHE_FEATURES,
+    AttentionGradients,
+    AttentionProblem,
+    AttentionTensors,
+    as_kvcache,
+    example_gradients,
+    example_tensors,
+)
 from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
 
 ROOT = Path(__file__).parents[2]
@@ -60,22 +69,6 @@ def argument_of(feature: Feature) -> str:
 def plain(**changes: Any) -> AttentionProblem:
     problem = AttentionProblem("cpu", "cpu", "float32", "bhsd", 2, 4, 4, 64, 64, 64, 64)
     return problem.replace(**changes)
-
-
-class _Described(Exception):
-    """Raised where a call would be launched."""
-
-
-def problem_of(case: AttentionCase) -> AttentionProblem:
-    """What the front end makes of a case."""
-
-    def describe(op: str, problem: Any, *_: Any) -> None:
-        raise _Described(problem)
-
-    inputs = make_inputs(case)
-    with mock.patch.object(registry, "choose", describe), pytest.raises(_Described) as seen:
-        attention_function(case, backend="cpu")(*inputs.leaves, **inputs.options)
-    return seen.value.args[0]
 
 
 @lru_cache(maxsize=1)
@@ -233,6 +226,34 @@ def test_it_changes_the_result(feature: Feature, function: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
 
 
+@by_name([feature for feature in OF_OPTIONS if feature.name not in PACKED | NOT_PACKED])
+def test_over_pages_it_changes_the_result_or_is_refused(feature: Feature) -> None:
+    """Of packed queries over pages, where other functions take the arguments: none is left out in silence."""
+    case = AttentionCase("pages", layout="thd", lens_q=(2, 3), lens_k=(14, 12), **(feature.case or {"causal": True}))
+    inputs = make_inputs(case)
+    names = {argument_of(feature), *(name for name, owner in COMPANIONS.items() if owner == feature.name)}
+    given = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in inputs.options.items()}
+    given = {name: x for name, x in given.items() if name in names}
+    pages = torch.randn(8, 4, case.heads, case.head_dim, dtype=torch.float16)
+    tensors = (inputs.q.detach(), pages, pages)
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32), "cu_seqlens_k": None, "max_seqlen_q": 3,
+        "max_seqlen_k": 14, "block_table": torch.arange(8, dtype=torch.int32).view(2, 4),
+        "seqused_k": torch.tensor([14, 12], dtype=torch.int32), "return_lse": True, "backend": "cpu",
+    }  # fmt: skip
+    plain_ones = diyfa.flash_attention_varlen(*tensors, **lengths)
+    try:
+        with_it = diyfa.flash_attention_varlen(*tensors, **lengths, **given)
+    except ValueError as refusal:
+        assert feature.uses in str(refusal)
+        with pytest.raises(ValueError, match=feature.uses):
+            diyfa.explain(*tensors, layout="thd", **lengths, **given)
+        return
+    assert any(not torch.equal(a, b) for a, b in zip(with_it, plain_ones, strict=True))
+    explained = [diyfa.explain(*tensors, layout="thd", **lengths, **some).problem for some in (given, {})]
+    assert explained[0] != explained[1]
+
+
 @by_name(OPTIONAL)
 def test_what_errors_are_measured_by_is_right(feature: Feature) -> None:
     """A yardstick that is wrong would allow everything: in float64 it gives what the reference does."""
@@ -252,6 +273,21 @@ def test_the_cpu_backend_has_every_feature() -> None:
         for kernel in registry.load_backend("cpu").kernels:
             if kernel.op in ("attention_fwd", "attention_bwd") and kernel.name != "split_kv":
                 assert kernel.unsupported(plain(**feature.example)) is None
+
+
+@by_name(REFUSABLE)
+def test_a_cache_has_it_or_kernels_over_caches_refuse_it(feature: Feature) -> None:
+    """A forward pass as a call with a cache loses nothing in silence, neither a fact nor a tensor."""
+    problem = plain(dtype="float16", **{"batch_invariant": True, **(feature.example or {feature.problem: True})})
+    if feature.uses not in KVCACHE_FEATURES:
+        for name in registry.BUILTIN_BACKENDS if find_spec("triton") is not None else ("cpu",):
+            kernels = [x for x in registry.load_backend(name).kernels if x.op == "attention_fwd"]
+            (split_kv,) = [kernel for kernel in kernels if kernel.name == "split_kv"]
+            assert feature.uses in (split_kv.unsupported(problem) or ""), name
+        return
+    q = torch.empty(2, 4, 64, 64) if problem.layout != "thd" else torch.empty(64, 4, 64)
+    tensors = AttentionTensors(q, q, q, 1.0, **example_tensors(problem, "cpu"))
+    assert {id(x) for x in tensors.present()[3:]} <= {id(x) for x in as_kvcache(problem, tensors)[1].present()}
 
 
 def test_kernels_name_features_that_there_are() -> None:
@@ -432,7 +468,7 @@ def check_launches(
     """The launch with a feature is another one, and has its tensors."""
     if backward and feature.name == "sinks":
         return  # the log-sum-exp knows of them
-    if without.arguments.get("bias_ptr") is not None and feature.name == "attn_bias":
+    if without.constants["c"].bias and feature.name == "attn_bias":
         return
     for each in TENSORS:
         if COMPANIONS.get(each.name, each.name) == feature.name:

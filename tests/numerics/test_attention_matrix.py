@@ -7,7 +7,7 @@ import torch
 from cases import CASES
 from kvcache_cases import KVCACHE_CASES
 from poison import poisoned_allocations
-from refusals import ANY, REFUSALS, refusal
+from refusals import ANY, ONLY, REFUSALS, refusal
 from targets import SPECIALISED, TARGETS, by_the_host_without_keys
 
 import diyfa
@@ -54,5 +54,5 @@ def test_refusals_name_existing_cases() -> None:
     """The list cannot hide behind names that nothing runs."""
     for backend, variant, case in REFUSALS:
         assert backend.split("@")[0] in registry.BUILTIN_BACKENDS
-        assert case in CASES or case in KVCACHE_CASES, f"refusals.txt lists the unknown case {case}"
-        assert variant in (ANY, "auto") or CASES[case].all_variants
+        assert case == ONLY or case in CASES or case in KVCACHE_CASES, f"refusals.txt lists the unknown case {case}"
+        assert case == ONLY or variant in (ANY, "auto") or CASES[case].all_variants

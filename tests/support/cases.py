@@ -6,7 +6,9 @@ lengths around powers of two, and lengths that leave a partial tile.
 
 from __future__ import annotations
 
-from diyfa.features import COMPOSABLE
+from typing import Any
+
+from diyfa.features import COMPOSABLE, EVERYTHING_CASE
 from diyfa.testing import AttentionCase as Case
 
 BASIC = [
@@ -98,26 +100,23 @@ FEATURES = [
     Case("window_q30_k90", seqlen_q=30, seqlen_k=90, window=(20, 5)),
     Case("window_q90_k30", seqlen_q=90, seqlen_k=30, window=(20, 35)),
     Case("window_long", seqlen_q=700, window=(64, 64), large=True),
-    Case("softcap", seqlen_q=40, softcap=1.5, all_variants=True),
     Case("softcap_causal_window", seqlen_q=90, softcap=3.0, causal=True, window=(30, 0)),
     Case("softcap_fp32", seqlen_q=60, softcap=20.0, dtype="float32"),  # scores far smaller than the cap
-    Case("alibi", seqlen_q=40, alibi="h", all_variants=True),
     Case("alibi_batch_causal", batch=2, seqlen_q=40, alibi="bh", causal=True),
     # Distances far smaller than a tile's width.
     Case("alibi_fp32_far", heads=6, seqlen_q=60, seqlen_k=20, alibi="h", causal=True, sm_scale=0.02, dtype="float32"),
     Case("alibi_q20_k70", seqlen_q=20, seqlen_k=70, alibi="h"),
-    Case("bias_full", batch=2, seqlen_q=40, bias="bhqk", all_variants=True),
+    Case("bias_full", batch=2, seqlen_q=40, bias="bhqk"),
     Case("bias_heads_causal", batch=2, seqlen_q=40, bias="1hqk", causal=True),
     Case("bias_2d", batch=2, seqlen_q=40, bias="qk"),
     Case("bias_rows", seqlen_q=40, bias="b11k"),
     Case("bias_columns", seqlen_q=40, bias="bhq1"),
     Case("bias_scalar", seqlen_q=40, bias="1"),
-    Case("sinks", seqlen_q=40, sinks=True, all_variants=True),
     Case("sinks_causal_q70_k30", heads=3, seqlen_q=70, seqlen_k=30, sinks=True, causal=True),
     Case("sinks_window_gqa_bf16", heads=4, heads_kv=2, seqlen_q=70, sinks=True, window=(9, 0), dtype="bfloat16"),
     Case(
         "everything", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
-        window=(30, 4), softcap=5.0, alibi="h", bias="1hqk", sinks=True, seq_lens=(70, 44), layout="bshd",
+        seq_lens=(70, 44), layout="bshd", **{**EVERYTHING_CASE, "window": (30, 4), "dropout_p": 0.0},
     ),
 ]  # fmt: skip
 VARLEN = [
@@ -153,8 +152,6 @@ VARLEN = [
         "varlen_sinks_one_key_bf16", heads=1, head_dim=64, dtype="bfloat16", layout="thd", lens_q=(0, 1, 1, 0),
         lens_k=(1, 1, 1, 1), view="sliced", slack=2, sinks=True, sm_scale=0.657626760122558, dropout_p=0.5, seed=1618,
     ),
-    Case("varlen_softcap", layout="thd", lens_q=(30, 11), lens_k=(12, 40), softcap=2.0),
-    Case("varlen_alibi", layout="thd", lens_q=(30, 11), lens_k=(12, 40), alibi="h", causal=True),
     Case("varlen_alibi_batch", layout="thd", lens_q=(30, 0, 11), lens_k=(12, 3, 40), alibi="bh", window=(20, 3)),
     Case("varlen_sinks_gqa", layout="thd", heads=4, heads_kv=2, lens_q=(30, 11), lens_k=(45, 11), sinks=True),
     Case("varlen_dropout", layout="thd", lens_q=(40, 17), lens_k=(33, 50), dropout_p=0.3, slack=3, all_variants=True),
@@ -166,7 +163,7 @@ VARLEN = [
     Case("varlen_sliced", layout="thd", lens_q=(30, 11), lens_k=(31, 40), view="sliced", causal=True),
     Case(
         "varlen_everything", layout="thd", heads=4, heads_kv=2, lens_q=(50, 0, 33, 60, 7), lens_k=(70, 5, 0, 31, 64),
-        head_dim=32, head_dim_v=48, window=(30, 4), softcap=5.0, alibi="bh", sinks=True, dropout_p=0.2, slack=7,
+        head_dim=32, head_dim_v=48, slack=7, **{**EVERYTHING_CASE, "window": (30, 4), "alibi": "bh", "bias": ""},
     ),
     Case(
         "varlen_large", layout="thd", heads=4, heads_kv=2, lens_q=(700, 0, 33, 1, 511), lens_k=(300, 9, 1000, 1, 511),
@@ -174,8 +171,8 @@ VARLEN = [
     ),
     Case(
         "varlen_large_everything", layout="thd", heads=6, heads_kv=2, lens_q=(400, 0, 33, 1, 211),
-        lens_k=(300, 9, 600, 1, 211), head_dim=128, window=(200, 0), softcap=20.0, alibi="h", sinks=True,
-        dropout_p=0.1, slack=70, dtype="bfloat16", large=True,
+        lens_k=(300, 9, 600, 1, 211), head_dim=128, slack=70, dtype="bfloat16", large=True,
+        **{**EVERYTHING_CASE, "window": (200, 0), "softcap": 20.0, "bias": "", "dropout_p": 0.1},
     ),
 ]  # fmt: skip
 PACKING = [
@@ -191,7 +188,6 @@ PACKING = [
     ),
 ]  # fmt: skip
 DROPOUT = [
-    Case("dropout", seqlen_q=40, dropout_p=0.2, all_variants=True),
     Case("dropout_half_causal", batch=2, seqlen_q=70, dropout_p=0.5, causal=True, dtype="bfloat16"),
     Case("dropout_most", seqlen_q=70, dropout_p=0.9),  # some rows keep nothing
     Case("dropout_fp32", seqlen_q=37, seqlen_k=70, dropout_p=0.1, dtype="float32", layout="bshd"),
@@ -233,13 +229,11 @@ COMBINED = [
     Case("mqa_window_dropout", heads=4, heads_kv=1, seqlen_q=40, seqlen_k=60, window=(9, 0), dropout_p=0.2),
     Case(
         "everything_dropout", batch=2, heads=4, heads_kv=2, seqlen_q=50, seqlen_k=70, head_dim=32, head_dim_v=48,
-        window=(30, 4), softcap=5.0, alibi="h", bias="b1qk", sinks=True, seq_lens=(70, 44), layout="bshd",
-        dropout_p=0.2,
+        seq_lens=(70, 44), layout="bshd", **{**EVERYTHING_CASE, "window": (30, 4), "bias": "b1qk"},
     ),
     Case(
         "everything_large", batch=2, heads=4, heads_kv=2, seqlen_q=300, seqlen_k=500, head_dim=128, head_dim_v=64,
-        window=(200, 0), softcap=5.0, alibi="bh", bias="1hqk", sinks=True, seq_lens=(500, 77), dropout_p=0.2,
-        dtype="bfloat16", large=True,
+        seq_lens=(500, 77), dtype="bfloat16", large=True, **{**EVERYTHING_CASE, "window": (200, 0), "alibi": "bh"},
     ),
 ]  # fmt: skip
 
@@ -283,12 +277,19 @@ PEAKED = [
          large=True, all_variants=True),
 ]  # fmt: skip
 
-# Each feature alone where kernels have code of their own: a scale below 0, heads too wide for one product on Ascend.
+WIDE: dict[str, Any] = {
+    "heads_kv": 1, "seqlen_q": 20, "head_dim": 576, "head_dim_v": 16, "sm_scale": -0.1, "dtype": "float32"
+}  # fmt: skip
+# Each feature alone: on every kernel, with packed sequences, and where kernels have code of their own, which is for a
+# scale below 0 and, on Ascend, heads too wide for one product.
 EACH_FEATURE = [
-    Case(
-        f"{x.uses}_wide", heads_kv=1, seqlen_q=20, head_dim=576, head_dim_v=16, sm_scale=-0.1, dtype="float32", **x.case
-    )
-    for x in COMPOSABLE
+    *(Case(x.uses, seqlen_q=40, all_variants=True, **x.case) for x in COMPOSABLE),
+    *(
+        Case(f"varlen_{x.uses}", layout="thd", lens_q=(30, 11), lens_k=(12, 40), causal=x.uses != "window", **x.case)
+        for x in COMPOSABLE
+        if x.uses not in ("attn_bias", "dropout")  # not with packed sequences; among the cases above
+    ),
+    *(Case(f"{x.uses}_wide", **WIDE, **x.case) for x in COMPOSABLE),
 ]
 
 CASES: dict[str, Case] = {}

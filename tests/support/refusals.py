@@ -15,12 +15,12 @@ from pathlib import Path
 from unittest import mock
 
 FILE = Path(__file__).parent / "refusals.txt"
-ANY = "*"
+ANY, ONLY = "*", "only"
 _NOT_IMPLEMENTED = re.compile(r"does not implement (.+)$")
 
 
 def read_refusals() -> dict[tuple[str, str, str], str]:
-    """Reason by (backend or backend@arch, variant or "*", case)."""
+    """Reason by (backend or backend@arch, variant or "*", case); the features that there are by (…, …, "only")."""
     refusals: dict[tuple[str, str, str], str] = {}
     for line in FILE.read_text().splitlines():
         if not line or line.startswith("#"):
@@ -42,7 +42,19 @@ def refusal(backend: str, arch: str, variant: str, case: str) -> str | None:
         for which in (variant, ANY):
             if (who, which, case) in REFUSALS:
                 return REFUSALS[who, which, case]
-    return None
+    return _lacking(backend, variant, case)
+
+
+def _lacking(backend: str, variant: str, case: str) -> str | None:
+    """What the kernel `variant` must say where the case has features that the list's line "only" does not name."""
+    there = REFUSALS.get((backend, variant, ONLY))
+    if there is None:
+        return None
+    from cases import CASES
+    from described_cases import problem_of
+
+    missing = sorted(problem_of(CASES[case]).features - set(there.split()))
+    return f"{variant} does not implement {', '.join(missing)}" if missing else None
 
 
 def refused_features(backend: str) -> set[str]:
@@ -95,7 +107,9 @@ def _refused_now(backend: str) -> Iterator[tuple[str, str, str]]:
         if len(reasons) == variants and len(set(reasons.values())) == 1:
             yield ANY, case.name, reasons["auto"]
         else:
-            yield from ((variant, case.name, reason) for variant, reason in reasons.items())
+            for variant, reason in reasons.items():
+                if reason != _lacking(backend, variant, case.name):
+                    yield variant, case.name, reason
 
 
 def write_refusals(backends: list[str]) -> None:
@@ -104,7 +118,7 @@ def write_refusals(backends: list[str]) -> None:
     text = {re.match(r"# ([A-Z]+)", section).group(1).lower(): section for section in sections}
     for backend in backends:
         own = text.get(backend, "").splitlines()
-        kept = [line for line in own if line.startswith(f"{backend}@")]
+        kept = [line for line in own if line.startswith(f"{backend}@") or f" {ONLY}: " in line]
         cache = [line for line in own if line.startswith(f"{backend} * kvcache_")]  # written by hand
         lines = [f"{backend} {variant} {case}: {reason}" for variant, case, reason in _refused_now(backend)]
         text[backend] = "\n".join([f"# {backend.upper()}", *kept, *lines, *cache, ""])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from diyfa.features import COMPOSABLE
 from diyfa.testing import AttentionCase
+
+# Features that a case has or has not, and what a backend that lacks them says.
+FLAGS = {name: x.uses for x in COMPOSABLE for name, value in x.case.items() if value is True}
 
 
 def lengths(draw: st.DrawFn, largest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,7 +70,7 @@ def cases(draw: st.DrawFn, largest: int, without: set[str]) -> AttentionCase:
         bias=bias,
         bias_dtype=draw(st.sampled_from(bias_dtypes)) if bias else "",
         bias_grad=draw(st.booleans()),
-        sinks=feature("sinks", False, st.booleans()),
         dropout_p=feature("dropout", 0.0, st.sampled_from([0.0, 0.0, 0.1, 0.5])),
         seed=draw(st.integers(0, 2**31)),
+        **{name: feature(uses, False, st.booleans()) for name, uses in FLAGS.items()},
     )

@@ -32,6 +32,7 @@ from diyfa.backends.cuda.attention.launch import (
     UNALIGNED_POINTERS,
     TileConstants,
     choice,
+    described_launch,
     feature_arguments,
     own_objects,
     read_by,
@@ -53,6 +54,7 @@ from diyfa.backends.cuda.attention.tile_io import (
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
 
 PREPROCESS_BLOCK_M = 32
@@ -135,8 +137,7 @@ class Backward:
         problem, dlse = self.problem, self.dlse
         dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
-        features = feature_arguments(problem, self.tensors, self.scale)
-        arguments = {
+        values = {
             "o_ptr": self.out,
             "do_ptr": self.dout,
             "dlse_ptr": dlse,
@@ -145,10 +146,10 @@ class Backward:
             "stride_dlb": b,
             "stride_dlh": h,
             "stride_dlm": m,
-            **{name: features[name] for name in _bwd_preprocess_kernel.arg_names if name in features},
+            **feature_arguments(problem, self.tensors, self.scale),
         }
         grid = cdiv(problem.seqlen_q, PREPROCESS_BLOCK_M) * problem.batch * problem.heads_q
-        values = PreprocessConstants(
+        constants = PreprocessConstants(
             lengths=lengths_of(problem),
             has_dlse=dlse is not None,
             head_dim_v=problem.head_dim_v,
@@ -156,17 +157,16 @@ class Backward:
             block_dv=padded_head_dim(problem.head_dim_v),
             form=PORTABLE_FORM,
         )
-        return Launch(_bwd_preprocess_kernel, grid, arguments, {"c": values}, {"num_warps": PREPROCESS_WARPS})
+        return described_launch(_bwd_preprocess_kernel, grid, values, constants, {"num_warps": PREPROCESS_WARPS})
 
     def gradient(self, kind: str, config: AttentionConfig, **results: torch.Tensor) -> Launch:
         """The launch of the kernel `kind` ("dkdv", "dq"), which fills `results`."""
         problem, tensors = self.problem, self.tensors
         q, k, v, dout = tensors.q, tensors.k, tensors.v, self.dout
-        kernel = _GRADIENT_KERNELS[kind]
         m, n = config.block_m, config.block_n
         d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-        arguments = {
-            **read_by(kernel, problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
+        values = {
+            **read_by(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
             "lse_ptr": self.lse,
             "delta_ptr": self.delta,
             **{f"{name}_ptr": x for name, x in results.items()},
@@ -180,8 +180,8 @@ class Backward:
             else (cdiv(problem.seqlen_q, m), problem.heads_q)
         )
         grid = problem.batch * blocks * heads
-        values = TileConstants(**tile_constants(problem, config))
-        return Launch(kernel, grid, arguments, {"c": values}, schedule(config))
+        constants = TileConstants(**tile_constants(problem, config))
+        return described_launch(_GRADIENT_KERNELS[kind], grid, values, constants, schedule(config))
 
 
 def fill_dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, dsinks: torch.Tensor) -> None:
@@ -230,8 +230,8 @@ def repeat(
     gradients: AttentionGradients,
     owners: Sequence[torch.Tensor],
 ) -> Callable[..., list[torch.Tensor | None] | None] | None:
-    """`Kernel.repeat`, for calls whose bias wants no gradient."""
-    if gradients.dbias is not None:
+    """`Kernel.repeat`, for calls of whose optional tensors only sinks want a gradient."""
+    if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.name != "sinks"):
         return None
     tensors = own_objects(tensors)
     backward = Backward(problem, tensors, out, lse, dout, None, gradients.delta)
@@ -280,6 +280,6 @@ def repeat_of(
             dsinks = torch.empty_like(given[place])
             with on_device(dsinks):
                 fill_dsinks(given[place], given[1], made[-1], dsinks)
-        return [*made[: len(owners)], *missing, None, dsinks]
+        return [*made[: len(owners)], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
 
     return run_again

@@ -27,17 +27,18 @@ from diyfa.backends.cuda.attention.launch import (
     UNALIGNED_POINTERS,
     AttentionConstants,
     attention_constants,
+    described_launch,
     feature_arguments,
     strides,
 )
 from diyfa.backends.cuda.attention.scores import (
-    bias_corner,
     first_row,
     head_features,
     key_blocks,
     load_statistics,
     query_blocks,
     sequence_of,
+    tile_corner,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_of, load_tile
@@ -52,7 +53,8 @@ KEYS = tl.constexpr(2)
 @triton.jit(do_not_specialize=(*RUNTIME_SIZES, "steps", "heads_out"), do_not_specialize_on_alignment=UNALIGNED_POINTERS)
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    lse_ptr, delta_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
@@ -102,8 +104,8 @@ def _bwd_dbias_kernel(
             begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
             first_step = begin // c.BLOCK_N
             last_step = tl.cdiv(end, c.BLOCK_N)
-    slopes = (slopes_ptr, stride_slopeb)
-    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    slopes = (alibi_slopes_ptr, stride_slopeb)
+    bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     features = (scale, softcap, slopes, bias, rng_state_ptr)
     total = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
     for step in tl.range(first_step, last_step, disable_licm=True):
@@ -139,8 +141,7 @@ def _bwd_dbias_kernel(
         row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
         lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
         score, row_keys, column_keys = head_features(b, h, features, c)
-        _, _, _, bias_base, _, _ = score
-        begins = (row0, col0, bias_corner(bias_base, row0, col0, score))
+        begins = (row0, col0, tile_corner(row0, col0, score, c))
         rows, cols = offs_m[:, None], offs_n[None, :]
         visible = visible_pairs(rows, cols, tile_mask, True, c) & (offs_m < n_queries)[:, None]
         keep = True
@@ -202,7 +203,7 @@ def launch_of(
     else:
         reduce, out = KEYS, q.new_empty((batch, heads, seqlen_q, 1), dtype=torch.float32)
         grid, steps, heads_out = blocks_m * batch * heads, blocks_n, heads
-    arguments = {
+    values = {
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": v,
@@ -216,8 +217,8 @@ def launch_of(
         "heads_out": heads_out,
         "steps": steps,
     }
-    values = BiasGradientConstants(**attention_constants(problem, tile), reduce=reduce.value)
-    return Launch(_bwd_dbias_kernel, grid, arguments, {"c": values}, schedule(tile)), out
+    constants = BiasGradientConstants(**attention_constants(problem, tile), reduce=reduce.value)
+    return described_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 
 def fill_bias_gradient(

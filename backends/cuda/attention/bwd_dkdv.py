@@ -13,12 +13,13 @@ from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
 from diyfa.backends.cuda.attention.scores import (
-    bias_corner,
     first_row,
     head_features,
+    product_gradient,
     query_blocks,
     scores_log2,
     sequence_of,
+    tile_corner,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import DESCRIPTOR, LOG2E, PACKED, POINTER, head_of, load_tile, store_tile
@@ -57,7 +58,6 @@ def _dkdv_blocks(
     lse_row, delta_row = statistics
     start, end, gap_at, gap = blocks
     n_queries, _, _, _, _ = mask
-    _, _, _, bias_base, _, _ = score
     row_keys, column_words, threshold, keep_scale = dropout
     offs_n = col0 + tl.arange(0, c.BLOCK_N)
     PRECISE: tl.constexpr = k.dtype == tl.float32
@@ -86,10 +86,7 @@ def _dkdv_blocks(
         q = load_tile(queries, start_m, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, CHECK_ROWS, FORM, c)
         do = load_tile(gradients, start_m, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, CHECK_ROWS, FORM, c)
         s_t = dot(k, tl.trans(q), c.PRECISION)  # [BLOCK_N, BLOCK_M]
-        corner = bias_base
-        if c.BIAS:
-            corner = bias_corner(bias_base, start_m, col0, score)
-        begins = (start_m, col0, corner)
+        begins = (start_m, col0, tile_corner(start_m, col0, score, c))
         s_t, tanh_t = scores_log2(s_t, offs_m[None, :], offs_n[:, None], begins, mask, score, True, PRECISE, c)
         p_t = tl.math.exp2(s_t - (lse * LOG2E)[None, :])
         if MASKED:
@@ -103,8 +100,7 @@ def _dkdv_blocks(
         if c.DROPOUT:
             dp_t = tl.where(keep_t, dp_t * keep_scale, 0.0)
         ds_t = p_t * (dp_t - delta[None, :])
-        if c.SOFTCAP:
-            ds_t = ds_t * (1.0 - tanh_t * tanh_t)
+        ds_t = product_gradient(ds_t, tanh_t, score, c)
         dk = dot_add(round_to(ds_t, q.dtype), q, dk, c.PRECISION)
     return dk, dv
 
@@ -113,7 +109,8 @@ def _dkdv_blocks(
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     q_rows_ptr, do_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    lse_ptr, delta_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
@@ -157,8 +154,8 @@ def _bwd_dkdv_kernel(
 
     strides_q = (stride_qb, stride_qh, stride_qm)
     strides_do = (stride_dob, stride_doh, stride_dom)
-    slopes = (slopes_ptr, stride_slopeb)
-    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    slopes = (alibi_slopes_ptr, stride_slopeb)
+    bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     features = (scale, softcap, slopes, bias, rng_state_ptr)
     full = (full_begin, full_end, 0, 0)
     masked = (begin, masked_end, full_begin, gap)

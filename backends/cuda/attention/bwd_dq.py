@@ -16,8 +16,10 @@ from diyfa.backends.cuda.attention.scores import (
     load_statistics,
     masked_keys,
     past_gap,
+    product_gradient,
     scores_log2,
     sequence_of,
+    tile_corner,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, POINTER, head_of, load_tile, store_tile
@@ -56,11 +58,9 @@ def _dq_blocks(
     Nothing is moved out of the loop: the registers are full.
     """
     start, end, gap_at, gap = blocks
-    _, _, _, corner, _, _ = score
     row_words, column_keys, threshold, keep_scale = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
-    if c.BIAS:
-        corner = bias_corner(corner, row0, start, score)
+    corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=True):
         block_corner = corner
         if MASKED:
@@ -78,8 +78,7 @@ def _dq_blocks(
         ds, t = score_gradient(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, MASKED, c
         )
-        if c.SOFTCAP:
-            ds = ds * (1.0 - t * t)
+        ds = product_gradient(ds, t, score, c)
         dq = dot_add(round_to(ds, k.dtype), k, dq, c.PRECISION)
         if c.BIAS:
             corner = bias_corner(corner, 0, c.BLOCK_N, score)
@@ -90,7 +89,8 @@ def _dq_blocks(
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
-    lse_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    lse_ptr, delta_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
@@ -129,8 +129,8 @@ def _bwd_dq_kernel(
     blocks = key_blocks(row0, mask, c)
     _, full_begin, full_end, _ = blocks
     masked = masked_keys(blocks, c)
-    slopes = (slopes_ptr, stride_slopeb)
-    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    slopes = (alibi_slopes_ptr, stride_slopeb)
+    bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold, keep_scale)

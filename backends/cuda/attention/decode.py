@@ -61,11 +61,12 @@ from diyfa.backends.cuda.attention.launch import (
     own_objects,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.tile_io import padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import is_interpreting, launch_kernel, on_device
 from diyfa.problem import (
+    KVCACHE_FEATURES,
     VARLEN,
     AttentionProblem,
     AttentionTensors,
@@ -505,7 +506,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, mask, c: tl.const
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
-    score = (scale, softcap, slopes, 0, 0, 0)
+    score = score_without_bias(scale, softcap, slopes)
     acc, l_i, m_i = _attend_keys(q, q_rest, tokens, begin, end, pad, cache, pairs, score, c)
     return acc, l_i, m_i, rows
 
@@ -1036,11 +1037,6 @@ def attention_repeat(
     return None if again is None else of_call
 
 
-FEATURES = frozenset(
-    {"causal", "window", "softcap", "varlen", "alibi", "sinks", "gqa", "head_dim_v", "batch_invariant"}
-)
-
-
 def unsupported(problem: KVCacheProblem) -> str | None:
     """Why no tile runs a call, or None."""
     if decode_config(problem) is None:
@@ -1053,4 +1049,4 @@ def attention_unsupported(problem: AttentionProblem) -> str | None:
     """Why a forward pass does not run by these kernels, or None."""
     if not problem.batch_invariant and not is_small_call(problem):
         return "split_kv runs a forward pass inside diyfa.batch_invariant(), and outside of it few queries of many keys"
-    return refuse_features(problem, FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))
+    return refuse_features(problem, KVCACHE_FEATURES, "split_kv") or unsupported(as_kvcache_problem(problem))

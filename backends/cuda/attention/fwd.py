@@ -25,6 +25,7 @@ from diyfa.backends.cuda.attention.launch import (
     RUNTIME_SIZES,
     UNALIGNED_POINTERS,
     TileConstants,
+    described_launch,
     feature_arguments,
     forward_replay,
     read_by,
@@ -43,6 +44,7 @@ from diyfa.backends.cuda.attention.scores import (
     past_gap,
     scores_log2,
     sequence_of,
+    tile_corner,
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import (
@@ -116,15 +118,13 @@ def _attend_blocks(
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
-    scale, _, _, corner, _, _ = score
+    scale, _, _ = score
     row_words, column_keys, threshold = dropout
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     PRECISE: tl.constexpr = q.dtype == tl.float32
-    ADJUSTED: tl.constexpr = c.SOFTCAP or c.ALIBI or c.BIAS
     # Nothing is moved out of the loop, because the accumulator needs the registers.
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR
-    if c.BIAS:
-        corner = bias_corner(corner, row0, start, score)
+    corner = tile_corner(row0, start, score, c)
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
         if MASKED:
@@ -135,13 +135,13 @@ def _attend_blocks(
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
         if c.NEGATE:
             s = -s
-        if ADJUSTED:
+        if c.ADJUSTED:
             begins = (row0, start_n, block_corner)
             s, _tanh = scores_log2(s, offs_m[:, None], offs_n[None, :], begins, mask, score, MASKED, PRECISE, c)
         if MASKED:
             s = tl.where(visible_pairs(offs_m[:, None], offs_n[None, :], mask, True, c), s, float("-inf"))
         # Adjusted scores are in units of log2 already.
-        scale_log2 = 1.0 if ADJUSTED else scale * LOG2E
+        scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
         p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, MASKED or c.BIAS)
         if c.DROPOUT:  # after the sum: the weights are normalised by all of them
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
@@ -157,7 +157,7 @@ def _attend_blocks(
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
@@ -202,8 +202,8 @@ def _fwd_kernel(
     blocks = key_blocks(row0, mask, c)
     _, full_begin, full_end, _ = blocks
 
-    slopes = (slopes_ptr, stride_slopeb)
-    bias = (bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
+    slopes = (alibi_slopes_ptr, stride_slopeb)
+    bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold)
@@ -258,20 +258,19 @@ def launch_of(
     """The launch that fills out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
-    values = {"c": constants(problem, config, negate)}
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     m, n = config.block_m, config.block_n
-    arguments = {
-        **read_by(_fwd_kernel, problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
+    values = {
+        **read_by(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
         "o_ptr": out,
         "lse_ptr": lse,
-        "sinks_ptr": tensors.sinks,
         "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),
     }
     tiles = cdiv(problem.seqlen_q, m) * problem.batch * problem.heads_q
-    return Launch(_fwd_kernel, tiles + clearing_programs(problem), arguments, values, schedule(config))
+    grid = tiles + clearing_programs(problem)
+    return described_launch(_fwd_kernel, grid, values, constants(problem, config, negate), schedule(config))
 
 
 def attention_forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.replay import replay_of
-from diyfa.features import ADJUSTING
+from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -43,9 +43,7 @@ RUNTIME_SIZES = (
     "window_right", "threshold",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
-UNALIGNED_POINTERS = (
-    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seq_lens_ptr", "slopes_ptr", "rng_state_ptr", "sinks_ptr",
-)  # fmt: skip
+UNALIGNED_POINTERS = tuple(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast))
 
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
@@ -96,16 +94,11 @@ def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
-    """The optional tensors with their strides, sizes and factors: what every attention kernel takes."""
+    """The optional tensors with their strides, sizes and factors: what attention kernels take of them by name."""
     slopes = tensors.alibi_slopes
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
-        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "seq_lens_ptr": tensors.seq_lens,
-        "slopes_ptr": slopes,
-        "bias_ptr": tensors.attn_bias,
-        "rng_state_ptr": tensors.rng_state,
+        **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
         "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         "stride_biasb": bias_b,
         "stride_biash": bias_h,
@@ -159,19 +152,24 @@ def described(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Te
 
 
 def read_by(
-    kernel: Any, problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
+    problem: AttentionProblem, config: AttentionConfig, **inputs: tuple[torch.Tensor, int, int]
 ) -> dict[str, Any]:
     """How a kernel with this tile is given its inputs, which come by name with the rows and columns of their tiles.
 
-    Where descriptors do not serve masked blocks too, it gets those that it reads there as `..._rows_ptr` besides.
+    Where descriptors do not serve masked blocks too, there are `..._rows_ptr` besides.
     """
     takes_rows = reads_rows(problem, config)
     found: dict[str, Any] = {}
     for name, (x, rows, columns) in inputs.items():
         found[f"{name}_ptr"] = described(x, problem.layout, rows, columns) if config.form == "tma" else x
-        if f"{name}_rows_ptr" in kernel.arg_names:
-            found[f"{name}_rows_ptr"] = x if takes_rows else None
+        found[f"{name}_rows_ptr"] = x if takes_rows else None
     return found
+
+
+def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Constants, options: Any) -> Launch:
+    """The launch of `kernel` with what it takes of `values`, which related kernels share."""
+    arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
+    return Launch(kernel, grid, arguments, {"c": constants}, options)
 
 
 @dataclass(frozen=True)
@@ -181,6 +179,7 @@ class AttentionConstants(Constants):
     has_left: bool
     has_right: bool
     lengths: int  # EQUAL, SEQ_LENS or PACKED of tile_io.py
+    adjusted: bool  # scores are more than scaled products, and come in units of log2
     softcap: bool
     alibi: bool
     bias: bool
@@ -204,18 +203,15 @@ class TileConstants(AttentionConstants):
 
 
 def attention_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
-    """The fields of `AttentionConstants`."""
+    """The fields of `AttentionConstants`: a flag with the name of one of the problem's says whether that is not 0."""
+    shared = [each for each in fields(AttentionConstants) if hasattr(problem, each.name)]
+    values = {each.name: getattr(problem, each.name) for each in shared}
     return {
+        **{each.name: bool(values[each.name]) if each.type == "bool" else values[each.name] for each in shared},
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
         "lengths": lengths_of(problem),
-        "softcap": problem.softcap != 0.0,
-        "alibi": problem.alibi,
-        "bias": problem.bias != "",
-        "dropout": problem.dropout,
-        "dropout_origins": problem.dropout_origins,
-        "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
+        "adjusted": has_adjusted_scores(problem),
         "block_m": config.block_m,
         "block_n": config.block_n,
         "block_d": padded_head_dim(problem.head_dim),

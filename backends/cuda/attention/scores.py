@@ -7,7 +7,7 @@ transposed: positions come as `rows` and `cols` that broadcast to it ([BLOCK_M, 
 
     lengths = (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, seqlen_q, seqlen_k, total_q, total_k)
     mask = (queries, keys, offset, window_left, window_right)           of one sequence
-    score = (scale, softcap, slope, bias pointer, stride_biasm, stride_biasn)        of one head
+    score = (scale, (softcap, slope), (bias pointer, stride_biasm, stride_biasn))    of one head
 """
 
 from __future__ import annotations
@@ -55,19 +55,25 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
 def head_features(b, h, features, c: tl.constexpr):
     """Query head h of sample b -> (its `score`, dropout's keys of rows, of columns)."""
     scale, softcap, slopes, bias, rng_state_ptr = features
-    slopes_ptr, stride_slopeb = slopes
-    bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn = bias
+    alibi_slopes_ptr, stride_slopeb = slopes
+    attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn = bias
     slope = 0.0
     if c.ALIBI:
-        slope = tl.load(slopes_ptr + b * stride_slopeb + h)
+        slope = tl.load(alibi_slopes_ptr + b * stride_slopeb + h)
     bias_base = 0
     if c.BIAS:
-        bias_base = bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
+        bias_base = attn_bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash
     row_key0, row_key1, column_key0, column_key1 = 0, 0, 0, 0
     if c.DROPOUT:
         row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
-    score = (scale, softcap, slope, bias_base, stride_biasm, stride_biasn)
+    score = (scale, (softcap, slope), (bias_base, stride_biasm, stride_biasn))
     return score, (row_key0, row_key1), (column_key0, column_key1)
+
+
+@triton.jit
+def score_without_bias(scale, softcap, slope):
+    """The `score` of a kernel that has nothing else."""
+    return scale, (softcap, slope), (0, 0, 0)
 
 
 @triton.jit
@@ -202,8 +208,19 @@ def bias_corner(corner, row, col, score):
     counter to 64 bits, and then set the accumulators to 0 once more on the way past the loop, for which ptxas
     serialises the loop's wgmma (C7515).
     """
-    _, _, _, _, stride_biasm, stride_biasn = score
+    _, _, bias = score
+    _, stride_biasm, stride_biasn = bias
     return corner + tl.cast(row, tl.int64) * stride_biasm + tl.cast(col, tl.int64) * stride_biasn
+
+
+@triton.jit
+def tile_corner(row, col, score, c: tl.constexpr):
+    """Where attn_bias of the tile at (row, col) of a head begins; without one a 0 that nothing reads."""
+    _, _, bias = score
+    corner, _, _ = bias
+    if c.BIAS:
+        corner = bias_corner(corner, row, col, score)
+    return corner
 
 
 @triton.jit
@@ -215,7 +232,9 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
     """
     row0, col0, corner = begins
     n_queries, n_keys, offset, _, _ = mask
-    scale, softcap, slope, _, stride_biasm, stride_biasn = score
+    scale, factors, bias = score
+    softcap, slope = factors
+    _, stride_biasm, stride_biasn = bias
     t = s
     if c.SOFTCAP:
         t = tanh(s * scale, PRECISE)
@@ -235,3 +254,11 @@ def scores_log2(s, rows, cols, begins, mask, score, MASKED: tl.constexpr, PRECIS
             bias = tl.load(addresses, mask=(rows < n_queries) & (cols >= 0), other=0.0)
         s = s + bias.to(tl.float32) * LOG2E
     return s, t
+
+
+@triton.jit
+def product_gradient(ds, t, score, c: tl.constexpr):
+    """The gradient of the products, less the scale, from that of the scores and what `scores_log2` returned besides."""
+    if c.SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    return ds

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.primitives import (
-    add_bias,
     base_of,
     block_at,
     dot,
@@ -32,7 +31,7 @@ from diyfa.backends.npu.runtime.compat import kernel
 @kernel
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    seq_lens_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr,
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
@@ -92,12 +91,12 @@ def _bwd_dbias_kernel(
             )
             slope = 0.0
             if c.ALIBI != "":
-                slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+                slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
             s, _ = score_tile(
-                dot(q, tl.trans(k), c.INTERPRET), row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus,
-                softcap_rate, False, c,
+                dot(q, tl.trans(k), c.INTERPRET), b, h, row0, n0, sq, sk,
+                sm_scale, softcap, softcap_minus, softcap_rate, slope,
+                bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
             )  # fmt: skip
-            s = add_bias(s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, False, c)
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]

@@ -13,7 +13,6 @@ import triton.language as tl
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
-    add_bias,
     base_of,
     block_at,
     cap_derivative,
@@ -50,14 +49,13 @@ class KeyGradientConstants(AttentionConstants):
 @kernel
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
-     # columns of q, k, dk and dq beyond BLOCK_D, where one product is not enough; else 0
     c: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of each tile of keys."""
@@ -65,7 +63,6 @@ def _bwd_dkdv_kernel(
     PAD_REST: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.REST
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
-    KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     first_task = 0
@@ -116,19 +113,16 @@ def _bwd_dkdv_kernel(
                 delta = load_row(delta_base, row0, rows, c.BLOCK_M)
                 slope = 0.0
                 if c.ALIBI != "":
-                    slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+                    slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
                 s = dot(k, tl.trans(q), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
                 if c.REST:
                     q_rest_block = block_at(q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
                     q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
                     s = dot_add(k_rest, tl.trans(q_rest), s, c.INTERPRET)
                 s, capped = score_tile(
-                    s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate, True, c
-                )
-                if KEY_BIAS:
-                    s = add_bias(
-                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, True, c
-                    )
+                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
+                    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
+                )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
                 # Asked also where nothing has to be masked (keys beyond the last have rows of their own): without it
                 # AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.

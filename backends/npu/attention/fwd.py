@@ -23,11 +23,8 @@ import triton.language as tl
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch, call_values
 from diyfa.backends.npu.attention.primitives import (
-    add_alibi,
-    add_bias,
     base_of,
     block_at,
-    capped_scores,
     dot,
     dot_add,
     first_rows,
@@ -39,6 +36,7 @@ from diyfa.backends.npu.attention.primitives import (
     row_base_of,
     row_bias,
     running_max,
+    score_tile,
     sequence,
     store_row,
     store_tile,
@@ -78,7 +76,7 @@ class ForwardConstants(AttentionConstants):
 @kernel
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
@@ -89,7 +87,6 @@ def _fwd_kernel(
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
-    KEY_BIAS: tl.constexpr = c.BIAS == "qk" or c.BIAS == "k"
     group = heads_q // heads_kv
     BY_SAMPLE: tl.constexpr = c.VARLEN or c.SEQ_LENS
     first_task = 0
@@ -118,8 +115,9 @@ def _fwd_kernel(
             m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
             l_i = tl.zeros([c.BLOCK_M], tl.float32)
             acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+            slope = 0.0
             if c.ALIBI != "":
-                slope = tl.load(slopes_ptr + b * stride_slope_b + h)
+                slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             if c.DROPOUT:
@@ -128,18 +126,12 @@ def _fwd_kernel(
             for n0 in range(lo, hi, c.BLOCK_N):
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
-                if c.SOFTCAP != "":
-                    s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
-                else:
-                    s = s * sm_scale
-                if c.ALIBI != "":
-                    s = add_alibi(s, slope, row0, n0, sq, sk, False, c)
+                s, _capped = score_tile(
+                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
+                    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
+                )  # fmt: skip
                 if ROW_BIAS:
                     s = s + bias[:, None]
-                if KEY_BIAS:
-                    s = add_bias(
-                        s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, False, c
-                    )
                 if c.MASKED:
                     s = masked(s, float("-inf"), row0, n0, sq, sk, window_left, window_right, False, c)
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, c.INTERPRET)

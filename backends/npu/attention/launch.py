@@ -8,19 +8,24 @@ from typing import Any
 from diyfa.backends.npu.attention.bias import as_read
 from diyfa.backends.npu.runtime.compat import INTERPRETED, Constants, cut_columns, padded_head_dim
 from diyfa.backends.npu.runtime.launch import addressed, cube_programs, described, heads_together
+from diyfa.backends.npu.tables import configs
 from diyfa.backends.npu.tables.configs import (
     AttentionTile,
-    attention_flags,
+    alibi_form,
+    attention_key,
     attention_scalars,
     attention_sizes,
+    softcap_form,
     widest_product,
 )
+from diyfa.features import TENSORS
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 
 @dataclass(frozen=True)
 class AttentionConstants(Constants):
-    """Constants of all kernels with matrix products; `attention_flags` of the tables says what the features mean."""
+    """Constants of all kernels with matrix products; those with a name of the problem's fields are what it has there,
+    but for how a feature is computed (`softcap_form`, `alibi_form`, bias.py)."""
 
     head_dim: int
     head_dim_v: int
@@ -48,21 +53,22 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
     slopes, bias = tensors.alibi_slopes, as_read(tensors.attn_bias)
     return {
         **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
-        "seq_lens_ptr": tensors.seq_lens,
-        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "slopes_ptr": slopes,
+        **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
         "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
         **bias.values("bias"),
-        "rng_state_ptr": tensors.rng_state,
-        "sinks_ptr": tensors.sinks,
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
+        **{name.upper(): value for name, value in vars(problem).items()},
         "BLOCK_D": padded_head_dim(problem.head_dim),
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        **attention_flags(problem, step),
+        "MASKED": attention_key(problem, step).mode != "even",
+        "ALWAYS_MASK": configs.ALWAYS_MASK,
+        "CAUSAL": problem.causal,
+        "HAS_LEFT": problem.window_left >= 0,
+        "HAS_RIGHT": problem.window_right >= 0,  # CAUSAL is the case of 0
+        "VARLEN": problem.varlen,
+        "SOFTCAP": softcap_form(problem),
+        "ALIBI": alibi_form(problem),
         "BIAS": bias.dims,
         "INTERPRET": INTERPRETED,
     }

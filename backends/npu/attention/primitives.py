@@ -363,10 +363,11 @@ def cap_derivative(capped, softcap_inverse):
 
 @triton.jit
 def score_tile(
-    s, row0, n0, sq, sk, slope, sm_scale, softcap, softcap_minus, softcap_rate,
-    TRANSPOSED: tl.constexpr, c: tl.constexpr,
+    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
+    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Scores from raw products -> (s, capped), for the backward pass; `capped` is s before anything is added."""
+    """Scores from raw products -> (s, capped); `capped`, for the backward pass, is s before anything is added. A bias
+    that is the same for all keys is left to the kernels, which know better places for it."""
     if c.SOFTCAP != "":
         s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
     else:
@@ -374,6 +375,8 @@ def score_tile(
     capped = s
     if c.ALIBI != "":
         s = add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED, c)
+    if c.BIAS == "qk" or c.BIAS == "k":
+        s = add_bias(s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, TRANSPOSED, c)
     return s, capped
 
 

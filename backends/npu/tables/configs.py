@@ -401,24 +401,6 @@ def alibi_form(problem: AttentionProblem) -> str:
     return "by_axis" if problem.causal and problem.dtype != "float32" else "by_pair"
 
 
-def attention_flags(problem: AttentionProblem, kernel: str) -> dict[str, Any]:
-    """The compile-time features of a call; two calls with equal flags share a compiled kernel."""
-    return {
-        "MASKED": attention_key(problem, kernel).mode != "even",
-        "ALWAYS_MASK": ALWAYS_MASK,
-        "CAUSAL": problem.causal,
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": problem.window_right >= 0,  # CAUSAL is the case of 0
-        "SOFTCAP": softcap_form(problem),
-        "SEQ_LENS": problem.seq_lens,
-        "VARLEN": problem.varlen,
-        "ALIBI": alibi_form(problem),
-        "SINKS": problem.sinks,
-        "DROPOUT": problem.dropout,
-        "DROPOUT_ORIGINS": problem.dropout_origins,
-    }
-
-
 def attention_scalars(
     problem: AttentionProblem | KVCacheProblem, sm_scale: float, dropout_p: float
 ) -> dict[str, float]:
