@@ -317,6 +317,20 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool) -> None:
     assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (4 + deterministic)
 
 
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 128}, {"deterministic": True}, {"seq_lens": True}])
+def test_calls_can_be_repeated_past_the_launcher(changes: dict) -> None:
+    """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
+    problem = problem.replace(head_dim_v=problem.head_dim)
+    q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))
+    lengths = torch.tensor([64], dtype=torch.int32) if problem.seq_lens else None
+    tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths), torch.zeros(1, 2, 64)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, dq)
+    for launch in backward.launches(out, dout, None, None, AttentionGradients(dq, dk, dv)):
+        handed_on = {name for name, x in launch.arguments.items() if type(x) not in (int, float)}
+        assert set(launch.kernel.arg_names[: len(handed_on)]) == handed_on
+
+
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
 def test_all_parts_of_a_turn_are_needed(lost: str, tmp_path: Path) -> None:
     source, count = re.subn(rf"^( +){lost}\(.*\)$", r"\1pass", source_of("hopper.bwd"), flags=re.MULTILINE)
