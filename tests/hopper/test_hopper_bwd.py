@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from types import ModuleType
@@ -198,6 +199,49 @@ def test_heads_whose_fp32_dq_shares_memory(
     assert kernel.launches == 1
 
 
+@pytest.mark.parametrize("window_right", [-1, 0])
+def test_a_head_is_converted_before_another_takes_its_memory(
+    window_right: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that share memory lie further apart than a share from what it is drawn with, or programs would wait for
+    higher numbers; and a share is drawn behind all keys of its head."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64, -1, window_right)
+    seen = set()
+    for multiprocessors in (1, 2, 132):
+        monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=multiprocessors: count)
+        for heads, seqlen_k in itertools.product((1, 2, 3, 4, 5, 7, 40, 300), (1, 128, 129, 500, 5000)):
+            some = problem.replace(heads_q=heads, heads_kv=heads, seqlen_k=seqlen_k)
+            q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
+            lse = torch.empty(1, heads, 64, device="meta")
+            dq = torch.empty(1, heads, 64, 64).bfloat16()
+            backward = bwd_launch.Sm90Backward(
+                some, AttentionTensors(q, k, k, 1.0), bwd_configs.config_of(some), lse, dq
+            )
+            assert 1 <= backward.lag <= backward.slots <= heads
+            assert backward.lag < backward.slots or backward.slots == heads
+            seen.add(backward.slots < heads)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_dq_that_tma_cannot_reach_is_converted_by_another_kernel(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret_backward(monkeypatch)
+    torch.manual_seed(0)
+    q, k, v, out, dout = (torch.randn(2, 1, n, head_dim).bfloat16() for n in (130, 200, 200, 130, 130))
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 2, 1, 1, 130, 200, head_dim, head_dim)
+    problem = problem.replace(deterministic=True)
+    found = []
+    for shift in (0, 1):
+        dq = torch.full((q.numel() + shift,), float("nan"), dtype=q.dtype)[shift:].view(q.shape)
+        gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
+        tensors = AttentionTensors(q, k, v, 0.1)
+        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, 1, 130), dout, None, gradients)
+        found.append(dq)
+    assert torch.equal(*found)
+
+
 # Sizes and masks that begin and end within blocks: heads, heads_kv, Sq, Sk, head_dim, bounds.
 DETERMINISTIC = {
     "full": (2, 1, 130, 300, 64, -1, -1),
@@ -271,6 +315,20 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool) -> None:
     backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q, q, 1.0), config, torch.zeros(1, 3, 64), q)
     parts = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
     assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (4 + deterministic)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 128}, {"deterministic": True}, {"seq_lens": True}])
+def test_calls_can_be_repeated_past_the_launcher(changes: dict) -> None:
+    """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
+    problem = problem.replace(head_dim_v=problem.head_dim)
+    q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))
+    lengths = torch.tensor([64], dtype=torch.int32) if problem.seq_lens else None
+    tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths), torch.zeros(1, 2, 64)
+    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, dq)
+    for launch in backward.launches(out, dout, None, None, AttentionGradients(dq, dk, dv)):
+        handed_on = {name for name, x in launch.arguments.items() if type(x) not in (int, float)}
+        assert set(launch.kernel.arg_names[: len(handed_on)]) == handed_on
 
 
 @pytest.mark.parametrize("lost", ["wait_for_turn", "wait_for_stores", "end_turn"])
