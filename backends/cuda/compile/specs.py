@@ -288,6 +288,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (128, "float16", True, {}),
         (128, "bfloat16", True, {"deterministic": True, "window_left": 1000, "sinks": True}),
+        (128, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
         (128, "bfloat16", True, packed),
         (64, "float16", False, {"out_dtype": "float32"}),
         (128, "bfloat16", True, {"out_dtype": "float32"}),
