@@ -115,7 +115,7 @@ MORE_MLA = [
     *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE_WIDE),
 ])  # fmt: skip
 def test_gradients_of_wide_heads(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_wide_kernel")
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=True, main="_bwd_wide_dkdv_kernel")
     assert not run_backward(case)
     assert kernel.launches == 1
 
@@ -137,7 +137,7 @@ SUMMED = [
 ]
 SUMMED_BY = {
     "_bwd_sm90_kernel": SUMMED,
-    "_bwd_wide_kernel": [
+    "_bwd_wide_dkdv_kernel": [
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
         case("wide_192", head_dim=192, head_dim_v=192, seqlen_q=70, seqlen_k=100),
     ],

@@ -22,6 +22,7 @@ from diyfa.backends.cuda.hopper import bwd_dq as hopper_bwd_dq
 from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd_launch
 from diyfa.backends.cuda.hopper import bwd_mla as hopper_bwd_mla
 from diyfa.backends.cuda.hopper import bwd_wide as hopper_bwd_wide
+from diyfa.backends.cuda.hopper import bwd_wide_dq as hopper_bwd_wide_dq
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import fwd as hopper_fwd
 from diyfa.backends.cuda.hopper import prefill as hopper_prefill
@@ -48,11 +49,12 @@ KERNEL_MODULES = (
     "hopper.fwd",
 )
 BACKWARD_MODULES = ("gluon.barriers", "hopper.mma", "hopper.tiles", "hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd")
-WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_mla")
+WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide", "hopper.bwd_wide_dq", "hopper.bwd_mla")
 BACKWARD_KERNELS = {
     "_prepare_kernel": hopper_bwd_dq,
     "_bwd_sm90_kernel": hopper_bwd,
-    "_bwd_wide_kernel": hopper_bwd_wide,
+    "_bwd_wide_dkdv_kernel": hopper_bwd_wide,
+    "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
     "_bwd_mla_kernel": hopper_bwd_mla,
     "_convert_kernel": hopper_bwd_dq,
 }

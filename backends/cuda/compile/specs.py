@@ -313,7 +313,9 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
         dlse = None if delta is None else torch.empty_like(lse)
-        names = ("attention_bwd/sm90_prepare", 0), ("attention_bwd/sm90", budget), ("attention_bwd/sm90_convert", 0)
+        names = [("attention_bwd/sm90_prepare", 0), ("attention_bwd/sm90", budget), ("attention_bwd/sm90_convert", 0)]
+        if backward.config.form == "columns":
+            names[1:] = [("attention_bwd/sm90_dkdv", budget), ("attention_bwd/sm90_dq", budget)]
         launches = backward.launches(out, dout, dlse, delta, gradients)
         for (name, of_kernel), launch in zip(names, launches, strict=False):  # not each has the last one
             yield spec_of(launch, name, case, of_kernel)

@@ -211,7 +211,7 @@ class Inputs:
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     do_tensor: tma.tensor_descriptor
-    statistics_tensor: tma.tensor_descriptor
+    statistics_tensor: tma.tensor_descriptor | gl.constexpr
     steps_qb: gl.tensor
     steps_qm: gl.tensor
     steps_kb: gl.tensor
@@ -454,16 +454,36 @@ class Consumer:
 
 
 @gluon.jit
+def scale_in_log2(scale, SOFTCAP: gl.constexpr):
+    """What `exponents` multiplies products by."""
+    return scale * (2.0 * LOG2E) if SOFTCAP else scale * LOG2E
+
+
+@gluon.jit
+def exponents(s, lse, scale, cap, SOFTCAP: gl.constexpr):
+    """Products s -> (scores less lse in units of log2, tanh of the softcap)."""
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
+        t = 1.0 - 2.0 / (gl.exp2(s * scale) + 1.0)
+        x = t * cap - lse
+    else:
+        t = 0.0
+        x = s * scale - lse
+    return x, t
+
+
+@gluon.jit
+def with_derivative(p, t, SOFTCAP: gl.constexpr):
+    """Weights times the softcap's derivative."""
+    return p * (1.0 - t * t) if SOFTCAP else p
+
+
+@gluon.jit
 def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative)."""
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
-    if config.SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), whose error of 1e-7 is absolute; beyond the range it is 1 or -1.
-        t = 1.0 - 2.0 / (gl.exp2(s * consumer.scale) + 1.0)
-        x = t * consumer.cap - lse
-    else:
-        x = s * consumer.scale - lse
+    x, t = exponents(s, lse, consumer.scale, consumer.cap, config.SOFTCAP)
     if MASKED:
         # A thread's columns are those of its lane, 2 * (lane % 4), plus constants (`softmax.py`).
         columns = gl.arange(0, config.BLOCK_M, layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -478,11 +498,7 @@ def _weights(s, lse, start_m, consumer, MASKED: gl.constexpr):
             seen = seen & (constant <= own + consumer.sizes.window_left)
         x = gl.where(seen, x, float("-inf"))
     p = gl.exp2(x)
-    if config.SOFTCAP:
-        derivative = p * (1.0 - t * t)
-    else:
-        derivative = p
-    return p, derivative
+    return p, with_derivative(p, t, config.SOFTCAP)
 
 
 @gluon.jit
@@ -551,10 +567,7 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, outputs, dq, key_blocks):
     config: gl.constexpr = shared.config
     B: gl.constexpr = config.BOXES
     D: gl.constexpr = B * BOX
-    if config.SOFTCAP:
-        scale = outputs.scale * (2.0 * LOG2E)
-    else:
-        scale = outputs.scale * LOG2E
+    scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
     turn = 0
     kind, share, keys = key_blocks.read(turn, sizes, config.LENGTHS, WARPS)

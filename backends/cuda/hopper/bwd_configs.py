@@ -16,6 +16,7 @@ CONSUMERS = 2  # warpgroups
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
+SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Sm90BwdConfig:
     block_m: int  # queries of a block
     block_n: int  # keys of a program
     stages: int  # buffers of blocks of Q and dO
-    form: str = "keys"  # which kernel: "keys" (`bwd.py`), "columns" (`bwd_wide.py`), "mla" (`bwd_mla.py`)
+    form: str = "keys"  # which kernels: "keys" (`bwd.py`), "columns" (`bwd_wide*.py`), "mla" (`bwd_mla.py`)
     consumer_registers: int = 240
     producer_registers: int = 24
     measured: str = ""  # device, date, TFLOP/s
@@ -45,8 +46,18 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
     d, dv = problem.head_dim, problem.head_dim_v
     if d == dv <= WIDE:
         return CONFIGS[64 if d <= 64 else 128]
-    # A softcap takes registers that "mla" does not have: it would spill 1.7 KB.
-    return CONFIGS[192 if dv <= WIDE < d <= 192 and not problem.softcap else 256]
+    # "mla" adds up dQ in the order in which programs come to it, and has no registers for a softcap: it would spill
+    # 1.7 KB.
+    mla = dv <= WIDE < d <= 192 and not problem.softcap and not problem.deterministic
+    return CONFIGS[192 if mla else 256]
+
+
+def dq_stages(boxes: int, boxes_v: int) -> int:
+    """Stages of K and V in `bwd_wide_dq.py`, as many as there is room for, up to two blocks. K and V share them where
+    they have as many boxes."""
+    box = 64 * BOX_COLUMNS * 2
+    left = SHARED_MEMORY - CONSUMERS * (boxes + boxes_v) * box
+    return min(left // (boxes * box) if boxes == boxes_v else left // ((boxes + boxes_v) * box) * 2, 4)
 
 
 def refuses(problem: AttentionProblem) -> str | None:
@@ -61,10 +72,6 @@ def refuses(problem: AttentionProblem) -> str | None:
     if any(not MIN_HEAD_DIM <= d <= MAX_HEAD_DIM or d % 8 for d in dims):
         return (
             f"sm90 takes multiples of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} as head_dim, got {dims[0]} and {dims[1]}"
-        )
-    if problem.deterministic and config_of(problem).form != "keys":
-        return (
-            f"sm90 adds up dQ in the order in which programs come to it, where head_dim is over {WIDE} or V has another"
         )
     if problem.out_dtype not in ("", problem.dtype, "float32"):
         return f"sm90 writes gradients in {problem.dtype} or float32, not in {problem.out_dtype}"

@@ -1,4 +1,4 @@
-"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_mla.py`, `bwd_wide.py`), and the memory between them."""
+"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_mla.py`, `bwd_wide*.py`), and the memory between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -27,8 +27,9 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
-from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_kernel
-from diyfa.backends.cuda.hopper.configs import FULL_GPU
+from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
+from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, BLOCK_N, Sm90BwdDqConstants, _bwd_wide_dq_kernel
+from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, Launch, is_aligned
@@ -60,7 +61,10 @@ class Sm90Backward:
         self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
         if config.form == "keys":
             self.programs = min(self.programs, multiprocessors(dq.device) or FULL_GPU)
+        self.in_order = problem.deterministic and config.form == "keys"
         self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
+        if config.form == "columns":  # whose dQ is added up in registers
+            self.dq_blocks = 0
         if self.rolling:
             self.slots, self.lag = self._window()
             group = problem.heads_q // problem.heads_kv
@@ -68,14 +72,14 @@ class Sm90Backward:
             of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
         # One allocation, of which the parts begin at multiples of 16 bytes.
         of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        parts = (of_dq, of_statistics, 4, of_counts, blocks * CONSUMERS if problem.deterministic else 0)
+        parts = (of_dq, of_statistics, 4, of_counts, blocks * CONSUMERS if self.in_order else 0)
         self.workspace = lse.new_empty(sum(parts))
         dq_sums, statistics, counter, counts, semaphores = self.workspace.split(parts)
         self.dq = dq_sums.view(-1, DQ_COLUMNS.value)
         self.statistics = statistics.view(-1, config.block_m)
         self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
-        self.semaphores = semaphores.view(torch.int32) if problem.deterministic else None
+        self.semaphores = semaphores.view(torch.int32) if self.in_order else None
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
@@ -109,7 +113,7 @@ class Sm90Backward:
             lengths=lengths_of(self.problem),
             has_dlse=has_dlse,
             keep_delta=keep_delta,
-            deterministic=self.problem.deterministic,
+            deterministic=self.in_order,
             rolling=self.rolling,
         )
         return {"config": values}
@@ -157,58 +161,62 @@ class Sm90Backward:
             "dq_lag": self.lag,
         }
 
-    def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Fills dk and dv, and adds up the fp32 dQ; fills dq, too, where it is `rolling`."""
-        problem, config, layout = self.problem, self.config, self.problem.layout
-        q, k, v, sm_scale = *self.tensors[:3], self.tensors.sm_scale
-        direct = dk.dtype == torch.float32
+    def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
+        """What both loops read, in boxes of so many queries, and how they weigh it."""
+        problem, layout = self.problem, self.problem.layout
+        sm_scale = self.tensors.sm_scale
         ragged = problem.seq_lens or problem.varlen
         described = ragged_descriptor if ragged else dense_descriptor
-        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
-        described_out = ragged_descriptor if problem.varlen else dense_descriptor
-        steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in zip("qkv", (q, k, v), strict=True)}
-        do_steps = steps_of(dout, layout) if ragged else (0, 0)
-        rows = gl.NVMMASharedLayout(0, 32, 2)
-        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
-        of_dq = {
-            "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
-            **self._rolling(),
-            "semaphores_ptr": self.semaphores,
-            "counter_ptr": self.counter,
-        }
-        if config.form != "keys":
-            of_dq = {"dq_ptr": self.dq}
-        arguments = {
-            "q_tensor": described(q, layout, config.block_m, BOX_COLUMNS),
-            "k_tensor": described(k, layout, ROWS.value, BOX_COLUMNS),
-            "v_tensor": described(v, layout, ROWS.value, BOX_COLUMNS),
-            "do_tensor": described(dout, layout, config.block_m, BOX_COLUMNS),
-            # Boxes of 128 bytes: those of direct stores are never copied.
-            "dk_tensor": described_out(dk, layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS),
-            "dv_tensor": described_out(dv, layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS),
-            "dk_ptr": dk if direct else None,
-            "dv_ptr": dv if direct else None,
-            "statistics_tensor": TensorDescriptor(
-                self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
-            ),
-            **of_dq,
+        inputs = {"q": self.tensors.q, "k": self.tensors.k, "v": self.tensors.v, "do": dout}
+        boxes = {"q": rows, "k": ROWS.value, "v": ROWS.value, "do": rows}
+        steps = {name: steps_of(x, layout) if ragged else (0, 0) for name, x in inputs.items()}
+        return {
+            **{f"{name}_tensor": described(x, layout, boxes[name], BOX_COLUMNS) for name, x in inputs.items()},
+            **{f"steps_{name}b": of_sample for name, (of_sample, _) in steps.items()},
+            **{f"steps_{name}{'n' if name in ('k', 'v') else 'm'}": of_row for name, (_, of_row) in steps.items()},
             "lengths_q_ptr": self.lengths[0],
             "lengths_k_ptr": self.lengths[1],
             **self._sizes(),
             "group_size": problem.heads_q // problem.heads_kv,
             "window_left": problem.window_left,
             "window_right": problem.window_right,
-            "steps_qb": steps["q"][0],
-            "steps_qm": steps["q"][1],
-            "steps_kb": steps["k"][0],
-            "steps_kn": steps["k"][1],
-            "steps_vb": steps["v"][0],
-            "steps_vn": steps["v"][1],
-            "steps_dob": do_steps[0],
-            "steps_dom": do_steps[1],
             "sm_scale": sm_scale,
             "scale": sm_scale / (problem.softcap or 1.0),
             "softcap": problem.softcap,
+        }
+
+    def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
+        """Where a gradient goes: through TMA, or to be added up in float32 (DIRECT)."""
+        direct = x.dtype == torch.float32
+        # Rows beyond a sample's end are written, as zeros; rows beyond a packed sequence are another's.
+        described = ragged_descriptor if self.problem.varlen else dense_descriptor
+        # Boxes of 128 bytes: those of direct stores are never copied.
+        box = described(x, self.problem.layout, ROWS.value, BOX_COLUMNS // 2 if direct else BOX_COLUMNS)
+        return {f"{name}_tensor": box, f"{name}_ptr": x if direct else None}
+
+    def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
+        """Fills dk and dv, and adds up the fp32 dQ, but for "columns"; fills dq, too, where it is `rolling`."""
+        problem, config = self.problem, self.config
+        rows = gl.NVMMASharedLayout(0, 32, 2)
+        dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
+        of_dq: dict[str, Any] = {"dq_ptr": self.dq}
+        if config.form == "columns":
+            of_dq = {}
+        elif config.form == "keys":
+            of_dq = {
+                "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
+                **self._rolling(),
+                "semaphores_ptr": self.semaphores,
+                "counter_ptr": self.counter,
+            }
+        arguments = {
+            **self._inputs(dout, config.block_m),
+            **self._output("dk", dk),
+            **self._output("dv", dv),
+            "statistics_tensor": TensorDescriptor(
+                self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
+            ),
+            **of_dq,
         }
         values = Sm90BwdConstants(
             block_m=config.block_m,
@@ -222,14 +230,45 @@ class Sm90Backward:
             has_right=problem.window_right >= 0,
             lengths=lengths_of(problem),
             softcap=problem.softcap != 0.0,
-            deterministic=problem.deterministic,
+            deterministic=self.in_order,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
-            direct=direct,
+            direct=dk.dtype == torch.float32,
             rolling=self.rolling,
         )
-        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_kernel, "mla": _bwd_mla_kernel}[config.form]
+        kernel = {"keys": _bwd_sm90_kernel, "columns": _bwd_wide_dkdv_kernel, "mla": _bwd_mla_kernel}[config.form]
         return Launch(kernel, self.programs, arguments, {"config": values}, OPTIONS)
+
+    def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
+        """Fills dq, for "columns"."""
+        problem, config, block_m = self.problem, self.config, BLOCK_M.value
+        ragged = problem.seq_lens or problem.varlen
+        arguments = {
+            **self._inputs(dout, ROWS.value),
+            **self._output("dq", dq),
+            "statistics_ptr": self.statistics,
+            "heads": problem.batch * problem.heads_q,
+            "heads_at_once": heads_together(problem),
+        }
+        values = Sm90BwdDqConstants(
+            boxes=self.boxes,
+            boxes_v=self.boxes_v,
+            used_boxes=cdiv(problem.head_dim, BOX_COLUMNS),
+            used_boxes_v=cdiv(problem.head_dim_v, BOX_COLUMNS),
+            stages=dq_stages(self.boxes, self.boxes_v),
+            causal=problem.causal,
+            has_left=problem.window_left >= 0,
+            has_right=problem.window_right >= 0,
+            check_keys=problem.window_right < 0
+            and (ragged or problem.window_left >= 0 or problem.seqlen_k % BLOCK_N.value != 0),
+            lengths=lengths_of(problem),
+            softcap=problem.softcap != 0.0,
+            consumer_registers=config.consumer_registers,
+            producer_registers=config.producer_registers,
+            direct=dq.dtype == torch.float32,
+        )
+        grid = blocks_of(problem, block_m)
+        return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self) -> tuple[Launch, ...]:
         """Fills dq from the fp32 one, where that is not done."""
@@ -259,8 +298,10 @@ class Sm90Backward:
         gradients: AttentionGradients,
     ) -> tuple[Launch, ...]:
         """All of a backward pass."""
-        main = self.gradient(dout, gradients.dk, gradients.dv)
-        return (self.prepare(out, dout, dlse, delta), main, *self.convert())
+        first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
+        if self.config.form == "columns":
+            return first, main, self.query_gradient(dout, gradients.dq)
+        return first, main, *self.convert()
 
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ from diyfa.backends.cuda.hopper.bwd import (
     _wait_for_other,
     _weights,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ, _in_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, _in_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -51,7 +51,6 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     _first_block,
     _key_block,
 )
-from diyfa.backends.cuda.hopper.bwd_wide import _add_in_fours
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_of, paired, run_of, unpaired
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.hopper.tiles import start_store
@@ -105,6 +104,25 @@ class MlaShared:
     v_full: gl.shared_memory_descriptor
     queries: QueryRing
     score_gradients: ScoreGradients
+
+
+@gluon.jit
+def _add_in_fours(pointer, x):
+    """Add x [16, 256], `_in_register_order`, to numbers that follow each other in global memory, four at a time."""
+    even, odd = gl.split(x.reshape([DQ_ROWS, DQ_COLUMNS // 4, 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    LAYOUT: gl.constexpr = x0.type.layout
+    rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    fours = gl.arange(0, DQ_COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    # What its lane and warp say is a thread's own; the rest are constants, which need no registers.
+    index = rows * DQ_COLUMNS + fours * 4
+    own = pointer.to(gl.int64) + optimisation_barrier((index & 511) * 4)
+    addresses = own + (index & ~511) * 4
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, 0; red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};", "=r,l,f,f,f,f",
+        [addresses, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @aggregate

@@ -1,15 +1,16 @@
-"""Attention backward for Hopper where heads have up to 256 columns, or V has others than Q: `bwd.py` in other roles.
+"""dK and dV for Hopper where heads have up to 256 columns, or V has others than Q; dQ is `bwd_wide_dq.py`'s.
 
-The accumulators of 64 keys, dK and dV, take all registers of two warpgroups. So a program owns 64 keys, and consumers
-divide the columns of all three gradients. Scores and dP are formed once:
+The accumulators of 64 keys, dK and dV, take most registers of two warpgroups. So a program owns 64 keys, and consumers
+divide the columns of both. Scores and dP are formed once:
 
     consumer 0:  Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),      dSᵀ = Pᵀ * (dPᵀ - delta)
     consumer 1:  dPᵀ = V dOᵀ, from which it takes delta
-    both:        dV += Pᵀ dO,  dK += dSᵀ Q,  dQ = dS K, each half of the columns
+    both:        dV += Pᵀ dO,  dK += dSᵀ Q, each half of the columns
 
-dPᵀ - delta goes to consumer 0 in fp32, Pᵀ and dSᵀ come back in 16 bits: consumer 0 has them in registers, consumer 1
-reads them from shared memory. There is no room in it for dQ, which is added to global memory from registers, 64 columns
-at a time, while the next block's scores are formed.
+dPᵀ - delta goes to consumer 0 in fp32, Pᵀ and dSᵀ come back in 16 bits. dV is formed while dS is computed.
+
+`bwd.py` adds dQ of each block of keys to global memory as it goes. Here that would be 64 KB for 64 queries and 64 keys,
+which takes longer than the two products more that a kernel for dQ alone has to form.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -43,8 +44,9 @@ from diyfa.backends.cuda.hopper.bwd import (
     _start_scores,
     _store_direct,
     _weights,
+    scale_in_log2,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, _in_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, _from_register_order, _in_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import (
     BOX,
     CONSUMER_COUNT,
@@ -52,7 +54,6 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     SIZES,
     KeyBlock,
     Sizes,
-    _first_block,
     _key_block,
 )
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_of, buffer_count, buffer_of, run_of
@@ -75,22 +76,24 @@ def first_of(part, boxes):
 
 @aggregate
 class Exchange:
-    """What the consumers leave for each other: dPᵀ - delta, and Pᵀ with dSᵀ.
+    """What the consumers leave for each other in each block: dPᵀ - delta, then Pᵀ, then dSᵀ.
 
-    Item n of Pᵀ and dSᵀ belongs to the block before the n-th; item 0 is nothing. A phase of `dp_full` also says that
-    both consumers have done with the item of Pᵀ and dSᵀ before, one of `weights_full` that dPᵀ has been read.
+    A phase of `dp_full` also says that both consumers have done with Pᵀ and dSᵀ of the block before, one of `ds_full`
+    that dPᵀ has been read.
     """
 
     dp_buffer: gl.shared_memory_descriptor  # fp32, in the order of registers
     p_buffer: gl.shared_memory_descriptor
     ds_buffer: gl.shared_memory_descriptor
     dp_full: gl.shared_memory_descriptor
-    weights_full: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def init(self):
         mbarrier.init(self.dp_full, count=CONSUMER_COUNT * WARPS)
-        mbarrier.init(self.weights_full, count=WARPS)
+        mbarrier.init(self.p_full, count=WARPS)
+        mbarrier.init(self.ds_full, count=WARPS)
 
     @gluon.jit
     def store_dp(self, dp):
@@ -107,25 +110,31 @@ class Exchange:
     def load_dp(self, like):
         """Consumer 0 takes them, in the layout of `like`, an accumulator."""
         x = self.dp_buffer.load(_in_register_order(like).type.layout)
-        x = x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, ROWS])
-        return gl.convert_layout(x, like.type.layout)
+        return gl.convert_layout(_from_register_order(x), like.type.layout)
 
     @gluon.jit
     def store_p(self, p):
         """Consumer 0 leaves Pᵀ."""
         box_of(self.p_buffer, 0, 0, 1).store(p)
+        fence_async_shared()
+        order_lanes()
+        release(self.p_full)
+
+    @gluon.jit
+    def wait_p(self, item):
+        wait_full(self.p_full, item & 1)
 
     @gluon.jit
     def store_ds(self, ds):
-        """Consumer 0 leaves dSᵀ, the last that an item needs."""
+        """Consumer 0 leaves dSᵀ."""
         box_of(self.ds_buffer, 0, 0, 1).store(ds)
         fence_async_shared()
         order_lanes()
-        release(self.weights_full)
+        release(self.ds_full)
 
     @gluon.jit
-    def wait_weights(self, item):
-        wait_full(self.weights_full, item & 1)
+    def wait_ds(self, item):
+        wait_full(self.ds_full, item & 1)
 
 
 @aggregate
@@ -153,72 +162,29 @@ class WideConsumer:
     sizes: Sizes
     shared: WideShared
     outputs: Outputs
-    dq_ptr: gl.tensor
     scale: gl.tensor  # of products, in units of log2; with a softcap inside of tanh
     cap: gl.tensor
 
     @gluon.jit
-    def start_dq(self, zero, j: gl.constexpr):
-        """Start dS K, [64, 64], for the j-th box of this consumer's half of the columns."""
+    def start_dv(self, dv, item, zero):
+        """Start adding Pᵀ dO to this consumer's half of the columns. dO is there: consumer 1 has formed dP of it."""
         config: gl.constexpr = self.shared.config
-        BOX_INDEX: gl.constexpr = first_of(self.INDEX, config.BOXES) + j
-        dq = gl.zeros([ROWS, BOX], gl.float32, accumulator_layout(BOX))
-        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1).permute((1, 0))
-        k = box_of(self.shared.k_buffers, zero, BOX_INDEX, config.BOXES)
-        return warpgroup_mma(ds, k, dq, use_acc=False, is_async=True)
-
-    @gluon.jit
-    def add_gradients(self, dk, dv, item, block, zero):
-        """dK and dV with what Pᵀ and dSᵀ of block number `block` add to this consumer's half of the columns.
-
-        Of dQ the first box of the half comes later, behind the scores of the next block: for both there are too few
-        registers then, and here.
-        """
-        config: gl.constexpr = self.shared.config
-        stage = self.shared.queries.stage(item)
-        self.shared.exchange.wait_weights(item + 1)
+        self.shared.exchange.wait_p(item)
         p = box_of(self.shared.exchange.p_buffer, zero, 0, 1)
-        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
-        do = _part(self.shared.do_buffers, stage, 1 - self.INDEX, config.BOXES_V)
-        q = _part(self.shared.q_buffers, stage, self.INDEX, config.BOXES)
-        # dO is there: consumer 1 has formed dP of it.
-        dv = warpgroup_mma(p, do, dv, is_async=True)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        if count_of(self.INDEX, config.BOXES) > 1:
-            dq = self.start_dq(zero, 1)
-            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-        else:
-            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        self.shared.queries.release(item)
-        if count_of(self.INDEX, config.BOXES) > 1:
-            self.add_dq(dq, block, 1)
-        return dk, dv
+        do = _part(self.shared.do_buffers, self.shared.queries.stage(item), 1 - self.INDEX, config.BOXES_V)
+        return warpgroup_mma(p, do, dv, is_async=True)
 
     @gluon.jit
-    def add_dq(self, dq, block, j: gl.constexpr):
-        """Add it to block number `block` of queries."""
+    def finish(self, dk, dv, item, zero):
+        """Add dSᵀ Q to this consumer's half of the columns, and wait until dV, too, has all of the block."""
         config: gl.constexpr = self.shared.config
-        BOX_INDEX: gl.constexpr = first_of(self.INDEX, config.BOXES) + j
-        _add_in_fours(self.dq_ptr + (block.to(gl.int64) * config.BOXES + BOX_INDEX) * HALF_DQ, _in_register_order(dq))
-
-
-@gluon.jit
-def _add_in_fours(pointer, x):
-    """Add x [16, 256], `_in_register_order`, to numbers that follow each other in global memory, four at a time."""
-    even, odd = gl.split(x.reshape([DQ_ROWS, DQ_COLUMNS // 4, 2, 2]))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    LAYOUT: gl.constexpr = x0.type.layout
-    rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    fours = gl.arange(0, DQ_COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    # What its lane and warp say is a thread's own; the rest are constants, which need no registers.
-    index = rows * DQ_COLUMNS + fours * 4
-    own = pointer.to(gl.int64) + optimisation_barrier((index & 511) * 4)
-    addresses = own + (index & ~511) * 4
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5};", "=r,l,f,f,f,f",
-        [addresses, x0, x1, x2, x3], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        self.shared.exchange.wait_ds(item)
+        ds = box_of(self.shared.exchange.ds_buffer, zero, 0, 1)
+        q = _part(self.shared.q_buffers, self.shared.queries.stage(item), self.INDEX, config.BOXES)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        self.shared.queries.release(item)
+        return dk, dv
 
 
 @gluon.jit
@@ -234,9 +200,9 @@ def _part(buffers, tile, part: gl.constexpr, BOXES: gl.constexpr):
 
 @gluon.jit
 def _blocks_of_first(
-    consumer, first, start, end,
+    consumer, start, end,
     dk, dv,  # [64, half of the columns] fp32
-    item, before,  # the number of the block before
+    item,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Consumer 0: blocks `start` to `end` of queries of one head, those that need a mask or the others."""
@@ -257,88 +223,65 @@ def _blocks_of_first(
         s = _start_scores(
             shared.k_buffers, shared.q_buffers, stage, zero, config.USED_BOXES, config.BOXES, config.BLOCK_M
         )
-        dq = consumer.start_dq(zero, 0)
-        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        s = warpgroup_mma_wait(0, deps=[s])
         release(exchange.dp_full)
-        consumer.add_dq(dq, before, 0)
         lse = shared.statistics.index(2 * stage).load(S_LAYOUT)
         p, derivative = _weights(s, lse, block * config.BLOCK_M, consumer, MASKED)
         exchange.wait_dp(item)
         exchange.store_p(p.to(DTYPE))
+        dv = consumer.start_dv(dv, item, zero)
         exchange.store_ds((derivative * exchange.load_dp(s)).to(DTYPE))
-        before = first + block
-        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        dk, dv = consumer.finish(dk, dv, item, zero)
         item += 1
-    return dk, dv, item, before
+    return dk, dv, item
 
 
 @gluon.jit
-def _blocks_of_second(consumer, first, dk, dv, item, before):
+def _blocks_of_second(consumer, dk, dv, item):
     """Consumer 1: all blocks of queries of one head. It knows of no mask."""
     config: gl.constexpr = consumer.shared.config
     shared = consumer.shared
     ring = shared.queries
-    exchange = shared.exchange
-    keys = consumer.keys
-    for i in range(keys.end - keys.begin):
+    for _ in range(consumer.keys.end - consumer.keys.begin):
         stage = ring.stage(item)
         zero = optimisation_barrier(item * 0)
         ring.wait_do(item)
         dp = _start_scores(
             shared.v_buffers, shared.do_buffers, stage, zero, config.USED_BOXES_V, config.BOXES_V, config.BLOCK_M
         )
-        dq = consumer.start_dq(zero, 0)
-        dp, dq = warpgroup_mma_wait(0, deps=[dp, dq])
+        dp = warpgroup_mma_wait(0, deps=[dp])
         ring.wait_full(item)  # delta is there with Q
         delta = shared.statistics.index(2 * stage + 1).load(accumulator_layout(config.BLOCK_M))
-        exchange.store_dp(dp - delta)
-        consumer.add_dq(dq, before, 0)
-        before = first + keys.block(i)
-        dk, dv = consumer.add_gradients(dk, dv, item, before, zero)
+        shared.exchange.store_dp(dp - delta)
+        dv = consumer.start_dv(dv, item, zero)
+        dk, dv = consumer.finish(dk, dv, item, zero)
         item += 1
-    return dk, dv, item, before
+    return dk, dv, item
 
 
 @gluon.jit
-def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs, dq_ptr):
-    """One warpgroup: half of the columns of dK and dV of 64 keys, and of what they add to dQ."""
+def _consumer(INDEX: gl.constexpr, keys, sizes, shared, outputs):
+    """One warpgroup: half of the columns of dK and dV of 64 keys."""
     config: gl.constexpr = shared.config
     D: gl.constexpr = count_of(INDEX, config.BOXES) * BOX
     DV: gl.constexpr = count_of(1 - INDEX, config.BOXES_V) * BOX
     DTYPE: gl.constexpr = shared.k_buffers.dtype
-    if config.SOFTCAP:
-        scale = outputs.scale * (2.0 * LOG2E)
-    else:
-        scale = outputs.scale * LOG2E
-    consumer = WideConsumer(INDEX, keys, sizes, shared, outputs, dq_ptr, scale, outputs.softcap * LOG2E)
+    scale = scale_in_log2(outputs.scale, config.SOFTCAP)
+    consumer = WideConsumer(INDEX, keys, sizes, shared, outputs, scale, outputs.softcap * LOG2E)
     dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     dv = gl.zeros([ROWS, DV], gl.float32, accumulator_layout(DV))
     item = 0
-    h = keys.hk * sizes.group_size
-    # What comes before the first block is nothing, and is added to that block.
-    before = _first_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS) + keys.block(0)
-    if INDEX == 0:
-        nothing = gl.zeros([ROWS, config.BLOCK_M], DTYPE, accumulator_layout(config.BLOCK_M))
-        shared.exchange.store_ds(nothing)
-    shared.exchange.wait_weights(0)
     wait_full(shared.k_full.index(0), 0)
     wait_full(shared.v_full.index(0), 0)
-    for g in range(sizes.group_size):
-        first = _first_block(keys.b, h + g, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
+    for _ in range(sizes.group_size):
         if INDEX == 0:
-            masked = keys.masked_count()
-            dk, dv, item, before = _blocks_of_first(consumer, first, 0, masked, dk, dv, item, before, True)
-            dk, dv, item, before = _blocks_of_first(
-                consumer, first, keys.full_begin, keys.full_end, dk, dv, item, before, False
-            )
+            dk, dv, item = _blocks_of_first(consumer, 0, keys.masked_count(), dk, dv, item, True)
+            dk, dv, item = _blocks_of_first(consumer, keys.full_begin, keys.full_end, dk, dv, item, False)
         else:
-            dk, dv, item, before = _blocks_of_second(consumer, first, dk, dv, item, before)
-    if item > 0:
-        dq = consumer.start_dq(0, 0)
-        consumer.add_dq(warpgroup_mma_wait(0, deps=[dq]), before, 0)
+            dk, dv, item = _blocks_of_second(consumer, dk, dv, item)
 
-    # dK and dV leave through the buffers of K and V: nobody but this consumer reads its half of K for dQ, and who reads
-    # all, for scores or dP, did so before the last weights.
+    # dK and dV leave through the buffers of K and V, which were last read for the scores and dP of the last block:
+    # before the last dS was there.
     OF_K: gl.constexpr = gl.SliceLayout(1, accumulator_layout(D))
     OF_V: gl.constexpr = gl.SliceLayout(1, accumulator_layout(DV))
     dk = gl.where((keys.col0 + gl.arange(0, ROWS, layout=OF_K) < keys.n_keys)[:, None], dk * outputs.sm_scale, 0.0)
@@ -374,15 +317,15 @@ def _store_part(
 
 
 @gluon.jit
-def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
+def _specialise(keys, sizes, shared, inputs, outputs):
     """Run both consumers and the producer."""
     config: gl.constexpr = shared.config
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
     gl.warp_specialize(
         [
-            (_consumer, (0, keys, sizes, shared, outputs, dq_ptr)),
-            (_consumer, (1, keys, sizes, shared, outputs, dq_ptr)),
+            (_consumer, (0, keys, sizes, shared, outputs)),
+            (_consumer, (1, keys, sizes, shared, outputs)),
             (_producer, (keys, sizes, shared, inputs)),
             (idle_warps, ()),
             (idle_warps, ()),
@@ -393,12 +336,11 @@ def _specialise(keys, sizes, shared, inputs, outputs, dq_ptr):
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=LENGTH_POINTERS)
-def _bwd_wide_kernel(
+def _bwd_wide_dkdv_kernel(
     q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
     dk_tensor, dv_tensor,
     dk_ptr, dv_ptr,
     statistics_tensor,
-    dq_ptr,  # fp32: 64 x 64 numbers for each box of each block of queries
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
@@ -429,9 +371,10 @@ def _bwd_wide_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     dp_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    weights_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     queries = QueryRing(full, do_full, empty, config.STAGES)
-    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp_full, weights_full)
+    exchange = Exchange(dp_buffer, p_buffer, ds_buffer, dp_full, p_full, ds_full)
     queries.init()
     exchange.init()
     mbarrier.init(k_full.index(0), count=1)
@@ -454,6 +397,6 @@ def _bwd_wide_kernel(
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     if config.LENGTHS == PACKED:
         if keys.col0 < keys.n_keys:
-            _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)
+            _specialise(keys, sizes, shared, inputs, outputs)
     else:
-        _specialise(keys, sizes, shared, inputs, outputs, dq_ptr)
+        _specialise(keys, sizes, shared, inputs, outputs)

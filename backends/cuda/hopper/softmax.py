@@ -38,7 +38,7 @@ class Rows:
 
     position: gl.tensor  # [64], the key that each is aligned with
     n_keys: gl.tensor
-    slope: gl.tensor  # of ALiBi
+    slope: gl.tensor | gl.constexpr  # of ALiBi
 
 
 @gluon.jit

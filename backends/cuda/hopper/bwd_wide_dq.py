@@ -1,0 +1,303 @@
+"""dQ for Hopper where heads have up to 256 columns, or V has others than Q; dK and dV are `bwd_wide.py`'s.
+
+A program owns 128 queries of a head, 64 of each of two consumer warpgroups, and goes through the keys that they see, as
+the forward does (`fwd.py`). For each block of 64 keys a consumer forms
+
+    dP = dO Vᵀ,  S = Q Kᵀ,  P = exp(S - LSE),  dS = P * (dP - delta),  dQ += dS K
+
+P and dS stay in registers, and nothing is added up in memory: dQ is the same in every run. The consumers share the
+blocks of keys and nothing else, so one of them computes exponentials while the tensor cores work for the other.
+
+V comes before K in the ring of stages. So its stage is free again before the exponentials, and three stages, all that
+there is room for at 256 columns, are enough to keep copies a block ahead.
+"""
+
+# Aggregates are checked against their annotations, so these must not be postponed.
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.barriers import idle_warps, optimisation_barrier, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.ring import KVRing
+from diyfa.backends.cuda.gluon.tile_info import TileInfos, allocate_tile_infos
+from diyfa.backends.cuda.hopper.bwd import (
+    Inputs,
+    _start_scores,
+    exponents,
+    scale_in_log2,
+    with_derivative,
+)
+from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, _first_block
+from diyfa.backends.cuda.hopper.epilogue import matrix, offset_of, store_float32
+from diyfa.backends.cuda.hopper.mma import (
+    ROWS,
+    accumulator_layout,
+    buffer_count,
+    buffer_of,
+    finish_values,
+    run_count,
+    run_of,
+    run_start,
+    zero_output,
+)
+from diyfa.backends.cuda.hopper.softmax import LOG2E, Rows, _masked
+from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem, block_order, end_of, start_load, start_store, tile_of
+from diyfa.backends.cuda.runtime.constants import Constants
+
+BLOCK_M = gl.constexpr(128)
+BLOCK_N = gl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class Sm90BwdDqConstants(Constants):
+    """What the kernel is compiled for."""
+
+    boxes: int  # of BOX_COLUMNS columns, which make up a tile of Q and K
+    boxes_v: int  # the same of V and dO
+    used_boxes: int  # of them that head_dim reaches
+    used_boxes_v: int
+    stages: int  # buffers of blocks of V and K
+    causal: bool
+    has_left: bool
+    has_right: bool
+    check_keys: bool  # see `Problem`
+    lengths: int
+    softcap: bool
+    consumer_registers: int
+    producer_registers: int
+    direct: bool  # dQ leaves from registers, in float32, to be added up
+
+
+@aggregate
+class DqShared:
+    """What the partitions share: constants, memory and barriers."""
+
+    config: gl.constexpr  # `Sm90BwdDqConstants`
+    q_buffers: gl.shared_memory_descriptor  # of each consumer; through them its dQ leaves
+    do_buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # Q and dO of each consumer are there
+    ring: KVRing  # V of the n-th block is item 2n, its K item 2n + 1
+    tile_infos: TileInfos
+
+
+@aggregate
+class DqOutputs:
+    """What consumers write, and what only they read."""
+
+    dq_tensor: tma.tensor_descriptor
+    dq_ptr: gl.tensor | gl.constexpr  # for DIRECT
+    statistics_ptr: gl.tensor
+    sm_scale: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+
+
+@gluon.jit
+def _producer(problem, shared, inputs, group_size):
+    """One warp: find the program's tile, tell the consumers, and copy what they read."""
+    config: gl.constexpr = shared.config
+    RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
+    ring = shared.ring
+    exists, tile = tile_of(gl.program_id(0), problem, BLOCK_M, BLOCK_N)
+    shared.tile_infos.write(0, tile.if_any(exists))
+    if exists:
+        b = tile.b
+        h = tile.h
+        hk = h // group_size
+        n_queries = tile.n_queries
+        n_keys = tile.n_keys
+        end_q = end_of(b, tile.first_q, n_queries, inputs.steps_qb, inputs.steps_qm, problem.LENGTHS)
+        end_do = end_of(b, tile.first_q, n_queries, inputs.steps_dob, inputs.steps_dom, problem.LENGTHS)
+        end_k = end_of(b, tile.first_k, n_keys, inputs.steps_kb, inputs.steps_kn, problem.LENGTHS)
+        end_v = end_of(b, tile.first_k, n_keys, inputs.steps_vb, inputs.steps_vn, problem.LENGTHS)
+        order = block_order(tile, problem, BLOCK_M, BLOCK_N)
+        n_blocks = tile.end_block - tile.first_block
+        for c in gl.static_range(CONSUMER_COUNT):
+            row = tile.row0 + c * ROWS
+            full = shared.full.index(c)
+            start_load(
+                inputs.do_tensor, b, h, row, end_do, n_queries, shared.do_buffers, c, full, config.BOXES_V, RAGGED
+            )
+            start_load(inputs.q_tensor, b, h, row, end_q, n_queries, shared.q_buffers, c, full, config.BOXES, RAGGED)
+        for i in range(n_blocks):
+            row = order.block(i) * BLOCK_N
+            item = 2 * i
+            ring.wait_empty(item)
+            start_load(
+                inputs.v_tensor, b, hk, row, end_v, n_keys,
+                ring.v_buffers, ring.buffer_of(item), ring.full_barrier(item), config.BOXES_V, RAGGED,
+            )  # fmt: skip
+            ring.wait_empty(item + 1)
+            start_load(
+                inputs.k_tensor, b, hk, row, end_k, n_keys,
+                ring.k_buffers, ring.buffer_of(item + 1), ring.full_barrier(item + 1), config.BOXES, RAGGED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _blocks(
+    shared, outputs, problem, rows, lse, delta, order, start, end,
+    dq,  # [64, D] fp32 in parts
+    INDEX: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Blocks `start` to `end` of the order, those that need a mask or the others."""
+    config: gl.constexpr = shared.config
+    ring = shared.ring
+    scale = scale_in_log2(outputs.scale, config.SOFTCAP)
+    for i in range(start, end):
+        item = 2 * i
+        own = INDEX + optimisation_barrier(i * 0)  # as in `bwd.py`
+        v = ring.buffer_of(item)
+        k = ring.buffer_of(item + 1)
+        ring.wait_full(item)
+        dp = _start_scores(shared.do_buffers, ring.v_buffers, v, own, config.USED_BOXES_V, config.BOXES_V, BLOCK_N)
+        ring.wait_full(item + 1)
+        s = _start_scores(shared.q_buffers, ring.k_buffers, k, own, config.USED_BOXES, config.BOXES, BLOCK_N)
+        dp = warpgroup_mma_wait(config.USED_BOXES, deps=[dp])  # S, a product for each box, runs on
+        ring.release(item)
+        s = warpgroup_mma_wait(0, deps=[s])
+        x, t = exponents(s, lse[:, None], scale, outputs.softcap * LOG2E, config.SOFTCAP)
+        if MASKED:
+            x = _masked(x, order.block(i) * BLOCK_N, rows, problem)
+        p = gl.exp2(x)
+        ds = (with_derivative(p, t, config.SOFTCAP) * (dp - delta[:, None])).to(ring.k_buffers.dtype)
+        started = ()
+        for run in gl.static_range(run_count(config.BOXES)):
+            operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dq[run].type.layout, 2))  # costs nothing
+            of_run = run_of(ring.k_buffers, k, config.BOXES, run, config.BOXES)
+            started += (warpgroup_mma(operand, of_run, dq[run], is_async=True),)
+        dq = finish_values(started, config.BOXES)
+        ring.release(item + 1)
+    return dq
+
+
+@gluon.jit
+def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
+    """One warpgroup: dQ of its 64 queries."""
+    config: gl.constexpr = shared.config
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    tile = shared.tile_infos.read(0, problem)
+    if tile.end_block > 0:
+        row0 = tile.row0 + INDEX * ROWS
+        offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
+        # The statistics of a sequence lie in blocks of 64 rows, one for lse and one for delta.
+        block = _first_block(tile.b, tile.h, tile.first_q, problem, ROWS, problem.LENGTHS) + row0 // ROWS
+        statistics = outputs.statistics_ptr + block.to(gl.int64) * (2 * ROWS)
+        in_block = gl.arange(0, ROWS, layout=S_ROWS)
+        exists = offs_m < tile.n_queries
+        lse = gl.load(statistics + in_block, mask=exists, other=float("inf"))
+        delta = gl.load(statistics + ROWS + in_block, mask=exists, other=0.0)
+        rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
+        order = block_order(tile, problem, BLOCK_M, BLOCK_N)
+        masked = order.n_right + order.n_left
+        dq = zero_output(BOX, config.BOXES)
+        mbarrier.wait(shared.full.index(INDEX), 0)
+        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, masked, dq, INDEX, True)
+        n_blocks = tile.end_block - tile.first_block
+        dq = _blocks(shared, outputs, problem, rows, lse, delta, order, masked, n_blocks, dq, INDEX, False)
+        _store(shared, outputs, problem, tile, row0, dq, INDEX)
+
+
+@gluon.jit
+def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
+    """Write a consumer's rows of dQ; those beyond the end of a sample are zeros."""
+    config: gl.constexpr = shared.config
+    if config.DIRECT:
+        PACKED_OR_EQUAL: gl.constexpr = PACKED if problem.LENGTHS == PACKED else EQUAL
+        to = matrix(outputs.dq_ptr, outputs.dq_tensor, 0)
+        offset = offset_of(to, tile.b, tile.h, tile.first_q, PACKED_OR_EQUAL)
+        end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
+    for run in gl.static_range(run_count(config.BOXES)):
+        x = dq[run] * outputs.sm_scale
+        if problem.LENGTHS == SEQ_LENS:
+            own = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq[run].type.layout))
+            x = gl.where((own < tile.n_queries)[:, None], x, 0.0)
+        if config.DIRECT:
+            store_float32(x, to, offset, row0, end, run_start(run, config.BOXES) * BOX)
+        else:
+            run_of(shared.q_buffers, INDEX, config.BOXES, run, config.BOXES).store(x.to(shared.q_buffers.dtype))
+    if not config.DIRECT:
+        fence_async_shared()
+        for j in gl.static_range(config.USED_BOXES):
+            start_store(
+                outputs.dq_tensor, tile.b, tile.h, row0, j * BOX, tile.first_q + tile.n_queries, tile.n_queries,
+                buffer_of(shared.q_buffers, INDEX, j, config.BOXES).reshape(outputs.dq_tensor.block_shape),
+                problem.LENGTHS == PACKED,
+            )  # fmt: skip
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=(*SIZES, "heads", "heads_at_once"), do_not_specialize_on_alignment=LENGTH_POINTERS)
+def _bwd_wide_dq_kernel(
+    q_tensor, k_tensor, v_tensor, do_tensor,  # as in `bwd.py`
+    dq_tensor, dq_ptr,
+    statistics_ptr,  # [blocks of 64 queries, 2, 64] fp32: lse in units of log2, delta
+    lengths_q_ptr, lengths_k_ptr,
+    heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
+    heads,  # of all samples together
+    heads_at_once,  # which take turns: `tile_of`
+    steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
+    sm_scale, scale, softcap,
+    config: gl.constexpr,  # `Sm90BwdDqConstants`
+):  # fmt: skip
+    """Set up shared memory and barriers, and run the partitions."""
+    DTYPE: gl.constexpr = q_tensor.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ONE_RING: gl.constexpr = config.BOXES == config.BOXES_V
+    OF_Q: gl.constexpr = buffer_count(CONSUMER_COUNT, config.BOXES, True)
+    OF_DO: gl.constexpr = buffer_count(CONSUMER_COUNT, config.BOXES_V, False)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [OF_Q] + q_tensor.block_shape, q_tensor.layout)
+    do_buffers = gl.allocate_shared_memory(DTYPE, [OF_DO] + do_tensor.block_shape, do_tensor.layout)
+    STAGES_OF_EACH: gl.constexpr = config.STAGES if ONE_RING else config.STAGES // 2
+    OF_K: gl.constexpr = buffer_count(STAGES_OF_EACH, config.BOXES, True)
+    k_buffers = gl.allocate_shared_memory(DTYPE, [OF_K] + k_tensor.block_shape, k_tensor.layout)
+    if ONE_RING:
+        v_buffers = k_buffers
+    else:
+        OF_V: gl.constexpr = buffer_count(STAGES_OF_EACH, config.BOXES_V, False)
+        v_buffers = gl.allocate_shared_memory(DTYPE, [OF_V] + v_tensor.block_shape, v_tensor.layout)
+    full = gl.allocate_shared_memory(gl.int64, [CONSUMER_COUNT, 1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [config.STAGES, 1], BARRIER)
+    ring = KVRing(k_buffers, v_buffers, kv_full, kv_empty, config.STAGES, ONE_RING, CONSUMER_COUNT)
+    ring.init()
+    for c in gl.static_range(CONSUMER_COUNT):
+        mbarrier.init(full.index(c), count=2)
+    tile_infos = allocate_tile_infos(1)
+    fence_async_shared()
+    wait_for_previous_kernels()
+
+    problem = Problem(
+        window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
+        lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
+        config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
+    )  # fmt: skip
+    shared = DqShared(config, q_buffers, do_buffers, full, ring, tile_infos)
+    inputs = Inputs(
+        q_tensor, k_tensor, v_tensor, do_tensor, None,
+        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
+    )  # fmt: skip
+    outputs = DqOutputs(dq_tensor, dq_ptr, statistics_ptr, sm_scale, scale, softcap)
+    R: gl.constexpr = config.CONSUMER_REGISTERS
+    P: gl.constexpr = config.PRODUCER_REGISTERS
+    gl.warp_specialize(
+        [
+            (_consumer, (0, problem, shared, outputs)),
+            (_consumer, (1, problem, shared, outputs)),
+            (_producer, (problem, shared, inputs, group_size)),
+            (idle_warps, ()),
+            (idle_warps, ()),
+        ],
+        [4, 1, 1, 2],
+        [R, P, P, P],
+    )
