@@ -82,13 +82,13 @@ def _attend(
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
     optional = tensors_given(lengths, given)
-    plan, present, key = fast_path.find_attention((q, k, v), lengths, given, optional)
+    plan, found, key = fast_path.find_attention((q, k, v), lengths, given, optional)
     first, second, third = (*owners, None, None)[:3] if packing else owners
     shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
     if plan is not None and not shows_weights:
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third), present)
+        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third), found)
         return (*result, q.new_empty(0)) if return_attn_probs else result
     options = _checked(q, k, v, lengths, given)
     out, lse = ops.attend(first, second, third, lengths, options)
