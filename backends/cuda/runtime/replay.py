@@ -27,6 +27,7 @@ from diyfa.problem import Launch
 
 IS_KNOWN = TRITON in ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers `_call_of` and `_encoded` know
 
+_runtime = triton.knobs.runtime
 Address = int | None
 Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
 # (addresses, their tensors, the first of what is made or None, all of it?) -> what is made
@@ -179,8 +180,7 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
 
 def launches_are_hooked() -> bool:
     """Whether a profiler wants to be called at each launch of Triton's."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
         return True
     return bool(leave is not None and getattr(leave, "calls", True))
