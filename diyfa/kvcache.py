@@ -480,7 +480,8 @@ def flash_attn_with_kvcache(
     if plan is not None and found and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
             _check_values(_bind(tensors, softmax_scale))
-        length, appended = _length(cache_seqlens, k_cache, block_table), 0 if k is None else 1 if v is None else 2
+        length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
+        appended = 0 if k is None else 1 if v is None else 2
         made = plan.again(found, length, out, return_softmax_lse, appended)
         if made is not None:
             return (made[0], made[1]) if return_softmax_lse else made[0]
