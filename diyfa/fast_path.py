@@ -13,7 +13,7 @@ every backend, and where it is not the known one, keys find what it would.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from diyfa.problem import AttentionProblem, Kernel
 
 Repeat = Callable[..., Any]
 _c: Any = torch._C
-_is_nested = attrgetter("is_nested")
 _float32, _Tensor, _Parameter, _strided = torch.float32, torch.Tensor, torch.nn.Parameter, torch.strided
 
 
@@ -224,15 +223,16 @@ def find_recent(options: Hashable, tensors: Sequence[Any]) -> Found | None:
         return None
     if recent is None:
         return None
-    given, bits = recent.present(tensors), 0
+    given, addresses, bits = recent.present(tensors), [], 0
     try:
-        if True in map(_is_nested, given):  # has no sizes: the comparison would end the process
-            return None
-        addresses = [x.data_ptr() for x in given]
+        for x in given:
+            if x.is_nested:  # has no sizes: the comparison would end the process
+                return None
+            address = x.data_ptr()
+            addresses.append(address)
+            bits |= address
     except RuntimeError:  # a sparse tensor, or another without an address
         return None
-    for address in addresses:
-        bits |= address
     distinct = recent.distinct(tensors) if recent.twins else given
     if bits & 15 or not recent.is_like(*distinct):
         return None
