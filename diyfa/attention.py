@@ -103,11 +103,11 @@ def _attend(
     given["backend"] = given["backend"] or registry.forced_backend()
     given["batch_invariant"] = registry.is_batch_invariant()
     optional = tensors_given(lengths, given)
-    plan, present, key = fast_path.find_attention(qkv, lengths, given, optional)
+    plan, found, key = fast_path.find_attention(qkv, lengths, given, optional)
     if plan is not None:
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        return ops.run_plan(plan, qkv, optional, return_lse, None, present)
+        return ops.run_plan(plan, qkv, optional, return_lse, None, found)
     if given["layout"] == VARLEN:
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)

@@ -54,7 +54,7 @@ class Recent:
     Nothing of a tensor is kept but what it is like.
     """
 
-    __slots__ = ("distinct", "is_like", "misses", "plan", "present", "twins")
+    __slots__ = ("again", "distinct", "is_like", "misses", "plan", "present", "twins")
 
     def __init__(self, tensors: Sequence[Any], plan: Any) -> None:
         given = [i for i, x in enumerate(tensors) if isinstance(x, _Tensor)]
@@ -64,6 +64,7 @@ class Recent:
         self.distinct = _getter(sorted(first.values())) if self.twins else self.present
         self.is_like = _likeness(self.distinct(tensors))
         self.plan, self.misses = plan, 0
+        self.again: Any = None  # what a `KVCachePlan` runs such calls by
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], Sequence[torch.Tensor]]:
@@ -206,9 +207,12 @@ def _likeness(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-def find_recent(options: Hashable, tensors: Sequence[Any]) -> tuple[Any, Sequence[torch.Tensor]] | None:
-    """(the plan of an earlier call with these `options`, those of `tensors` that there are), or None where its tensors
-    were not like these.
+Found = tuple[Recent, Sequence[torch.Tensor], list[int]]
+
+
+def find_recent(options: Hashable, tensors: Sequence[Any]) -> Found | None:
+    """(an earlier call with these `options`, those of `tensors` that there are, their addresses), or None where its
+    tensors were not like these.
 
     `tensors` are all that a call can have, q first, None or a number where it has another; `options` all else that its
     key holds, and the types of all of them that are not known. It takes a third of the time of a key.
@@ -219,22 +223,23 @@ def find_recent(options: Hashable, tensors: Sequence[Any]) -> tuple[Any, Sequenc
         return None
     if recent is None:
         return None
-    given, addresses = recent.distinct(tensors), 0
+    given, addresses, bits = recent.present(tensors), [], 0
     try:
         for x in given:
             if x.is_nested:  # has no sizes: the comparison would end the process
                 return None
-            addresses |= x.data_ptr()
+            address = x.data_ptr()
+            addresses.append(address)
+            bits |= address
     except RuntimeError:  # a sparse tensor, or another without an address
         return None
-    if addresses & 15 or not recent.is_like(*given):
+    distinct = recent.distinct(tensors) if recent.twins else given
+    if bits & 15 or not recent.is_like(*distinct):
         return None
-    if recent.twins:
-        for i, j in recent.twins:
-            if tensors[i] is not tensors[j]:
-                return None
-        given = recent.present(tensors)
-    return recent.plan, given
+    for i, j in recent.twins:
+        if tensors[i] is not tensors[j]:
+            return None
+    return recent, given, addresses
 
 
 PATIENCE = 8  # calls that a recent one is kept through without serving them
@@ -268,10 +273,10 @@ def find_attention(
     lengths: Lengths,
     given: dict[str, Any],
     optional: tuple[torch.Tensor | None, ...],
-) -> tuple[Plan | None, Sequence[torch.Tensor], Hashable | None]:
+) -> tuple[Plan | None, Found | tuple[()], Hashable | None]:
     """What earlier calls say of one with `key_of`'s arguments:
 
-    (the plan of an equal call or None; its tensors, where a recent call said so, else (); what to remember it by).
+    (the plan of an equal call or None; what `find_recent` found, else (); what to remember it by).
     """
     q, k, v = qkv
     if type(q) is not _Tensor or type(k) is not _Tensor or type(v) is not _Tensor or not is_unseen():
@@ -289,9 +294,9 @@ def find_attention(
             options = tuple([_Tensor if isinstance(x, _Tensor) else x for x in options])
         options = options, kinds, lengths.max_seqlen_q, lengths.max_seqlen_k
         tensors = (*qkv, *optional)
-    recent = find_recent(options, tensors)
-    if recent is not None:
-        return *recent, None
+    found = find_recent(options, tensors)
+    if found is not None:
+        return found[0].plan, found, None
     key = key_of(qkv, lengths, given, optional)
     plan = None if key is None else find(key)
     keep_recent(options, tensors, plan)

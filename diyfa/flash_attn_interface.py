@@ -65,13 +65,8 @@ def _attend(
     named: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, given: dict[str, Any]
 ) -> FlashAttnResult:
     """One call. `named` are q, k, v, or what packs them, `given` all other arguments under diyfa's names."""
-    validation.check_tensors(**named)
-    owners = autocast(*named.values())
+    owners = given_tensors = tuple(named.values())
     packing = ("qkv", "kv", "")[len(owners) - 1]
-    views = owners
-    if packing:
-        views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), lengths is not None))
-    q, k, v = views
     if not (type(given["causal"]) is type(given["deterministic"]) is type(return_attn_probs) is bool):
         causal, deterministic = given["causal"], given["deterministic"]
         validation.check_booleans(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
@@ -82,13 +77,23 @@ def _attend(
     given["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or WHOLE
     optional = tensors_given(lengths, given)
-    plan, present, key = fast_path.find_attention((q, k, v), lengths, given, optional)
+    views: Any = owners
+    plan, found, key = (None, (), None) if packing else fast_path.find_attention(views, lengths, given, optional)
+    if plan is None:
+        validation.check_tensors(**named)
+        owners = autocast(*owners)
+        views = owners
+        if packing:
+            views = (*owners[:-1], *_unpacked(packing, owners[-1], len(packing), given["layout"] == VARLEN))
+        if packing or any(x is not y for x, y in zip(owners, given_tensors, strict=True)):  # what was cast has keys
+            plan, found, key = fast_path.find_attention(views, lengths, given, optional)
+    q, k, v = views
     first, second, third = (*owners, None, None)[:3] if packing else owners
     shows_weights = return_attn_probs and given["dropout_p"]  # which needs the state of the mask
     if plan is not None and not shows_weights:
         if plan.reads_values:
             validation.check_values(lengths, q, k, given["layout"])
-        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third), present)
+        result = ops.run_plan(plan, (q, k, v), optional, return_attn_probs, (first, second, third), found)
         return (*result, q.new_empty(0)) if return_attn_probs else result
     options = _checked(q, k, v, lengths, given)
     out, lse = ops.attend(first, second, third, lengths, options)

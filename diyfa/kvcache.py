@@ -346,21 +346,21 @@ def _key_of(tensors: tuple[Any, ...], *options: Any) -> Any:
 
 def _find(
     tensors: tuple[Any, ...], *options: Any
-) -> tuple[KVCachePlan | None, Sequence[torch.Tensor], Any, tuple[Any, ...]]:
+) -> tuple[KVCachePlan | None, fast_path.Found | tuple[()], Any, tuple[Any, ...]]:
     """What earlier calls say of one with these tensors, with None or numbers in their places, and options:
 
-    (the plan of an equal call or None; its tensors, where a recent call said so, else (); `_key_of`, None where it is
-    not needed or something looks on; `fast_path.find_recent`'s options).
+    (the plan of an equal call or None; what `fast_path.find_recent` found, else (); `_key_of`, None where it is not
+    needed or something looks on; the options of `find_recent`).
     """
     if not fast_path.is_unseen():
         return None, (), None, ()
     options = torch.is_grad_enabled(), registry.forced_backend(), registry.is_batch_invariant(), *options
     of_recent = "kvcache", *map(type, tensors), *options
-    recent = fast_path.find_recent(of_recent, tensors)
-    if recent is not None:
-        plan, given = recent
-        if plan.begins_alike is (given[1].data_ptr() == given[2].data_ptr()):
-            return plan, given, None, ()
+    found = fast_path.find_recent(of_recent, tensors)
+    if found is not None:
+        plan, addresses = found[0].plan, found[2]
+        if plan.begins_alike is (addresses[1] == addresses[2]):
+            return plan, found, None, ()
     key = _key_of(tensors, *options)
     return fast_path.find(key), (), key, of_recent
 
@@ -467,7 +467,7 @@ def flash_attn_with_kvcache(
     if not (type(causal) is type(rotary_interleaved) is type(return_softmax_lse) is bool):
         flags = (causal, rotary_interleaved, return_softmax_lse)
         validation.check_booleans(**dict(zip(_FLAGS, flags, strict=True)))
-    window = validation.check_window(window_size, "window_size")
+    window = window_size if window_size is UNBOUNDED else validation.check_window(window_size, "window_size")
     if cache_seqlens is not None and not isinstance(cache_seqlens, (int, torch.Tensor)):
         cache_seqlens = validation.check_length("cache_seqlens", cache_seqlens)
     if type(num_splits) is not int:
@@ -476,15 +476,15 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale,
         v_descale, out, k, v, rotary_cos, rotary_sin,
     )  # fmt: skip
-    plan, present, key, of_recent = _find(
-        tensors, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits
-    )
-    if plan is not None and present and k is None:
+    plan, found, key, of_recent = _find(tensors, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits)
+    if plan is not None and found and rotary_cos is None:
         if plan.on_host or isinstance(cache_seqlens, int):
             _check_values(_bind(tensors, softmax_scale))
-        pair = plan.again(_length(cache_seqlens, k_cache, block_table), out, return_softmax_lse, present)
-        if pair is not None:
-            return pair if return_softmax_lse else pair[0]
+        length = 0 if isinstance(cache_seqlens, torch.Tensor) else _length(cache_seqlens, k_cache, block_table)
+        appended = 0 if k is None else 1 if v is None else 2
+        made = plan.again(found, length, out, return_softmax_lse, appended)
+        if made is not None:
+            return (made[0], made[1]) if return_softmax_lse else made[0]
     key_alike = None
     if plan is None and key is not None and k is None and block_table is None:
         key_alike = _key_of_alike(key, q, k_cache, v_cache, window)
@@ -596,12 +596,16 @@ def attend_packed(
     max_q, max_k = given["max_seqlen_q"], given["max_seqlen_k"]
     backend, variant = given["backend"] or registry.forced_backend(), given["variant"]
     tensors = (q, k, v, used, cu_q, cu_k, table, slopes, sinks, out)
-    plan, present, key, of_recent = _find(
+    plan, found, key, of_recent = _find(
         tensors,
         max_q, max_k if table is None else bucket(max_k),
         given["sm_scale"], given["causal"], given["window"], given["softcap"],
         given["dropout_p"], backend, variant,
     )  # fmt: skip
+    if plan is not None and found and not plan.on_host:
+        made = plan.again(found, 0, out, returns_lse)
+        if made is not None:
+            return made[0], made[1]
     if plan is None:
         _check_packed(q, k, v, given)
     elif key is not None:
@@ -613,8 +617,7 @@ def attend_packed(
     )  # fmt: skip
     _check_packed_values(bound, max_q, max_k)
     if plan is not None:
-        pair = plan.again(0, out, returns_lse, present) if present else None
-        return run_plan(plan, bound, None, out, returns_lse) if pair is None else pair
+        return run_plan(plan, bound, None, out, returns_lse)
     result, lse, plan = run(bound, _packed_options(given), None, out, key is not None)
     _remember(key, plan, tensors, bound)
     return result, lse

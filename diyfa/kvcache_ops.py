@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from diyfa import registry
+from diyfa.fast_path import Found
 from diyfa.ops import empty_lse, fill_without_keys
 from diyfa.options import Lengths
 from diyfa.problem import (
@@ -269,7 +270,8 @@ class _Step:
         if self.repeat is None:
             return False
         present, present_new = self.present
-        return bool(self.repeat(tensors.length, *present(tensors), *present_new(new)))
+        given = *present(tensors), *present_new(new)
+        return self.repeat(tensors.length, [x.data_ptr() for x in given], given) is not None
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
         if (new.k.numel() == 0 and new.cos is None) or self._append_again(tensors, new):
@@ -280,7 +282,11 @@ class _Step:
             self.has_run = True
 
     def _attend_again(self, tensors: KVCacheTensors, out: torch.Tensor | None, returns_lse: bool) -> Pair | None:
-        return None if self.repeat is None else self.repeat(tensors.length, out, returns_lse, *self.present[0](tensors))
+        if self.repeat is None:
+            return None
+        given = self.present[0](tensors)
+        made = self.repeat(*given)(tensors.length, out, returns_lse, [x.data_ptr() for x in given], given)
+        return None if made is None else (made[0], made[1])
 
     def attend(self, tensors: KVCacheTensors, given: torch.Tensor | None, returns_lse: bool = True) -> Pair:
         pair = self._attend_again(tensors, given, returns_lse)
@@ -321,16 +327,31 @@ class KVCachePlan:
         self.on_host = tensors.q.device.type == "cpu"  # where values of tensors are checked
 
     def again(
-        self, length: int, out: torch.Tensor | None, returns_lse: bool, given: Sequence[torch.Tensor]
-    ) -> Pair | None:
-        """Run a call again that appends nothing; None where that is not known how. `given`: its tensors, `out` last."""
-        step = self.attend
+        self, found: Found, length: int, out: torch.Tensor | None, returns_lse: bool, new: int = 0
+    ) -> Sequence[Any] | None:
+        """Run a call like a recent one -> (out, lse, …), or None where that is not known how.
+
+        The last `new` of its tensors are appended as they are; `out` stands before them.
+        """
+        step, (recent, given, addresses) = self.attend, found
         if not self.binds_given or step is None or step.repeat is None:
             return None
-        if out is None:
-            return step.repeat(length, None, returns_lse, *given)
-        check_out(out, given, step.problem.layout)
-        return step.repeat(length, out, returns_lse, *given[:-1])
+        if out is not None:
+            check_out(out, given, step.problem.layout)
+            place = len(given) - new - 1
+            given, addresses = (*given[:place], *given[place + 1 :]), addresses[:place] + addresses[place + 1 :]
+        if new:
+            # What is appended twice, where the attention is not repeated, is the same.
+            append = None if self.append is None else self.append.repeat
+            if append is None or append(length, addresses, given) is None:
+                return None
+            given, addresses = given[:-new], addresses[:-new]
+        if recent.again is None:
+            recent.again = step.repeat(*given)
+        made = recent.again(length, out, returns_lse, addresses, given)
+        if made is None:  # what was decided no longer holds, and `step` may decide anew
+            recent.again = None
+        return made
 
     def serves_alike(self) -> bool:
         """Whether it is also the plan of calls whose contiguous caches have other rows: see `Kernel.any_rows`."""

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.fast_path import Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
+from diyfa.fast_path import Found, Plan, described, find, is_unseen, may_be_read, remember, takes_fast_path
 from diyfa.features import GRADIENTS
 from diyfa.options import (
     DIFFERENTIABLE,
@@ -233,15 +233,16 @@ def _run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
 ) -> Pair:
     """`optional`: the optional tensors that there are, in the order of the table."""
+    given = q, k, v, *optional
     if plan.repeat is not None:
-        pair = plan.repeat(q, k, v, *optional)
+        pair = plan.repeat([x.data_ptr() for x in given], given)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.kernel
     tensors = bind(q, k, v, *with_tensors(plan.lengths, plan.options, plan.names, optional))
-    if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, q, k, v, *optional):
+    if plan.has_run and kernel.repeat is not None and _binds_as_given(tensors, *given):
         plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if plan.repeat is None else plan.repeat(q, k, v, *optional)
+        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in given], given)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)
@@ -575,16 +576,17 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
     owners: tuple[torch.Tensor | None, ...] | None = None,
-    given: Sequence[torch.Tensor] = (),
+    found: Found | tuple[()] = (),
 ) -> Any:
     """Run a call equal to the one that `plan` was made of -> out, or (out, lse).
 
-    `owners` packs q, k and v; `given` are these and the optional tensors that there are, or () where nobody knows.
+    `owners` packs q, k and v; `found` is what `find_attention` says.
     """
-    if plan.repeat is not None and len(given) == plan.repeat_takes:
-        pair = plan.repeat(*given)
+    if plan.repeat is not None and found:
+        _, given, addresses = found
+        pair = plan.repeat(addresses, given) if len(given) == plan.repeat_takes else None
         if pair is not None:
-            return pair if return_lse else pair[0]
+            return (pair[0], pair[1]) if return_lse else pair[0]
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]

@@ -463,18 +463,20 @@ class Kernel:
     An attention kernel may offer a cheaper way to run a call that is equal to one it ran, besides its tensors'
     addresses: `repeat`, asked once it has run one, with its tensors and results or with those of an equal call, returns
     a function or, where there is no such way now, None. The function takes the tensors of the new call,
-    `tensors.present()`, allocates and returns the results, or returns None without having launched anything where what
-    was decided no longer holds.
+    `tensors.present()`, and their addresses, allocates and returns the results, or returns None without having launched
+    anything where what was decided no longer holds.
 
-    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> (out, lse)`
+    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(addresses, present) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, where
       `owners` are the one to three tensors that dq, dk, dv lie in, returns `(out, lse, dout, *present) -> [new owners,
       None for those of three that there are not, the gradients of optional tensors]`; it compares strides, not dtypes
       and shapes
-    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(length, out | None, returns_lse, *present) -> (out,
-      lse)`, where `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates
-      one; what lse is does not matter where it is not returned
-    * kvcache_append: `repeat(problem, tensors, new)` returns `(length, *present, *new.present()) -> True`
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(*present) -> again`, for all calls whose tensors have
+      the shapes and strides of these, and `again(length, out | None, returns_lse, addresses, present) -> (out, lse,
+      …)`, where `length` is `tensors.length` of the new call, and `out` what it is to fill, or None: it allocates one;
+      what lse is does not matter where it is not returned
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(length, addresses, present) -> not None`, where those of
+      `new` stand behind the others
     """
 
     name: str

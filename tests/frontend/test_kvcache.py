@@ -350,8 +350,9 @@ def test_nothing_is_read_from_a_device() -> None:
     assert diyfa.flash_attention_varlen(**given).shape == (7, H, D)
 
 
-def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
-    """The CPU backend, whose kernels say how they are called, and offer to be repeated."""
+def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[str] | None = None) -> None:
+    """The CPU backend, whose kernels say how they are called, and offer to be repeated: not while `refusals` has
+    their operation."""
     backend = registry.load_backend("cpu")
 
     def recorded(kernel: Any) -> Any:
@@ -363,8 +364,13 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
             appends = kernel.op == "kvcache_append"
 
             def again(length: int, *rest: Any) -> Any:
+                *of_out, addresses, present = rest
+                assert addresses == [x.data_ptr() for x in present]
+                if refusals and kernel.op in refusals:
+                    refusals.remove(kernel.op)
+                    return None
                 seen.append((kernel.op, "repeated", length))
-                given, present = (None, rest) if appends else (rest[0], rest[2:])
+                given = of_out[0] if of_out else None
                 names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
                 same = tensors._replace(length=length, **dict(zip(names, present, strict=False)))
                 if appends:
@@ -376,7 +382,7 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
                 kernel.launch(problem, same, out, lse)
                 return out, lse
 
-            return again
+            return again if appends else lambda *present: again
 
         return replace(kernel, launch=launch, repeat=repeat)
 
@@ -403,6 +409,41 @@ def test_a_call_that_comes_again_is_repeated(monkeypatch: pytest.MonkeyPatch, ro
     assert how == ["launched"] * 2 + ["repeated"] * 6
     assert len(known_plans()) == 1
     assert [call[2] for call in seen[2:]] == ([1, 1, 2, 2, 3, 3] if by == "int" else [0] * 6)
+
+
+@pytest.mark.parametrize("refusing", [(), ("kvcache_fwd",), ("kvcache_append",), ("kvcache_append", "kvcache_fwd")])
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+@pytest.mark.parametrize("gives_out", [False, True], ids=["", "out"])
+def test_a_recent_call_that_appends_is_repeated_or_run_anew(
+    monkeypatch: pytest.MonkeyPatch, gives_out: bool, latent: bool, refusing: tuple[str, ...]
+) -> None:
+    """What was appended already, where the attention is not repeated, is appended once more."""
+    seen: list[Any] = []
+    refusals: list[str] = []
+    _recording(monkeypatch, seen, refusals)
+    for step in range(6):
+        given = call(k=torch.randn(B, SQ, HK, D), v=None if latent else torch.randn(B, SQ, HK, D))
+        if latent:
+            given["v_cache"] = given["k_cache"][..., : D // 2]
+        given["cache_seqlens"] = torch.tensor([step, 30], dtype=torch.int32)
+        want = reference_kvcache(return_softmax_lse=True, **given)
+        want_cache = given["k_cache"].clone()
+        for b, length in enumerate((step, 30)):
+            want_cache[b, length : length + SQ] = given["k"][b]
+        if gives_out:
+            given["out"] = torch.zeros_like(want[0])
+        refusals[:] = refusing if step == 4 else ()
+        seen.clear()
+        got = diyfa.flash_attn_with_kvcache(return_softmax_lse=True, **given)
+        torch.testing.assert_close(got, want)
+        assert not gives_out or got[0] is given["out"]
+        assert torch.equal(given["k_cache"], want_cache)
+        if step >= 2 and not (refusing and step == 4):
+            assert [x[:2] for x in seen] == [("kvcache_append", "repeated"), ("kvcache_fwd", "repeated")]
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        diyfa.flash_attn_with_kvcache(**{**given, "cache_seqlens": torch.tensor([5, 40], dtype=torch.int32)})
+    assert torch.equal(given["k_cache"], before)
 
 
 @pytest.mark.parametrize("extra", [{}, {"window_size": (33, 2)}, {"cache_seqlens": INT}], ids=["", "window", "lengths"])

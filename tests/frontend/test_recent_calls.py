@@ -374,11 +374,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
                 kernel.launch(problem, same, *made)
                 return made
 
-            def over_cache(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Any:
+            def over_cache(
+                length: int, out: torch.Tensor | None, returns_lse: bool, addresses: list[int], present: Any
+            ) -> Any:
+                assert addresses == [x.data_ptr() for x in present]
                 out, lse = run(out, present, length=length)
                 return out, lse if returns_lse else None
 
-            return over_cache if kernel.op == "kvcache_fwd" else lambda *present: run(None, present)
+            def alone(addresses: list[int], present: Any) -> Any:
+                assert addresses == [x.data_ptr() for x in present]
+                return run(None, present)
+
+            return (lambda *present: over_cache) if kernel.op == "kvcache_fwd" else alone
 
         return replace(kernel, repeat=repeat) if kernel.op in ("attention_fwd", "kvcache_fwd") else kernel
 
@@ -502,9 +509,9 @@ def of_one_gradient() -> Given:
 FIND, OVER_CACHE = fast_path.find_attention, kvcache._find
 # Each check: where it is, what is taken out and what it becomes; what shows it: a call, its change or what is around.
 PLANTED: list[tuple[Any, str, str, Callable[[], Given], Change | tuple[str, str]]] = [
-    (fast_path.find_recent, "not recent.is_like(*given)", "False", dense, with_changed("k", spread)),
-    (fast_path.find_recent, "addresses & 15 or", "", dense, with_changed("v", misaligned)),
-    (fast_path.find_recent, "addresses & 15 or", "", decode, with_changed("cache_seqlens", misaligned)),
+    (fast_path.find_recent, "not recent.is_like(*distinct)", "False", dense, with_changed("k", spread)),
+    (fast_path.find_recent, "bits & 15 or", "", dense, with_changed("v", misaligned)),
+    (fast_path.find_recent, "bits & 15 or", "", decode, with_changed("cache_seqlens", misaligned)),
     (fast_path.find_recent, "tensors[i] is not tensors[j]", "False", packed_once,
      with_changed("cu_seqlens_k", torch.Tensor.long)),
     (fast_path._likeness, "x.data_ptr() & 15", "False", of_misaligned, with_changed("q", torch.clone)),

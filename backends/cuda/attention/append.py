@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -232,17 +232,11 @@ def kvcache_append(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKey
             launch_kernel(launch)
 
 
-def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Callable[..., bool | None] | None:
+def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Callable[..., Any] | None:
     """`Kernel.repeat`."""
     tensors, new = own_objects(tensors), own_objects(new)
     launch = launch_of(problem, tensors, new)
     if launch is None:
         return None
     replay = replay_of([launch], [*tensors.present(), *new.present()], (), choice, numbers=("length",))
-    if replay is None:
-        return None
-
-    def again(length: int, *present: torch.Tensor) -> bool | None:
-        return None if replay([*[x.data_ptr() for x in present], length]) is None else True
-
-    return again
+    return None if replay is None else lambda length, addresses, present: replay([*addresses, length], present)

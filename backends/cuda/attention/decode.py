@@ -19,7 +19,7 @@ Keys are gathered row by row, in pages or not: a page may have any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,7 +54,6 @@ from diyfa.backends.cuda.attention.fwd import LOWEST, add_sink, lse_of, online_s
 from diyfa.backends.cuda.attention.launch import (
     KVCacheRepeat,
     KVCacheReplay,
-    Pair,
     cache_arguments,
     forced_config,
     kvcache_replay,
@@ -997,15 +996,9 @@ def repeat(
         return None
     if problem.paged or problem.packed_keys:
         fixed = _numbers(VARLEN if problem.packed_keys else "bshd", problem.capacity, tensors.k_cache, tensors.v_cache)
-        return lambda length, *rest: again((length, *fixed), *rest)
-
-    def of_any_rows(length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor) -> Pair | None:
-        k, v = present[1], present[2]
-        k_b, k_n, k_h, _ = k.stride()
-        v_b, v_n, v_h, _ = v.stride()
-        return again((length, k.shape[1], k_b, k_h, k_n, v_b, v_h, v_n), out, returns_lse, *present)
-
-    return of_any_rows
+        bound = again(*fixed)
+        return lambda *present: bound
+    return lambda q, k, v, *present: again(*_numbers("bshd", k.shape[1], k, v))
 
 
 def attention_forward(
@@ -1022,19 +1015,20 @@ def _rows(problem: AttentionProblem, out: torch.Tensor) -> torch.Tensor:
 
 def attention_repeat(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., Pair | None] | None:
+) -> Callable[..., Sequence[torch.Tensor] | None] | None:
     """`Kernel.repeat` of a forward pass."""
     over_cache, of_cache = as_kvcache(problem, tensors)
-    again = replay(over_cache, of_cache, _rows(problem, out), lse)
-    layout = VARLEN if problem.varlen else "bshd"
-    numbers = problem.seqlen_k, *_numbers(layout, problem.seqlen_k, of_cache.k_cache, of_cache.v_cache)
-    heads_first = problem.layout == "bhsd"
+    with_numbers = replay(over_cache, of_cache, _rows(problem, out), lse)
+    if with_numbers is None:
+        return None
+    layout, length, heads_first = VARLEN if problem.varlen else "bshd", problem.seqlen_k, problem.layout == "bhsd"
+    again = with_numbers(*_numbers(layout, length, of_cache.k_cache, of_cache.v_cache))
 
-    def of_call(*present: torch.Tensor) -> Pair | None:
-        pair = None if again is None else again(numbers, None, True, *present)
-        return pair if pair is None or not heads_first else (pair[0].transpose(1, 2), pair[1])
+    def of_call(addresses: Sequence[int], present: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        made = again(length, None, True, addresses, present)
+        return made if made is None else (made[0].transpose(1, 2) if heads_first else made[0], made[1])
 
-    return None if again is None else of_call
+    return of_call
 
 
 def unsupported(problem: KVCacheProblem) -> str | None:

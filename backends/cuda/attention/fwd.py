@@ -10,7 +10,6 @@ Optional features are compile-time flags: a call without them runs none of their
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +60,7 @@ from diyfa.backends.cuda.attention.tile_io import (
     store_tile,
 )
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.replay import Replay
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 # Start of the running maximum: finite, so that exp2(-inf - m) is 0 and not NaN where a row has seen nothing but -inf
@@ -285,9 +285,7 @@ def attention_forward(
         launch(tuned_config("fwd", problem, launch))
 
 
-def repeat(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+def repeat(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
     """`Kernel.repeat`."""
     config = settled_config("fwd", problem)
     if config is None:

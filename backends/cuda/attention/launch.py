@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.tile_io import lengths_of, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.replay import replay_of
+from diyfa.backends.cuda.runtime.replay import Replay, replay_of
 from diyfa.features import ADJUSTING, TENSORS, Broadcast
 from diyfa.problem import (
     LAYOUTS,
@@ -308,23 +308,16 @@ def forward_replay(
     lse: torch.Tensor,
     launch_of: Callable[[AttentionTensors], Launch],
     own: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+) -> Replay | None:
     """`Kernel.repeat` of a forward kernel: `launch_of` makes the launch of some tensors that fills out and lse."""
     tensors = own_objects(tensors)
-    replay = replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, own=own)
-    if replay is None:
-        return None
-
-    def repeat(*present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        made = replay([x.data_ptr() for x in present])
-        return None if made is None else (made[0], made[1])
-
-    return repeat
+    return replay_of([launch_of(tensors)], tensors.present(), (out, lse), choice, own=own)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]  # out, and lse where it is returned
-KVCacheRepeat = Callable[..., Pair | None]  # (length, out | None, returns_lse, *present) -> out, lse
-KVCacheReplay = Callable[..., Pair | None]  # the same with all numbers that the call gives, as a tuple
+# (length, out | None, returns_lse, addresses, present) -> out, lse where it is returned, …
+KVCacheAgain = Callable[..., Sequence[Any] | None]
+KVCacheRepeat = Callable[..., KVCacheAgain]  # (*present) -> how to run calls with tensors like these
+KVCacheReplay = Callable[..., KVCacheAgain]  # (*numbers behind the length) -> the same
 
 
 def kvcache_replay(
@@ -341,10 +334,9 @@ def kvcache_replay(
     if replay is None:
         return None
 
-    def again(
-        numbers: tuple[int, ...], out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor
-    ) -> Pair | None:
-        results = replay([*[x.data_ptr() for x in present], *numbers], out, returns_lse)
-        return None if results is None else (results[0], results[1])
+    def with_numbers(*numbers: int) -> KVCacheAgain:
+        return lambda length, out, returns_lse, addresses, present: replay(
+            [*addresses, length, *numbers], present, out, returns_lse
+        )
 
-    return again
+    return with_numbers

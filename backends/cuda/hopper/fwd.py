@@ -89,6 +89,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 )
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
+from diyfa.backends.cuda.runtime.replay import Replay
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept
 
 
@@ -860,9 +861,7 @@ def attention_forward(
         launch_kernel(launch_of(problem, tensors, out, lse, _config(problem)))
 
 
-def repeat(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None:
+def repeat(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
     """`Kernel.repeat`."""
     config = _config(problem)
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None

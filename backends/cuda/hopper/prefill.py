@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from diyfa.backends.cuda.attention import decode as portable
-from diyfa.backends.cuda.attention.launch import KVCacheRepeat, Pair, forced_config, kvcache_replay, own_objects
+from diyfa.backends.cuda.attention.launch import KVCacheRepeat, forced_config, kvcache_replay, own_objects
 from diyfa.backends.cuda.attention.tile_io import CACHED, PACKED
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tile_counter import counter_of
@@ -94,13 +95,12 @@ def repeat(
     own: dict[str, Callable] | None = {"counter_ptr": counter_of} if config.scheduler == "dynamic" else None
     with post_processing():
         launch = launch_of(problem, tensors, out, lse, config)
-        again = kvcache_replay([launch], tensors, [out, lse], own=own)
+        replay = kvcache_replay([launch], tensors, [out, lse], own=own)
+    if replay is None:
+        return None
+    again = replay()
 
-    def unless_in_place(
-        length: int, out: torch.Tensor | None, returns_lse: bool, *present: torch.Tensor
-    ) -> Pair | None:
-        if again is None or (out is not None and _is_in_place(present[0], out)):
-            return None
-        return again((length,), out, returns_lse, *present)
+    def unless_in_place(length: int, out: torch.Tensor | None, *rest: Any) -> Sequence[Any] | None:
+        return None if out is not None and _is_in_place(rest[-1][0], out) else again(length, out, *rest)
 
-    return None if again is None else unless_in_place
+    return lambda *present: unless_in_place

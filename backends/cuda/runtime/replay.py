@@ -27,9 +27,11 @@ from diyfa.problem import Launch
 
 IS_KNOWN = TRITON in ((3, 6), (3, 7), (3, 8), (3, 9))  # whose launchers `_call_of` and `_encoded` know
 
+_runtime = triton.knobs.runtime
 Address = int | None
 Relaunch = Callable[[int, Sequence[Address]], None]  # (stream, addresses) -> launched on the current device
-Replay = Callable[..., list[Any] | None]  # (addresses, the first of what is made or None, all of it?) -> what is made
+# (addresses, their tensors, the first of what is made or None, all of it?) -> what is made
+Replay = Callable[..., list[Any] | None]
 
 
 class TensorMaps:
@@ -93,8 +95,11 @@ def _encoded(descriptor: Any, metadata: dict[str, Any]) -> Sequence[Any]:
     return make_tensordesc_arg(descriptor, metadata, *([None] if TRITON >= (3, 8) else []))
 
 
-def _call_of(function: Any, compiled: Any, grid: int | tuple[int, ...]) -> Callable[[int, Sequence[Any]], None]:
-    """(stream, the kernel's arguments) -> `function`, which is in C, called as Triton's launcher calls it.
+def _call_of(
+    function: Any, compiled: Any, grid: int | tuple[int, ...], of_tensors: Callable[..., Any], tail: tuple[Any, ...]
+) -> Relaunch:
+    """`function`, which is in C, called as Triton's launcher calls it: `of_tensors` makes the kernel's first arguments
+    of addresses, `tail` are the others.
 
     Before Triton 3.7 there is a function for each signature, which takes the arguments one by one. Since then there is
     one for all; it takes them as a list, and what each of them is.
@@ -106,14 +111,14 @@ def _call_of(function: Any, compiled: Any, grid: int | tuple[int, ...]) -> Calla
     if TRITON < (3, 7):
         given: tuple[Any, ...] = (*attributes, *scratch, compiled.packed_metadata, *for_hooks)
 
-        def call(stream: int, arguments: Sequence[Any]) -> None:
-            function(*of_axes, stream, compiled.function, *given, *arguments)
+        def call(stream: int, addresses: Sequence[Address]) -> None:
+            function(*of_axes, stream, compiled.function, *given, *of_tensors(addresses), *tail)
     else:
         kinds = (launcher.arg_annotations, launcher.kernel_signature)
         given = (*attributes, compiled.packed_metadata, *for_hooks, *scratch, *kinds)
 
-        def call(stream: int, arguments: Sequence[Any]) -> None:
-            function(*of_axes, stream, compiled.function, *given, arguments)
+        def call(stream: int, addresses: Sequence[Address]) -> None:
+            function(*of_axes, stream, compiled.function, *given, (*of_tensors(addresses), *tail))
 
     return call
 
@@ -139,27 +144,26 @@ def relaunch_of(compiled: Any, launch: Launch, slots: Mapping[str, int]) -> Rela
     if found is None:
         return None
     function, metadata = found
-    call = _call_of(function, compiled, launch.grid)
     tail = tuple(values[name] for name in names[first:])
     of_tensors = itemgetter(*(slots[name] for name in names[:first]))  # several, so a tuple
     if not metadata:
-        return lambda stream, addresses: call(stream, of_tensors(addresses) + tail)
+        return _call_of(function, compiled, launch.grid, of_tensors, tail)
     of_each = iter(metadata)
     maps = [
         TensorMaps(values[name], next(of_each)) if is_one else None
         for name, is_one in zip(names[:first], described, strict=True)
     ]
 
-    def with_maps(stream: int, addresses: Sequence[Address]) -> None:
+    def with_maps(addresses: Sequence[Address]) -> list[Any]:
         arguments: list[Any] = []
         for address, map_ in zip(of_tensors(addresses), maps, strict=True):
             if map_ is None:
                 arguments.append(address)
             else:
                 arguments.extend(map_.arguments(address))
-        call(stream, (*arguments, *tail))
+        return arguments
 
-    return with_maps
+    return _call_of(function, compiled, launch.grid, with_maps, tail)
 
 
 def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
@@ -176,8 +180,7 @@ def allocator_of(device_type: str) -> Callable[[Sequence[int], Sequence[int], to
 
 def launches_are_hooked() -> bool:
     """Whether a profiler wants to be called at each launch of Triton's."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     if enter is not None and getattr(enter, "calls", True):
         return True
     return bool(leave is not None and getattr(leave, "calls", True))
@@ -201,7 +204,7 @@ def replay_of(
 
     The function allocates what `made` is, launches and returns it; the first of them may be given to it instead. It
     returns None, having done nothing, where `choice` answers otherwise than now, or a profiler wants to see launches.
-    Not asked for all of what is made, it may return None for the second.
+    Not asked for all of what is made, it may return None for the second. Tensors are not looked at.
 
     Args:
         given: tensors of the call, different objects each.
@@ -267,12 +270,17 @@ def replay_of(
     allocate, index, current = allocator_of(device.device.type), device.get_device(), current_device_of(device)
     chosen, stream_of = choice(), driver.active.get_current_stream
 
-    def replay(addresses: Sequence[Address], first: torch.Tensor | None = None, whole: bool = True) -> list[Any] | None:
+    def replay(
+        addresses: Sequence[Address],
+        present: Sequence[torch.Tensor] = (),
+        first: torch.Tensor | None = None,
+        whole: bool = True,
+    ) -> list[Any] | None:
         if choice() != chosen or launches_are_hooked():
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses, first, whole)
+                return replay(addresses, present, first, whole)
         new: list[Any]
         if whole or room is None:
             new = [allocate(*x) for x in like] if first is None else [first, *[allocate(*x) for x in like[1:]]]
