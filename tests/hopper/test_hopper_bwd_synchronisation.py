@@ -47,7 +47,7 @@ METHODS = (
     "wait_empty",
     "wait_ds",
     "wait_dp",
-    "wait_weights",
+    "wait_p",
     "wait",
     "release",
 )
@@ -70,7 +70,8 @@ def statements(tree: ast.AST) -> list[ast.Expr]:
 
 
 ROLLING = dict.fromkeys(("hopper.bwd_tiles", "hopper.bwd_dq", "hopper.bwd"), (64, 64))
-MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_mla": (136, 72)}  # D and Dv
+# D and Dv
+MODULES = {**ROLLING, "hopper.bwd_wide": (200, 136), "hopper.bwd_wide_dq": (200, 200), "hopper.bwd_mla": (136, 72)}
 TREES = {name: ast.parse(source_of(name)) for name in MODULES}
 LINES = [(name, f"{i}: {ast.unparse(x)}") for name, tree in TREES.items() for i, x in enumerate(statements(tree))]
 

@@ -193,7 +193,9 @@ def share_of(number, sizes, CONSUMER: gl.constexpr, config: gl.constexpr):
 @gluon.jit(do_not_specialize=(*SIZES, "dq_blocks"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _prepare_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lengths_q_ptr, lengths_k_ptr,
-    statistics_ptr, dq_ptr, semaphores_ptr,
+    statistics_ptr,
+    dq_ptr,  # None where nothing is added up in memory
+    semaphores_ptr,
     counter_ptr,
     counts_ptr,  # of `RollingDq`, or None
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, for KEEP_DELTA
@@ -246,11 +248,12 @@ def _prepare_kernel(
         in_block = gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
         gl.store(statistics + in_block, lse * LOG2E)
         gl.store(statistics + M + in_block, delta)
-        if number < dq_blocks:
-            zeros = gl.zeros([HALF_DQ], gl.float32, IN_ORDER)
-            part_at = dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, HALF_DQ, layout=IN_ORDER)
-            for part in gl.static_range(M * D // HALF_DQ):
-                gl.store(part_at + part * HALF_DQ, zeros)
+        if dq_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
+            if number < dq_blocks:
+                zeros = gl.zeros([HALF_DQ], gl.float32, IN_ORDER)
+                part_at = dq_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, HALF_DQ, layout=IN_ORDER)
+                for part in gl.static_range(M * D // HALF_DQ):
+                    gl.store(part_at + part * HALF_DQ, zeros)
         if config.ROLLING:
             for i in gl.static_range(2):  # of as many query heads as heads of K, or more
                 gl.store(counts_ptr + (b * heads_q + h) * 2 + i, 0, mask=block == 0)

@@ -75,7 +75,7 @@ class Sm90Backward:
         parts = (of_dq, of_statistics, 4, of_counts, blocks * CONSUMERS if self.in_order else 0)
         self.workspace = lse.new_empty(sum(parts))
         dq_sums, statistics, counter, counts, semaphores = self.workspace.split(parts)
-        self.dq = dq_sums.view(-1, DQ_COLUMNS.value)
+        self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if of_dq else None
         self.statistics = statistics.view(-1, config.block_m)
         self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
@@ -203,6 +203,7 @@ class Sm90Backward:
         if config.form == "columns":
             of_dq = {}
         elif config.form == "keys":
+            assert self.dq is not None, "it is added up in memory"
             of_dq = {
                 "dq_tensor": TensorDescriptor(self.dq, list(self.dq.shape), [DQ_COLUMNS.value, 1], dq_box, rows),
                 **self._rolling(),
