@@ -170,7 +170,7 @@ def recorded(file, names, direction):
 @pytest.mark.parametrize("readme", READMES)
 def test_speeds_are_those_of_the_files_the_readme_names(readme):
     text = (ROOT / readme).read_text(encoding="utf-8")
-    hopper, hopper_bwd = re.findall(r"benchmarks/results/[\w.-]+\.json", text)
+    hopper, hopper_bwd = re.findall(r"benchmarks/results/[\w.-]+\.json", text)[:2]  # of the two tables
     forward, backward = speed_tables(readme)
     assert len(forward) == 6 and len(backward) == 8
     measured = recorded(hopper, ("cudnn", "fa3", "fa4", "diyfa"), "forward")
