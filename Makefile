@@ -8,6 +8,7 @@
 #   make test-npu-oldest what depends on torch_npu, with the oldest torch and torch_npu of diyfa/npu_stacks.py
 #   make test-triton3.9  the CUDA backend with Triton 3.9, or any other version that it is written for
 #   make test-integrations  diyfa inside Transformers and diffusers
+#   make tables          the feature tables of both READMEs, from what the backends say
 #   make docs            the documentation as a site in ./site
 #   make clean           remove what these made
 #
@@ -72,10 +73,10 @@ TRITON_TESTS ?= tests/cuda $(addprefix tests/hopper/, test_gluon_compat.py test_
 # What needs a client; the rest of the folder does not.
 INTEGRATION_TESTS ?= $(addprefix tests/integrations/, test_transformers.py test_diffusers.py test_hub_kernel.py test_guide.py)
 
-.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations docs clean
+.PHONY: help demo test lint format compile-gate compile-gate-cuda compile-gate-npu test-npu test-npu-oldest test-integrations tables docs clean
 
 help:
-	@sed -n '3,14s/^#   //p' Makefile
+	@sed -n '3,15s/^#   //p' Makefile
 
 # --- environments ---------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,9 @@ test-triton%: $(CACHE)/triton%/.ready
 
 test-integrations: $(CACHE)/integrations/.ready
 	PYTHONPATH=$(CURDIR)/$(CACHE)/integrations $(VENV)/bin/python -m pytest $(INTEGRATION_TESTS) --numprocesses $(JOBS) $(PYTEST_ARGS)
+
+tables: $(VENV)/.ready
+	$(VENV)/bin/python tests/tools/feature_tables.py
 
 docs: $(VENV)/.docs
 	$(VENV)/bin/mkdocs build --strict

@@ -395,6 +395,11 @@ def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:
     return s[b], s[h], s[m], s[d]
 
 
+def per_head_stride(x: torch.Tensor | None) -> int:
+    """Between the samples of an optional (H,) or (B, H); 0 where one row is for all."""
+    return 0 if x is None or x.dim() == 1 else x.stride(0)
+
+
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Base addresses and all strides but the last are multiples of 16 bytes: what TMA can read."""
     for x in tensors:

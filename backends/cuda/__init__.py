@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from diyfa.arch import gpu_arch_name, gpu_spec
+from diyfa.backends.cuda.attention.launch import FEATURES
 from diyfa.problem import (
     AttentionProblem,
     CompileReport,
@@ -21,12 +22,6 @@ from diyfa.problem import (
     refuse_features,
 )
 
-FEATURES = frozenset(
-    {
-        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
-        "dropout_origins", "gqa", "head_dim_v",
-    }
-)  # fmt: skip
 # Of the forward kernels only split_kv has a result that does not depend on a batch.
 ALL_FEATURES = FEATURES | {"batch_invariant"}
 V1_FEATURES = frozenset({"causal", "window", "gqa", "seq_lens", "head_dim_v"})

@@ -54,11 +54,11 @@ KEYS = tl.constexpr(2)
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     lse_ptr, delta_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom,
-    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     stride_outb, stride_outh, stride_outm, stride_outn,
@@ -104,9 +104,9 @@ def _bwd_dbias_kernel(
             begin, _, _, end = key_blocks(block_m * c.BLOCK_M, mask, c)
             first_step = begin // c.BLOCK_N
             last_step = tl.cdiv(end, c.BLOCK_N)
-    slopes = (alibi_slopes_ptr, stride_slopeb)
+    per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    features = (scale, softcap, slopes, bias, rng_state_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr)
     total = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
     for step in tl.range(first_step, last_step, disable_licm=True):
         b = b_out

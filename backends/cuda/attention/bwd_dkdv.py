@@ -110,11 +110,11 @@ def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     q_rows_ptr, do_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
     lse_ptr, delta_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale,
     sm_scale,  # what the gradient is multiplied by in the end
@@ -154,9 +154,9 @@ def _bwd_dkdv_kernel(
 
     strides_q = (stride_qb, stride_qh, stride_qm)
     strides_do = (stride_dob, stride_doh, stride_dom)
-    slopes = (alibi_slopes_ptr, stride_slopeb)
+    per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    features = (scale, softcap, slopes, bias, rng_state_ptr)
+    features = (scale, softcap, per_head, bias, rng_state_ptr)
     full = (full_begin, full_end, 0, 0)
     masked = (begin, masked_end, full_begin, gap)
 

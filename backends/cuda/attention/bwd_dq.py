@@ -90,11 +90,11 @@ def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
     lse_ptr, delta_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
-    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q, group, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
@@ -129,9 +129,9 @@ def _bwd_dq_kernel(
     blocks = key_blocks(row0, mask, c)
     _, full_begin, full_end, _ = blocks
     masked = masked_keys(blocks, c)
-    slopes = (alibi_slopes_ptr, stride_slopeb)
+    per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
+    score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold, keep_scale)
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)

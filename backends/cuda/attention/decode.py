@@ -76,6 +76,7 @@ from diyfa.problem import (
     as_kvcache,
     as_kvcache_problem,
     bhsd_strides,
+    per_head_stride,
     refuse_features,
 )
 
@@ -885,7 +886,6 @@ def launches_of(
     parts = parts_apart(problem, config, q.device)
     together = heads_together(problem, count)
     c = constants_of(problem, config, parts, together)
-    slopes = tensors.alibi_slopes
     sums = statistics = None
     if memory is not None:
         rows = count * rows_per_tile(problem, config) if parts > 1 else 2 * count * config.block_m
@@ -898,7 +898,7 @@ def launches_of(
         "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
         "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
         "leftpad_ptr": tensors.leftpad,
-        "slopes_ptr": slopes,
+        "slopes_ptr": tensors.alibi_slopes,
         "sinks_ptr": tensors.sinks,
         "o_ptr": out,
         "lse_ptr": lse,
@@ -907,7 +907,7 @@ def launches_of(
         **strides(problem.layout, q=q, o=out),
         **strides(keys_layout, k=k, v=v),
         **cache_arguments(problem, tensors),
-        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "stride_slopeb": per_head_stride(tensors.alibi_slopes),
         "batch": problem.batch,
         "group": problem.heads_q // problem.heads_kv,
         "blocks_m": row_blocks(problem, config),

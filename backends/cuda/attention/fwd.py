@@ -157,11 +157,11 @@ def _attend_blocks(
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
     k_rows_ptr, v_rows_ptr,  # addresses of what FORM reads through descriptors, for EDGE_FORM
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, alibi_slopes_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, per_head_ptr, attn_bias_ptr, rng_state_ptr, sinks_ptr,
     o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om,
-    stride_slopeb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
+    stride_per_headb, stride_biasb, stride_biash, stride_biasm, stride_biasn,
     heads_q,
     group,  # query heads that share one key head
     batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -202,9 +202,9 @@ def _fwd_kernel(
     blocks = key_blocks(row0, mask, c)
     _, full_begin, full_end, _ = blocks
 
-    slopes = (alibi_slopes_ptr, stride_slopeb)
+    per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
-    score, row_keys, column_keys = head_features(b, h, (scale, softcap, slopes, bias, rng_state_ptr), c)
+    score, row_keys, column_keys = head_features(b, h, (scale, softcap, per_head, bias, rng_state_ptr), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold)
     sums = (

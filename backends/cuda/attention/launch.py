@@ -28,6 +28,7 @@ from diyfa.problem import (
     NewKeys,
     bhsd_strides,
     kept,
+    per_head_stride,
 )
 from diyfa.tuning import bucket_size
 
@@ -39,11 +40,11 @@ Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 # compiles for whether one is a multiple of 16, which spares loops that read a bias a sixth of their instructions, and
 # for 1. Alignment of what is read one number at a time changes nothing.
 RUNTIME_SIZES = (
-    "stride_slopeb", "total_q", "total_k", "window_left",
+    "stride_per_headb", "total_q", "total_k", "window_left",
     "window_right", "threshold",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
-UNALIGNED_POINTERS = tuple(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast))
+UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
 
 
 def has_adjusted_scores(problem: AttentionProblem) -> bool:
@@ -95,11 +96,11 @@ def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """The optional tensors with their strides, sizes and factors: what attention kernels take of them by name."""
-    slopes = tensors.alibi_slopes
     bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
-        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "per_head_ptr": tensors.alibi_slopes,
+        "stride_per_headb": per_head_stride(tensors.alibi_slopes),
         "stride_biasb": bias_b,
         "stride_biash": bias_h,
         "stride_biasm": bias_m,
@@ -170,6 +171,15 @@ def described_launch(kernel: Any, grid: int, values: dict[str, Any], constants: 
     """The launch of `kernel` with what it takes of `values`, which related kernels share."""
     arguments = {name: values[name] for name in kernel.arg_names if name != "c"}
     return Launch(kernel, grid, arguments, {"c": constants}, options)
+
+
+# What the portable kernels have. One of a tensor or a score has a flag below, and is computed in scores.py.
+FEATURES = frozenset(
+    {
+        "causal", "window", "softcap", "seq_lens", "varlen", "alibi", "attn_bias", "sinks", "dropout",
+        "dropout_origins", "gqa", "head_dim_v",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,16 @@ def first_row(b, h, first, heads_q, seqlen_q, total_q, c: tl.constexpr):
 
 @triton.jit
 def head_features(b, h, features, c: tl.constexpr):
-    """Query head h of sample b -> (its `score`, dropout's keys of rows, of columns)."""
-    scale, softcap, slopes, bias, rng_state_ptr = features
-    alibi_slopes_ptr, stride_slopeb = slopes
+    """Query head h of sample b -> (its `score`, dropout's keys of rows, of columns).
+
+    Numbers of the head are read here, through one pointer, so that kernels name none of them.
+    """
+    scale, softcap, per_head, bias, rng_state_ptr = features
+    per_head_ptr, stride_per_headb = per_head
     attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn = bias
     slope = 0.0
     if c.ALIBI:
-        slope = tl.load(alibi_slopes_ptr + b * stride_slopeb + h)
+        slope = tl.load(per_head_ptr + b * stride_per_headb + h)
     bias_base = 0
     if c.BIAS:
         bias_base = attn_bias_ptr + b.to(tl.int64) * stride_biasb + h.to(tl.int64) * stride_biash

@@ -90,7 +90,7 @@ from diyfa.backends.cuda.hopper.tiles import (
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import launch_kernel, on_device
 from diyfa.backends.cuda.runtime.replay import Replay
-from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept
+from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, kept, per_head_stride
 
 
 @dataclass(frozen=True)
@@ -805,7 +805,7 @@ def launch_of(
     keys: dict[str, Any] | None = None,
 ) -> Launch:
     """The launch that fills out and lse. `keys`: arguments that say where they lie, if not beside the queries."""
-    q, slopes = tensors.q, tensors.alibi_slopes
+    q = tensors.q
     layout, d, dv = problem.layout, problem.head_dim, problem.head_dim_v
     scale, negate = softmax_scale(problem, tensors.sm_scale)
     width, width_v = boxes_of(d, dv, config.box_columns)[0], boxes_of(dv, d, config.box_columns)[0]
@@ -822,7 +822,7 @@ def launch_of(
         "lengths_k_ptr": lengths_k,
         "lse_ptr": lse,
         "o_ptr": out if config.direct or problem.varlen else None,
-        "slopes_ptr": slopes,
+        "slopes_ptr": tensors.alibi_slopes,
         "sinks_ptr": tensors.sinks,
         "counter_ptr": counter_of(q) if config.scheduler == "dynamic" else None,
         **dict.fromkeys(CACHE_ARGUMENTS),
@@ -837,7 +837,7 @@ def launch_of(
         "window_left": problem.window_left,
         "window_right": problem.window_right,
         "group_size": problem.heads_q // problem.heads_kv,
-        "stride_slopeb": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "stride_slopeb": per_head_stride(tensors.alibi_slopes),
         "steps_qb": qb,
         "steps_qm": qm,
         "scale": scale,

@@ -31,11 +31,11 @@ from diyfa.backends.npu.runtime.compat import kernel
 @kernel
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr,
+    seq_lens_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
     dbias_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dbias_b, stride_dbias_h, stride_dbias_m,
-    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     own_batch, own_heads,
@@ -89,13 +89,10 @@ def _bwd_dbias_kernel(
             delta = load_row(
                 row_base_of(delta_ptr, b, h, 0, heads_q, seqlen_q, total_q, False), row0, seqlen_q, c.BLOCK_M
             )
-            slope = 0.0
-            if c.ALIBI != "":
-                slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
             s, _ = score_tile(
                 dot(q, tl.trans(k), c.INTERPRET), b, h, row0, n0, sq, sk,
-                sm_scale, softcap, softcap_minus, softcap_rate, slope,
-                bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
+                sm_scale, softcap, softcap_minus, softcap_rate,
+                per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
             )  # fmt: skip
             p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
             dout = load_tile(dout_block, PAD_DV)  # [BLOCK_M, BLOCK_DV]

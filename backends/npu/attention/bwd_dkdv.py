@@ -49,11 +49,11 @@ class KeyGradientConstants(AttentionConstants):
 @kernel
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
     dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     c: tl.constexpr,
@@ -111,17 +111,14 @@ def _bwd_dkdv_kernel(
                 if ROW_BIAS:  # a weight is exp(s + bias - lse)
                     lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
                 delta = load_row(delta_base, row0, rows, c.BLOCK_M)
-                slope = 0.0
-                if c.ALIBI != "":
-                    slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
                 s = dot(k, tl.trans(q), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
                 if c.REST:
                     q_rest_block = block_at(q_base, sq, stride_qm, row0, c.BLOCK_D, c.HEAD_DIM, c.BLOCK_M, c.REST)
                     q_rest = load_tile(q_rest_block, PAD_REST)  # [BLOCK_M, REST]
                     s = dot_add(k_rest, tl.trans(q_rest), s, c.INTERPRET)
                 s, capped = score_tile(
-                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
-                    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
+                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
+                    per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, True, c,
                 )  # fmt: skip
                 p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
                 # Asked also where nothing has to be masked (keys beyond the last have rows of their own): without it

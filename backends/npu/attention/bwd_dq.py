@@ -45,11 +45,11 @@ class QueryGradientConstants(AttentionConstants):
 @kernel
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr,
     dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
-    stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     c: tl.constexpr,
@@ -96,9 +96,6 @@ def _bwd_dq_kernel(
             if ROW_BIAS:  # a weight is exp(s + bias - lse)
                 lse = lse - row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             delta = load_row(delta_base, row0, rows, c.BLOCK_M)
-            slope = 0.0
-            if c.ALIBI != "":
-                slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
             if c.DROPOUT:
                 delta = delta * keep_prob  # what dropout multiplies dp by is left to the end
                 row_key0, row_key1, column_key0, column_key1 = head_keys(rng_state_ptr, b, h, c.DROPOUT_ORIGINS)
@@ -113,8 +110,8 @@ def _bwd_dq_kernel(
                     k_rest = load_tile(k_rest_block, PAD_REST)  # [BLOCK_N, REST]
                     s = dot_add(q_rest, tl.trans(k_rest), s, c.INTERPRET)
                 s, capped = score_tile(
-                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
-                    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
+                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
+                    per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
                 )  # fmt: skip
                 p = tl.exp(s - lse[:, None])  # [BLOCK_M, BLOCK_N]
                 v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]

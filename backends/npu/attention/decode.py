@@ -56,6 +56,7 @@ from diyfa.problem import (
     Launch,
     as_bhsd,
     as_kvcache,
+    per_head_stride,
 )
 
 VECTOR_ROWS = 16  # of a tile that a vector program packs or combines at a time
@@ -585,7 +586,7 @@ def heads_of_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
 
 def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: AttentionTile) -> dict[str, Any]:
     """What the kernels take of a call, but for results."""
-    slopes, table = tensors.alibi_slopes, tensors.block_table
+    table = tensors.block_table
     keys = "thd" if problem.packed_keys else "bshd"
     # One query stands at the last key: nothing is later.
     right = problem.window_right if problem.seqlen_q > 1 else -1
@@ -600,8 +601,8 @@ def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: Attentio
         "stride_table": 0 if table is None else table.stride(0),
         "batch_idx_ptr": tensors.cache_batch_idx,
         "leftpad_ptr": tensors.leftpad,
-        "slopes_ptr": slopes,
-        "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "slopes_ptr": tensors.alibi_slopes,
+        "stride_slope_b": per_head_stride(tensors.alibi_slopes),
         "sinks_ptr": tensors.sinks,
         **configs.attention_scalars(problem, tensors.sm_scale, 0.0),
         **{name: getattr(problem, name) for name in names.split()},

@@ -76,10 +76,10 @@ class ForwardConstants(AttentionConstants):
 @kernel
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr,
-    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
+    seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, per_head_ptr, bias_ptr, rng_state_ptr, sinks_ptr,
     out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_om, stride_slope_b, stride_bias_b, stride_bias_h, stride_bias_m,
+    stride_ob, stride_oh, stride_om, stride_per_head_b, stride_bias_b, stride_bias_h, stride_bias_m,
     sm_scale, softcap, softcap_minus, softcap_inverse, softcap_rate, keep_threshold, keep_prob, keep_scale, grad_scale,
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, together,
     c: tl.constexpr,
@@ -115,9 +115,6 @@ def _fwd_kernel(
             m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
             l_i = tl.zeros([c.BLOCK_M], tl.float32)
             acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-            slope = 0.0
-            if c.ALIBI != "":
-                slope = tl.load(alibi_slopes_ptr + b * stride_slope_b + h)
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             if c.DROPOUT:
@@ -127,8 +124,8 @@ def _fwd_kernel(
                 k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
                 s = dot(q, tl.trans(k), c.INTERPRET)  # [BLOCK_M, BLOCK_N]
                 s, _capped = score_tile(
-                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
-                    bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
+                    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate,
+                    per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
                 )  # fmt: skip
                 if ROW_BIAS:
                     s = s + bias[:, None]

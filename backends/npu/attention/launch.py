@@ -19,7 +19,7 @@ from diyfa.backends.npu.tables.configs import (
     widest_product,
 )
 from diyfa.features import TENSORS
-from diyfa.problem import AttentionProblem, AttentionTensors, Launch
+from diyfa.problem import AttentionProblem, AttentionTensors, Launch, per_head_stride
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class AttentionConstants(Constants):
 def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str) -> dict[str, Any]:
     """What kernels take of a call, but for results. Tensors that they cannot read as they lie are copied. `step`: the
     kernel by its name in the tile table, "fwd" or "dq", that asks whether any tile needs a mask."""
-    slopes, bias = tensors.alibi_slopes, as_read(tensors.attn_bias)
+    bias = as_read(tensors.attn_bias)
     return {
         **addressed(problem.layout, q=tensors.q, k=tensors.k, v=tensors.v),
         **{f"{x.name}_ptr": getattr(tensors, x.name) for x in TENSORS},
-        "stride_slope_b": 0 if slopes is None or slopes.dim() == 1 else slopes.stride(0),
+        "per_head_ptr": tensors.alibi_slopes,
+        "stride_per_head_b": per_head_stride(tensors.alibi_slopes),
         **bias.values("bias"),
         **attention_scalars(problem, tensors.sm_scale, tensors.dropout_p),
         **attention_sizes(problem),

@@ -363,17 +363,19 @@ def cap_derivative(capped, softcap_inverse):
 
 @triton.jit
 def score_tile(
-    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, slope,
+    s, b, h, row0, n0, sq, sk, sm_scale, softcap, softcap_minus, softcap_rate, per_head_ptr, stride_per_head_b,
     bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, TRANSPOSED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Scores from raw products -> (s, capped); `capped`, for the backward pass, is s before anything is added. A bias
-    that is the same for all keys is left to the kernels, which know better places for it."""
+    that is the same for all keys is left to the kernels, which know better places for it. Numbers of the head are read
+    here, through one pointer, so that kernels name none of them."""
     if c.SOFTCAP != "":
         s = capped_scores(s, softcap, softcap_minus, softcap_rate, c.SOFTCAP)
     else:
         s = s * sm_scale
     capped = s
     if c.ALIBI != "":
+        slope = tl.load(per_head_ptr + b * stride_per_head_b + h)
         s = add_alibi(s, slope, row0, n0, sq, sk, TRANSPOSED, c)
     if c.BIAS == "qk" or c.BIAS == "k":
         s = add_bias(s, bias_ptr, b, h, stride_bias_b, stride_bias_h, stride_bias_m, row0, n0, sq, sk, TRANSPOSED, c)

@@ -1,0 +1,49 @@
+"""Write the feature tables of both READMEs from what the backends say: `make tables`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diyfa.cli.info import FEATURES, TYPICAL_ARCH, _refusals, _support
+from diyfa.registry import load_backend
+
+ROOT = Path(__file__).parents[2]
+READMES = ("README.md", "README.zh-CN.md")
+BEGIN, END = "<!-- features: rows are the names of `diyfa.cli.info.FEATURES` -->\n", "<!-- end of features -->"
+
+
+def refused() -> dict[str, set[str]]:
+    """Backend -> the features that it refuses; without those whose Triton is not the one installed here."""
+    found = {}
+    for name, arch in TYPICAL_ARCH.items():
+        try:
+            support = _support(load_backend(name), arch)
+        except ImportError:
+            continue
+        found[name] = {r["feature"] for r in _refusals(support) if r["op"] != "matmul"}
+    return found
+
+
+def with_table(page: str) -> str:
+    """The page with its table written anew: its head stays, and so do the columns of backends that do not load."""
+    before, rest = page.split(BEGIN)
+    table, after = rest.split(END)
+    head, line, *rows = table.splitlines()
+    there = {name: marks for name, *marks in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)}
+    backends = [cell.strip() for cell in head.split("|")[2:-1]]
+    known = refused()
+    written = []
+    for feature in FEATURES:
+        old = there.get(feature, ["?"] * len(backends))
+        marks = [
+            ("–" if feature in known[name] else "✓") if name in known else was
+            for name, was in zip(backends, old, strict=True)
+        ]
+        written.append(f"| {' | '.join((feature, *marks))} |")
+    return before + BEGIN + "\n".join((head, line, *written)) + f"\n{END}" + after
+
+
+if __name__ == "__main__":
+    for readme in READMES:
+        page = ROOT / readme
+        page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
