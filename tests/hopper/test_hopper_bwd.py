@@ -94,6 +94,7 @@ MORE_WIDE = [
     case("256_72", head_dim=256, head_dim_v=72, window=(60, 30), dtype="float16"),
     case("200", head_dim=200, batch=2, seq_lens=(130, 65), seqlen_k=150),
     case("136", head_dim=136, seqlen_q=70, seqlen_k=100, causal=True),
+    case("samples_128_64", head_dim=128, head_dim_v=64, batch=3, seq_lens=(65, 30, 128), seqlen_q=128, seqlen_k=128),
     case("256_192", head_dim=256, head_dim_v=192, seqlen_q=70, seqlen_k=100, sinks=True),
     case("192_128_softcap", head_dim=192, head_dim_v=128, seqlen_q=70, seqlen_k=100, softcap=5.0, causal=True),
     case("72_192", head_dim=72, head_dim_v=192, layout="thd", lens_q=(70, 3), lens_k=(65, 130)),
@@ -141,6 +142,9 @@ SUMMED_BY = {
     "_bwd_wide_dkdv_kernel": [
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
         case("wide_192", head_dim=192, head_dim_v=192, seqlen_q=70, seqlen_k=100),
+        case(
+            "wide_packed", heads=1, head_dim=200, head_dim_v=72, layout="thd", lens_q=(70, 9), lens_k=(65, 7), slack=5
+        ),
     ],
     "_bwd_mla_kernel": [
         case("latent_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
@@ -388,6 +392,8 @@ def test_a_kernel_for_dq_alone_copies_a_block_ahead(boxes: int, boxes_v: int) ->
     """Where K and V do not share their stages each has two; where they do, three are enough."""
     stages = bwd_configs.dq_stages(boxes, boxes_v)
     assert stages >= 3 if boxes == boxes_v else stages == 4
+    of_keys = stages * boxes if boxes == boxes_v else stages // 2 * (boxes + boxes_v)
+    assert (2 * (boxes + boxes_v) + of_keys) * 64 * 64 * 2 <= bwd_configs.SHARED_MEMORY
 
 
 @pytest.mark.parametrize("head_dim, programs", [(128, [3, 6]), (192, [6, 6])])
@@ -426,7 +432,19 @@ def test_where_it_is_chosen(name: str, changes: dict, monkeypatch: pytest.Monkey
     assert kernel.name == name
 
 
-@pytest.mark.parametrize("what", ["address", "steps"])
+def test_rows_beyond_a_sample_are_zeros_whatever_its_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_backward(monkeypatch)
+    torch.manual_seed(0)
+    q, k, v, out, dout = (torch.randn(1, 1, 128, 136).bfloat16() for _ in range(5))
+    v[:, :, 3] = float("inf")
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, 136, 136, seq_lens=True)
+    tensors = AttentionTensors(q, k, v, 0.1, seq_lens=torch.tensor([70], dtype=torch.int32))
+    gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
+    bwd_launch.attention_backward(problem, tensors, out, torch.zeros(1, 1, 128), dout, None, gradients)
+    assert not any(x[:, :, 70:].count_nonzero() for x in gradients[:3])
+
+
+@pytest.mark.parametrize("what", ["address", "steps", "dq of a wide head"])
 def test_what_tma_cannot_reach_goes_to_the_portable_kernels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_backward(monkeypatch)
     calls = []
@@ -438,6 +456,11 @@ def test_what_tma_cannot_reach_goes_to_the_portable_kernels(what: str, monkeypat
         problem, dout = problem.replace(seq_lens=True), torch.zeros_like(q)
         monkeypatch.setattr(tma, "_STEPS", 64)
     gradients = AttentionGradients(*(torch.empty_like(x) for x in (q, k, v)))
+    if what == "dq of a wide head":
+        problem = problem.replace(head_dim=136, head_dim_v=136)
+        q, k, v, out, dout = (torch.zeros(1, 1, 64, 136, dtype=torch.bfloat16) for _ in range(5))
+        dq = torch.zeros(64 * 136 + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+        gradients = AttentionGradients(dq, torch.empty_like(k), torch.empty_like(v))
     arguments = (problem, AttentionTensors(q, k, v, 1.0), out, torch.zeros(1, 1, 64), dout, None, gradients)
     bwd_launch.attention_backward(*arguments)
     assert calls == [arguments] and kernel.launches == 0

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
-from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, BLOCK_N, Sm90BwdDqConstants, _bwd_wide_dq_kernel
+from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import launch_kernel, multiprocessors, on_device
@@ -242,8 +242,7 @@ class Sm90Backward:
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
         """Fills dq, for "columns"."""
-        problem, config, block_m = self.problem, self.config, BLOCK_M.value
-        ragged = problem.seq_lens or problem.varlen
+        problem, config = self.problem, self.config
         arguments = {
             **self._inputs(dout, ROWS.value),
             **self._output("dq", dq),
@@ -260,15 +259,13 @@ class Sm90Backward:
             causal=problem.causal,
             has_left=problem.window_left >= 0,
             has_right=problem.window_right >= 0,
-            check_keys=problem.window_right < 0
-            and (ragged or problem.window_left >= 0 or problem.seqlen_k % BLOCK_N.value != 0),
             lengths=lengths_of(problem),
             softcap=problem.softcap != 0.0,
             consumer_registers=config.consumer_registers,
             producer_registers=config.producer_registers,
             direct=dq.dtype == torch.float32,
         )
-        grid = blocks_of(problem, block_m)
+        grid = blocks_of(problem, BLOCK_M.value)
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
     def convert(self) -> tuple[Launch, ...]:
@@ -325,7 +322,10 @@ def _can_describe(
     problem: AttentionProblem, tensors: AttentionTensors, dout: torch.Tensor, gradients: AttentionGradients
 ) -> bool:
     """Whether TMA can reach all that is read and written, which nobody knew when the kernel was chosen."""
-    if not is_aligned(dout, gradients.dk, gradients.dv):
+    through_tma = [dout, gradients.dk, gradients.dv]
+    if _config(problem).form == "columns":
+        through_tma.append(gradients.dq)
+    if not is_aligned(*through_tma):
         return False
     return not problem.seq_lens or has_few_steps(problem.layout, *tensors[:3], dout)
 

@@ -70,7 +70,6 @@ class Sm90BwdDqConstants(Constants):
     causal: bool
     has_left: bool
     has_right: bool
-    check_keys: bool  # see `Problem`
     lengths: int
     softcap: bool
     consumer_registers: int
@@ -199,7 +198,10 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
         delta = gl.load(statistics + ROWS + in_block, mask=exists, other=0.0)
         rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, 0.0)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
-        masked = order.n_right + order.n_left
+        # The first block of the order always has the mask, and it is the one in which the keys end.
+        masked = order.n_right
+        if problem.HAS_LEFT:
+            masked += order.n_left
         dq = zero_output(BOX, config.BOXES)
         mbarrier.wait(shared.full.index(INDEX), 0)
         dq = _blocks(shared, outputs, problem, rows, lse, delta, order, 0, masked, dq, INDEX, True)
@@ -280,7 +282,7 @@ def _bwd_wide_dq_kernel(
     problem = Problem(
         window_left, window_right, heads_q, seqlen_q, seqlen_k, total_q, total_k, heads, heads_at_once, batch,
         lengths_q_ptr, lengths_k_ptr, KeyCache(None, None, None, None, None, None, None, 0),
-        config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, config.CHECK_KEYS,
+        config.LENGTHS, config.LENGTHS, config.CAUSAL, config.HAS_LEFT, config.HAS_RIGHT, False,
     )  # fmt: skip
     shared = DqShared(config, q_buffers, do_buffers, full, ring, tile_infos)
     inputs = Inputs(
