@@ -285,7 +285,15 @@ WIDE: dict[str, Any] = {
 EACH_FEATURE = [
     *(Case(x.uses, seqlen_q=40, all_variants=True, **x.case) for x in COMPOSABLE),
     *(
-        Case(f"varlen_{x.uses}", layout="thd", lens_q=(30, 11), lens_k=(12, 40), causal=x.uses != "window", **x.case)
+        Case(
+            f"varlen_{x.uses}",
+            layout="thd",
+            lens_q=(30, 11),
+            lens_k=(12, 40),
+            slack=3,
+            causal=x.uses != "window",
+            **x.case,
+        )
         for x in COMPOSABLE
         if x.uses not in ("attn_bias", "dropout")  # not with packed sequences; among the cases above
     ),
