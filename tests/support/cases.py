@@ -280,20 +280,13 @@ PEAKED = [
 WIDE: dict[str, Any] = {
     "heads_kv": 1, "seqlen_q": 20, "head_dim": 576, "head_dim_v": 16, "sm_scale": -0.1, "dtype": "float32"
 }  # fmt: skip
+TWO_SEQUENCES: dict[str, Any] = {"layout": "thd", "lens_q": (30, 11), "lens_k": (12, 40), "slack": 3}
 # Each feature alone: on every kernel, with packed sequences, and where kernels have code of their own, which is for a
 # scale below 0 and, on Ascend, heads too wide for one product.
 EACH_FEATURE = [
     *(Case(x.uses, seqlen_q=40, all_variants=True, **x.case) for x in COMPOSABLE),
     *(
-        Case(
-            f"varlen_{x.uses}",
-            layout="thd",
-            lens_q=(30, 11),
-            lens_k=(12, 40),
-            slack=3,
-            causal=x.uses != "window",
-            **x.case,
-        )
+        Case(f"varlen_{x.uses}", **TWO_SEQUENCES, causal=x.uses != "window", **x.case)
         for x in COMPOSABLE
         if x.uses not in ("attn_bias", "dropout")  # not with packed sequences; among the cases above
     ),
