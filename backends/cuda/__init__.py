@@ -211,11 +211,11 @@ class CudaBackend:
 
         merge.merge(out, lse, part, part_lse)
 
-    def compile(self, target: str, only: str | None = None) -> Iterator[CompileReport]:
+    def compile(self, target: str, only: str | None = None, every: int = 1) -> Iterator[CompileReport]:
         """Compile every kernel ahead of time for `target` ("sm_90"); see `diyfa.backends.cuda.compile.aot`."""
         from diyfa.backends.cuda.compile import aot
 
-        return aot.compile_all(target, only=only)
+        return aot.compile_all(target, only=only, every=every)
 
 
 backend = CudaBackend()

@@ -202,13 +202,13 @@ class NPUBackend:
         _kernel_module("attention.merge").merge(self.arch(out.device), out, lse, part, part_lse)
 
     def compile(
-        self, target: str, only: str | None = None, select: Mapping[str, Any] | None = None
+        self, target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
     ) -> Iterator[CompileReport]:
         """Compile every shipped kernel and tile for the chip `target` without the device, or those that `select`
         names; see compiler/specs.py and compiler/selection.py."""
         from diyfa.backends.npu.compiler.aot import compile_all
 
-        return compile_all(target, only, select=select)
+        return compile_all(target, only, every=every, select=select)
 
 
 @cache

@@ -192,24 +192,37 @@ ROLLING = [
 ]
 
 
-@pytest.mark.parametrize("window", [(2, 1), (4, 3)])
+@pytest.mark.parametrize("window", [(1, 1, 2), (1, 3, 4), (2, 2, 4)])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in ROLLING])
 def test_heads_whose_fp32_dq_shares_memory(
-    case: AttentionCase, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    case: AttentionCase, window: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(slots, lag): as few as can be, and some, for many more heads."""
+    """(last_heads, lag, slots): as few as can be, and some, for many more heads."""
     monkeypatch.setattr(bwd_launch.Sm90Backward, "_window", lambda backward: window)
     kernel = interpret_backward(monkeypatch, seed=sum(window), interleave=True, multiprocessors=3)
     assert not run_backward(case)
     assert kernel.launches == 1
 
 
+def drawn(heads: int, blocks: int, last_heads: int) -> list[tuple[int, int]]:
+    """(head, block of keys) in the order of program numbers: head after head, and the last ones in turns."""
+    first = heads - last_heads
+    apart = [(head, block) for head in range(first) for block in range(blocks)]
+    return apart + [(head, block) for block in range(blocks) for head in range(first, heads)]
+
+
+@pytest.mark.parametrize("last_heads", [1, 2, 5, 6])
+def test_the_order_of_the_blocks_of_keys(last_heads: int) -> None:
+    found = hopper_key_block_kernel.order(
+        batch=2, heads_kv=3, group_size=4, seqlen_k=130, last_heads=last_heads, block_n=64
+    )
+    assert found == [(head // 3, head % 3, block * 64) for head, block in drawn(6, 3, last_heads)]
+
+
 @pytest.mark.parametrize("window_right", [-1, 0])
-def test_a_head_is_converted_before_another_takes_its_memory(
-    window_right: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads that share memory lie further apart than a share from what it is drawn with, or programs would wait for
-    higher numbers; and a share is drawn behind all keys of its head."""
+def test_programs_wait_for_lower_numbers_only(window_right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share is drawn behind all keys of its head, and keys of a head behind all shares of the one that had its
+    memory: those that wait may be all that run."""
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64, -1, window_right)
     seen = set()
     for multiprocessors in (1, 2, 132):
@@ -219,13 +232,21 @@ def test_a_head_is_converted_before_another_takes_its_memory(
             q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
             lse = torch.empty(1, heads, 64, device="meta")
             dq = torch.empty(1, heads, 64, 64).bfloat16()
-            backward = bwd_launch.Sm90Backward(
-                some, AttentionTensors(q, k, k, 1.0), bwd_configs.config_of(some), lse, dq
-            )
-            assert 1 <= backward.lag <= backward.slots <= heads
-            assert backward.lag < backward.slots or backward.slots == heads
-            seen.add(backward.slots < heads)
-    assert seen == {False, True}
+            config = bwd_configs.config_of(some)
+            backward = bwd_launch.Sm90Backward(some, AttentionTensors(q, k, k, 1.0), config, lse, dq)
+            blocks, slots, lag = -(-seqlen_k // config.block_n), backward.slots, backward.lag
+            order = drawn(heads, blocks, backward.last_heads)
+            first, last = {}, {}
+            for number, (head, _) in enumerate(order):
+                first.setdefault(head, number)
+                last[head] = number
+            for head in range(heads):
+                shares = range((head + lag) * blocks, (head + lag + 1) * blocks)  # who draws them
+                assert last[head] < shares[0]
+                assert head + slots >= heads or shares[-1] < first[head + slots]
+            assert (backward.last_heads > 1) <= (window_right == 0)
+            seen.add((slots < heads, backward.last_heads > 1))
+    assert seen == {(False, False), (True, False)} | ({(False, True), (True, True)} if window_right == 0 else set())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

@@ -1,4 +1,4 @@
-"""`_key_block` of the Hopper backward, on many configurations at once."""
+"""`_key_block` of the Hopper backward: on many configurations at once, and of each program of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl
     seqlen_k = gl.load(cases_ptr + at * 5 + 2, mask=exists, other=1)
     left = gl.load(cases_ptr + at * 5 + 3, mask=exists, other=0)
     right = gl.load(cases_ptr + at * 5 + 4, mask=exists, other=0)
-    sizes = Sizes(1, 1, 1, seqlen_q, seqlen_k, 0, 0, left, right, None, None)
+    sizes = Sizes(1, 1, 1, seqlen_q, seqlen_k, 0, 0, left, right, None, None, 1)
     block_n = first_key // config.BLOCK_N
     if config.DETERMINISTIC:
         block_n = gl.cdiv(seqlen_k, config.BLOCK_N) - 1 - block_n
@@ -35,16 +35,46 @@ def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl
     gl.store(out + 3, keys.end + at * 0, mask=exists)
 
 
-def run(
-    cases: torch.Tensor, block_m: int, block_n: int, has_left: bool, has_right: bool, deterministic: bool
-) -> torch.Tensor:
-    """(begin, full_begin, full_end, end) of each row (first key, queries, keys, left, right)."""
-    constants = Sm90BwdConstants(
+@gluon.jit
+def _order_kernel(
+    out_ptr, heads_q, group_size, batch, seqlen_k, last_heads, count, MANY: gl.constexpr, config: gl.constexpr
+):
+    at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, last_heads)
+    keys = _key_block(at, sizes, config)
+    exists = at < count
+    gl.store(out_ptr + at * 3, keys.b, mask=exists)
+    gl.store(out_ptr + at * 3 + 1, keys.hk, mask=exists)
+    gl.store(out_ptr + at * 3 + 2, keys.col0, mask=exists)
+
+
+def constants(block_m: int, block_n: int, has_left: bool, has_right: bool, deterministic: bool) -> Sm90BwdConstants:
+    return Sm90BwdConstants(
         block_m=block_m, block_n=block_n, boxes=1, boxes_v=1, used_boxes=1, used_boxes_v=1, stages=2,
         has_left=has_left, has_right=has_right, lengths=EQUAL.value, softcap=False, deterministic=deterministic,
         direct=False, consumer_registers=240, producer_registers=24,
     )  # fmt: skip
+
+
+def order(
+    batch: int, heads_kv: int, group_size: int, seqlen_k: int, last_heads: int, block_n: int
+) -> list[tuple[int, int, int]]:
+    """(sample, head of K, first key) of each program."""
+    count = batch * heads_kv * -(-seqlen_k // block_n)
+    out = torch.full((count, 3), -1, dtype=torch.int32)
+    config = constants(block_n, block_n, False, False, False)
+    InterpretedKernel(_order_kernel)[(-(-count // MANY),)](
+        out, heads_kv * group_size, group_size, batch, seqlen_k, last_heads, count, MANY=MANY, config=config
+    )
+    return [tuple(row) for row in out.tolist()]
+
+
+def run(
+    cases: torch.Tensor, block_m: int, block_n: int, has_left: bool, has_right: bool, deterministic: bool
+) -> torch.Tensor:
+    """(begin, full_begin, full_end, end) of each row (first key, queries, keys, left, right)."""
+    config = constants(block_m, block_n, has_left, has_right, deterministic)
     out = torch.full((len(cases), 4), -1, dtype=torch.int32)
     kernel = InterpretedKernel(_key_blocks_kernel)
-    kernel[(-(-len(cases) // MANY),)](cases, out, len(cases), MANY=MANY, config=constants)
+    kernel[(-(-len(cases) // MANY),)](cases, out, len(cases), MANY=MANY, config=config)
     return out

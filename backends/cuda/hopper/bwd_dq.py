@@ -3,9 +3,10 @@
 dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers, so it is added and read as it is. Where
 all sequences have the same length (ROLLING) the main kernel converts it, and no other has to:
 
-* A head of K stands for all query heads of its group. Programs draw blocks of keys in the order of heads. Who draws one
-  also takes a share of the head that lies `lag` heads before: its consumers convert that when they have done with the
-  keys, and its adders leave zeros. Behind the last block of keys there are only shares to draw.
+* A head of K stands for all query heads of its group. Programs draw blocks of keys in the order of heads, but for the
+  last ones, which take turns. Who draws one also takes a share of the head that lies `lag` heads before: its consumers
+  convert that when they have done with the keys, and its adders leave zeros where a head follows. Behind the last block
+  of keys there are only shares to draw.
 * So dQ needs room for no more than `slots` heads, which stay in the L2 cache. A head has the memory of the one `slots`
   heads before.
 * Each head has two numbers: how often an adder has added a block of keys, and how often one has cleared a share. Who
@@ -172,9 +173,10 @@ class Share:
 
     @gluon.jit
     def clear(self, dq, sizes, config: gl.constexpr):
-        """An adder leaves zeros where its consumer has read."""
+        """An adder leaves zeros where its consumer has read, if there is a head that needs them."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        for i in range(self.start, self.end):
+        heads = sizes.batch * (sizes.heads_q // sizes.group_size)
+        for i in range(self.start, gl.where(self.head + dq.slots < heads, self.end, self.start)):
             zeros = gl.zeros([HALF_DQ], gl.float32, LAYOUT)
             gl.store(self.pointers(i, dq, sizes, config.BLOCK_M, 1), zeros)
 
@@ -210,7 +212,7 @@ def _prepare_kernel(
     M: gl.constexpr = config.BLOCK_M
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr)
+    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
     blocks_m = gl.cdiv(seqlen_q, M)
     pid = gl.program_id(0)
     block = pid % blocks_m
@@ -279,7 +281,7 @@ def _convert_kernel(
     D: gl.constexpr = config.BLOCK_D
     LAYOUT: gl.constexpr = _by_chunks(BOX)
     wait_for_previous_kernels()
-    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr)
+    sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
     HALVES: gl.constexpr = M * D // HALF_DQ
     blocks_m = gl.cdiv(seqlen_q, M)
     pid = gl.program_id(0)

@@ -20,14 +20,14 @@ BOX = gl.constexpr(BOX_COLUMNS)
 # Arguments of which Triton shall compile no more than one version.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "last_heads",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
 
 @aggregate
 class Sizes:
-    """Sizes of a call, lengths of its sequences, and the mask."""
+    """Sizes of a call, lengths of its sequences, the mask, and the order of the work."""
 
     heads_q: gl.tensor
     group_size: gl.tensor | gl.constexpr
@@ -40,6 +40,7 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
+    last_heads: gl.tensor | gl.constexpr  # of K: see `_key_block`
 
 
 @gluon.jit
@@ -122,16 +123,23 @@ class KeyBlock:
 
 @gluon.jit
 def _key_block(pid, sizes, config):
-    """Program number -> its keys. Under a causal mask the first keys of a head have the most queries: longest first,
-    but for DETERMINISTIC, where dQ is added up from the last keys to the first (`KeyBlock.turn`)."""
+    """Program number -> its keys: head after head, so that what they share stays in L2.
+
+    Under a causal mask the first keys of a head have the most queries: longest first, but for DETERMINISTIC, where dQ
+    is added up from the last keys to the first (`KeyBlock.turn`). The last heads take turns, since the longest blocks
+    of the very last one would begin when there is little else to do.
+    """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
-    block_n = pid % blocks_n
+    first = sizes.batch * heads_kv - sizes.last_heads
+    rest = pid - first * blocks_n
+    head = gl.where(rest < 0, pid // blocks_n, first + rest % sizes.last_heads)
+    block_n = gl.where(rest < 0, pid % blocks_n, rest // sizes.last_heads)
     if config.DETERMINISTIC:
         block_n = blocks_n - 1 - block_n
     col0 = block_n * config.BLOCK_N
-    b = pid // blocks_n // heads_kv
-    hk = pid // blocks_n % heads_kv
+    b = head // heads_kv
+    hk = head % heads_kv
     first_q, first_k, n_queries, n_keys = _sequence(b, sizes, config.LENGTHS)
     offset = n_keys - n_queries
     begin = 0
