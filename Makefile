@@ -50,6 +50,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # Architectures compiled, and processes that tests run in, side by side.
 JOBS ?= 2
+# Of each kernel the gate of NVIDIA's architectures compiles each case, or every nth: `make compile-gate-cuda CUDA_EVERY=3`.
+CUDA_EVERY ?= 1
 # The slowest first, so that all processes end together. sm_86 has the tiles, limits and instructions of sm_89 but for
 # float8: `make compile-gate-cuda CUDA_TARGETS=sm_86` compiles it, and so does a test for some kernels.
 CUDA_TARGETS ?= sm_90 sm_120 sm_100 sm_80 sm_89 sm_75
@@ -168,7 +170,7 @@ format: $(VENV)/.lint
 compile-gate: compile-gate-cuda compile-gate-npu
 
 compile-gate-cuda: $(VENV)/.ready
-	printf '%s\n' $(CUDA_TARGETS) | COLUMNS=140 xargs -P $(JOBS) -I{} $(VENV)/bin/diyfa compile {}
+	printf '%s\n' $(CUDA_TARGETS) | COLUMNS=140 xargs -P $(JOBS) -I{} $(VENV)/bin/diyfa compile {} --every $(CUDA_EVERY)
 
 # `diyfa compile CHIP` prints the same for one chip; the tests also check that the gate catches what it must. Then what the
 # compiler made of the kernels runs on this CPU.

@@ -11,7 +11,8 @@ This module is all that a backend may import of diyfa besides the plain data of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -514,6 +515,23 @@ class CompileReport:
     metrics: dict[str, Any] = field(default_factory=dict)  # what else the backend read from the compiled kernel
     spill_budget: int | None = None  # bytes of spills that the gate allows
     compiler: str = ""  # and its version, where a kernel is compiled with several
+
+
+class _OfKernel(Protocol):
+    @property
+    def kernel(self) -> str: ...
+
+
+OfKernel = TypeVar("OfKernel", bound=_OfKernel)
+
+
+def each_nth(jobs: Iterable[OfKernel], every: int) -> Iterator[OfKernel]:
+    """Of what is to be compiled every nth case of each kernel, the first of them included."""
+    seen: Counter[str] = Counter()
+    for job in jobs:
+        if seen[job.kernel] % every == 0:
+            yield job
+        seen[job.kernel] += 1
 
 
 class ToolMissing(RuntimeError):

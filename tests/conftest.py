@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     # Without a GPU the CUDA kernels run in Triton's interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from sampled import left_out  # noqa: E402
 from targets import TARGETS, Target, absent  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -49,8 +50,12 @@ def target(request: pytest.FixtureRequest) -> Target:
     return TARGETS[request.param]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On CPU tensors the NPU kernels take part in the matrix only: `make test-npu` has all of their tests."""
+    """Of many cases alike some run by default (`sampled.py`). On CPU tensors the NPU kernels take part in the matrix
+    only: `make test-npu` has all of their tests."""
+    for item in left_out(items):
+        item.add_marker(pytest.mark.slow)
     if "npu" not in TARGETS or TARGETS["npu"].device == "npu" or os.environ.get("DIYFA_TEST_BACKENDS"):
         return
     elsewhere = [item for item in items if "[npu-" in item.nodeid and "test_attention_matrix.py" not in item.nodeid]

@@ -219,6 +219,7 @@ def report(
 def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3 or another of --list.")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Of each kernel only every nth case.")] = 1,
     chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
     dtype: Annotated[
@@ -254,4 +255,4 @@ def compile(
     select: dict[str, object] = {field: tuple(values) for field, values in asked.items() if values}
     if tile:
         select["tile"] = tuple(parse_tile(text) for text in tile)
-    raise typer.Exit(run(name, only, json, select or None))
+    raise typer.Exit(run(name, only, json, select or None, every))

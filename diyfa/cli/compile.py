@@ -61,7 +61,7 @@ def resolve(target: str) -> str:
     return compile_npu.chip_name(target) or target
 
 
-def _reports(target: str, only: str | None, select: Mapping[str, Any] | None) -> Iterator[CompileReport]:
+def _reports(target: str, only: str | None, select: Mapping[str, Any] | None, every: int) -> Iterator[CompileReport]:
     name = backend_for(target)
     if select is not None and name != "npu":
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
@@ -70,7 +70,7 @@ def _reports(target: str, only: str | None, select: Mapping[str, Any] | None) ->
     compile_ = getattr(load_backend(name), "compile", None)
     if compile_ is None:
         raise ValueError(f"the {name} backend does not compile ahead of time")
-    yield from compile_(target, only) if select is None else compile_(target, only, select=select)
+    yield from compile_(target, only, every) if select is None else compile_(target, only, every, select=select)
 
 
 def _spills(report: CompileReport) -> str:
@@ -98,16 +98,17 @@ def _table(target: str, reports: list[CompileReport]) -> Table:
     return table(f"{target}: {len(reports)} compilations; spills in bytes", headings, rows, styles)
 
 
-def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None) -> int:
+def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None, every: int = 1) -> int:
     """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came.
 
-    `select` (Ascend chips only) compiles what it names instead of all that is shipped.
+    `select` (Ascend chips only) compiles what it names instead of all that is shipped; `every` each nth case of a
+    kernel.
     """
     target = resolve(target)
     reports: list[CompileReport] = []
     with progress_bar(not json) as progress:
         task = progress.add_task(f"compiling for {target}", total=None, note="")
-        for report in _reports(target, only, select):
+        for report in _reports(target, only, select, every):
             reports.append(report)
             progress.update(task, advance=1, note=f"{report.kernel} {report.case}")
     failed = [r for r in reports if not r.ok]

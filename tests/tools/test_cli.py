@@ -723,7 +723,7 @@ class Compiler:
     def __init__(self, ok):
         self.ok = ok
 
-    def compile(self, target, only=None):
+    def compile(self, target, only=None, every=1):
         yield CompileReport("cuda", target, "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536})
         yield CompileReport(
             "cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",), spill_budget=96
@@ -752,7 +752,7 @@ def test_compile_fits_80_columns(monkeypatch):
                       () if ok else ("spills 10552 bytes, 576 allowed",), spill_budget=10576)
         for ok in (True, False)
     ]  # fmt: skip
-    fixed = SimpleNamespace(compile=lambda target, only=None: iter(reports))
+    fixed = SimpleNamespace(compile=lambda target, only=None, every=1: iter(reports))
     monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: fixed)
     printed = invoke("compile", "sm_90", width=80).output
     assert all(len(line) <= 80 for line in printed.splitlines())
@@ -765,7 +765,7 @@ def test_compile_fits_80_columns(monkeypatch):
 
 def test_compiling_nothing_is_no_success(monkeypatch):
     empty = Compiler(True)
-    empty.compile = lambda target, only=None: iter(())
+    empty.compile = lambda target, only=None, every=1: iter(())
     monkeypatch.setattr("diyfa.cli.compile.load_backend", lambda name: empty)
     assert invoke("compile", "sm_90", "--only", "nothing").exit_code == 2
 
@@ -810,7 +810,7 @@ class AscendCompiler:
     def __init__(self):
         self.asked = None
 
-    def compile(self, target, only=None, select=None):
+    def compile(self, target, only=None, every=1, select=None):
         self.asked = (target, only, select)
         work = {
             "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
@@ -916,3 +916,13 @@ def test_a_selection_says_what_it_does_not_know(monkeypatch):
         Selection(tile=((100, 128),))
     with pytest.raises(ValueError, match="head_dim"):
         Selection(head_dim=(1000,))
+
+
+def test_some_cases_of_each_kernel():
+    from diyfa.problem import each_nth
+
+    jobs = [SimpleNamespace(kernel=name, case=case) for case in range(5) for name in ("a", "b")]
+    jobs.append(SimpleNamespace(kernel="c", case=0))
+    found = [(job.kernel, job.case) for job in each_nth(jobs, 3)]
+    assert found == [("a", 0), ("b", 0), ("a", 3), ("b", 3), ("c", 0)]
+    assert list(each_nth(jobs, 1)) == jobs

@@ -1,4 +1,5 @@
-"""Scripts that no test runs find what they import: benchmarks, and what is run by hand on a device."""
+"""Scripts that no test runs find what they import: benchmarks, and what is run by hand on a device. And what is said of
+tests is said of tests that exist."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampled import EVERY
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "manual").glob("*.py")])
@@ -22,3 +24,9 @@ def test_imports(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_tests_of_which_some_cases_run(name: str) -> None:
+    path, test = name.split("[")[0].split("::")
+    assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text()

@@ -1,0 +1,78 @@
+"""Tests of many cases alike, of which each nth runs by default: with all of them the tests take twice as long.
+
+The others are slow tests. `pytest -m slow` runs those, `pytest -m ''` all there are. Where a test has several
+parameters the number shares no factor with how many values they have, so that each value is among those that run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from targets import TARGETS
+
+# By file and name; "[npu" for those of that backend where its tensors lie on the CPU.
+EVERY = {
+    "cuda/test_clear.py::test_a_forward_pass_leaves_no_row_unwritten": 7,
+    "cuda/test_cuda_decode.py::test_a_row_is_bitwise_the_same_in_any_call": 3,
+    "cuda/test_cuda_decode.py::test_blocks_of_keys_in_pages_of_any_size": 5,
+    "cuda/test_cuda_decode.py::test_each_block_of_keys_is_seen_once": 5,
+    "cuda/test_cuda_decode.py::test_few_queries_of_many_keys_need_no_cache": 2,
+    "cuda/test_cuda_decode.py::test_no_other_memory_is_read": 5,
+    "cuda/test_cuda_decode.py::test_packed_sequences_without_queries_take_no_part": 5,
+    "cuda/test_cuda_decode.py::test_parts_that_are_apart_add_up_to_the_same_bits": 3,
+    "cuda/test_cuda_decode.py::test_places_of_lines_as_long_as_32_bits_count": 5,
+    "cuda/test_cuda_packed.py::test_a_packed_sequence_of_nan_reaches_no_other": 3,
+    "cuda/test_cuda_packed.py::test_memory_behind_a_sample_reaches_no_result": 3,
+    "cuda/test_cuda_tiles.py::test_tile": 5,
+    "frontend/test_ops.py::test_compile_with_any_window": 5,
+    "frontend/test_ops.py::test_compile_with_dropout_shown": 5,
+    "frontend/test_ops.py::test_exported_programs_are_trained_rightly": 5,
+    "frontend/test_recent_calls.py::test_a_call_that_differs_is_not_taken_for_it": 3,
+    "frontend/test_recent_calls.py::test_what_is_around_a_call_is_part_of_it": 7,
+    "frontend/test_registry.py::test_a_broken_plugin_breaks_nothing_else": 4,
+    "hopper/test_hopper_bwd.py::test_every_interleaving": 3,
+    "hopper/test_hopper_bwd.py::test_gradients": 2,
+    "hopper/test_hopper_bwd.py::test_gradients_that_are_to_be_added_up": 3,
+    "hopper/test_hopper_bwd.py::test_heads_whose_fp32_dq_shares_memory": 5,
+    "hopper/test_hopper_decode_mla.py::test_out_and_lse": 2,
+    "hopper/test_hopper_decode_mla.py::test_tiles_that_share_keys_are_walked_at_the_same_time": 3,
+    "hopper/test_hopper_features.py::test_results": 4,
+    "hopper/test_hopper_fixed_max.py::test_within_budget": 3,
+    "hopper/test_hopper_hostile.py::test_as_exact_as_a_running_maximum": 5,
+    "hopper/test_hopper_hostile.py::test_only_what_overflows_is_loaded_twice": 5,
+    "hopper/test_hopper_hostile.py::test_what_is_not_finite_shows_where_it_is_seen": 5,
+    "hopper/test_hopper_interpreted.py::test_a_bug_in_scheduling_is_reported": 2,
+    "hopper/test_hopper_interpreted.py::test_every_interleaving": 7,
+    "hopper/test_hopper_interpreted.py::test_results": 4,
+    "hopper/test_hopper_interpreted.py::test_tiles_drawn_by_programs_side_by_side": 5,
+    "hopper/test_hopper_packed_rows.py::test_no_row_is_left_unwritten": 5,
+    "hopper/test_hopper_prefill.py::test_out_and_lse": 4,
+    "hopper/test_hopper_synchronisation.py::test_nothing_is_superfluous": 4,
+    "integrations/test_pytorch_flash.py::test_another_implementation_in_the_registry": 3,
+    "npu/test_tile_scheduler.py::test_work_is_spread_evenly": 7,
+    "numerics/test_attention_matrix.py::test_attention[npu": 5,
+    "numerics/test_dropout_kernels.py::test_tiles_hold_the_defined_bits": 5,
+    "numerics/test_infinite_sinks.py::test_a_sink_of_minus_infinity_is_none": 4,
+    "numerics/test_kvcache_matrix.py::test_kvcache": 2,
+    "numerics/test_kvcache_matrix.py::test_offsets_that_nobody_checked_reach_no_other_memory": 4,
+    "numerics/test_kvcache_matrix.py::test_what_nobody_checked_is_written_nowhere": 3,
+    "numerics/test_propagation.py::test_all_that_depends": 5,
+    "numerics/test_strides.py::test_each_tensor_may_lie_otherwise_in_a_repeated_call": 3,
+}
+
+
+def left_out(items: list[Any]) -> Iterator[Any]:
+    """The items that do not run by default."""
+    on_cpu = "npu" in TARGETS and TARGETS["npu"].device != "npu"
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.split("[")[0].removeprefix("tests/")
+        if on_cpu and "[npu-" in item.nodeid:
+            name += "[npu"
+        every = EVERY.get(name)
+        if every and not any(item.iter_markers("slow")):
+            if seen[name] % every:
+                yield item
+            seen[name] += 1
