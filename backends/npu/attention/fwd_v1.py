@@ -33,6 +33,7 @@ from diyfa.backends.npu.attention.primitives import (
     load_tile,
     mask_tile,
     narrow,
+    row_range,
     running_max,
     store_row,
     store_tile,
@@ -67,7 +68,6 @@ def _fwd_v1_kernel(
         h = bh % heads_q
         hk = h // group
         sq, sk = effective_lengths(seq_lens_ptr, b, seqlen_q, seqlen_k, c.SEQ_LENS)
-        offset = sk - sq
         q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
         k_base = k_ptr + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
         v_base = v_ptr + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
@@ -78,15 +78,7 @@ def _fwd_v1_kernel(
             v_block = block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV)
             k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
             v = load_tile(v_block, PAD_DV)  # [BLOCK_N, BLOCK_DV]
-            # Query rows [lo, hi) that can see a key of this block.
-            lo = 0
-            hi = sq
-            if c.CAUSAL:
-                lo = tl.maximum(0, n0 - offset) // c.BLOCK_M * c.BLOCK_M
-            elif c.HAS_RIGHT:
-                lo = tl.maximum(0, n0 - offset - window_right) // c.BLOCK_M * c.BLOCK_M
-            if c.HAS_LEFT:
-                hi = tl.minimum(sq, n0 + c.BLOCK_N - offset + window_left)
+            lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
             for row0 in range(lo, hi, c.BLOCK_M):
                 q_block = block_at(q_base, sq, stride_qm, row0, 0, c.HEAD_DIM, c.BLOCK_M, c.BLOCK_D)
                 q = load_tile(q_block, PAD_D)  # [BLOCK_M, BLOCK_D]
