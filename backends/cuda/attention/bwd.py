@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.bwd_dbias import fill_bias_gradient
+from diyfa.backends.cuda.attention import bwd_dbias
 from diyfa.backends.cuda.attention.bwd_dkdv import _bwd_dkdv_kernel
 from diyfa.backends.cuda.attention.bwd_dq import _bwd_dq_kernel
 from diyfa.backends.cuda.attention.clear import backward_launches, clear
@@ -215,7 +215,10 @@ def attention_backward(
         run_dkdv(tuned_config("dkdv", problem, run_dkdv))
         run_dq(tuned_config("dq", problem, run_dq))
         if gradients.dbias is not None:
-            fill_bias_gradient(problem, tensors, dout, lse, delta, backward.scale, gradients.dbias)
+            arguments = (dout, lse, delta, backward.scale, gradients.dbias)
+            launch, sums = bwd_dbias.launch_of(problem, tensors, *arguments)
+            launch_kernel(launch)
+            bwd_dbias.add_up(sums, gradients.dbias)
         if gradients.dsinks is not None:
             assert tensors.sinks is not None, "dsinks are asked for where there are sinks"
             fill_dsinks(tensors.sinks, lse, delta, gradients.dsinks)

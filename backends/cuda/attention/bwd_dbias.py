@@ -42,7 +42,6 @@ from diyfa.backends.cuda.attention.scores import (
     visible_pairs,
 )
 from diyfa.backends.cuda.attention.tile_io import EQUAL, POINTER, cdiv, head_of, load_tile
-from diyfa.backends.cuda.runtime.launch import launch_kernel
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 NOTHING = tl.constexpr(0)
@@ -221,19 +220,9 @@ def launch_of(
     return described_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 
-def fill_bias_gradient(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    dout: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    dbias: torch.Tensor,
-) -> None:
-    """Launch the kernel and add up its partial sums; `dbias` has the shape of attn_bias."""
-    launch, out = launch_of(problem, tensors, dout, lse, delta, scale, dbias)
-    launch_kernel(launch)
-    if out.untyped_storage().data_ptr() != dbias.untyped_storage().data_ptr():
+def add_up(sums: torch.Tensor, dbias: torch.Tensor) -> None:
+    """Make `dbias` of what the launch filled, where that is not `dbias` itself."""
+    if sums.untyped_storage().data_ptr() != dbias.untyped_storage().data_ptr():
         shape = (1,) * (4 - dbias.dim()) + tuple(dbias.shape)
-        broadcast = [i for i in range(4) if shape[i] == 1 and out.shape[i] != 1]
-        dbias.copy_((out.sum(broadcast, keepdim=True) if broadcast else out).view(dbias.shape))
+        broadcast = [i for i in range(4) if shape[i] == 1 and sums.shape[i] != 1]
+        dbias.copy_((sums.sum(broadcast, keepdim=True) if broadcast else sums).view(dbias.shape))

@@ -58,13 +58,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vector_loop": 4},
     {"cube_loop": 2},
 )
-RESCUE: tuple[dict[str, Any], ...] = (
-    {"vector_loop": 1},
-    {"vector_loop": 2},
-    {"vector_loop": 4},
-    {"workspace_buffers": 2},
-    {"cube_loop": 2},
-)
 # Chips with the memories of another one, for which the same compilations are ranked.
 SIBLINGS = {
     "Ascend910B3": ("Ascend910B3", "Ascend910B2", "Ascend910_9362", "Ascend910_9381"),
@@ -370,7 +363,7 @@ class Search:
         size = best[0].area if best and best[0].accepted else SMALLEST
         # No option makes room in L0C, which holds the accumulators.
         lost = [c for c in first if not c.accepted and size < c.area <= RESCUED * size and "cc overflow" not in c.error]
-        yield from (replace(c.tile, **options) for c in lost for options in RESCUE)
+        yield from (replace(c.tile, **options) for c in lost for options in OPTIONS)
 
     def may_change(self, place: Place, tile: configs.AttentionTile, tried: list[Candidate]) -> bool:
         """Whether the options of `tile` may change anything: not where they left another shape, with the same trouble
