@@ -1,11 +1,14 @@
 """Tests of many cases alike, of which each nth runs by default: with all of them the tests take twice as long.
 
-The others are slow tests. `pytest -m slow` runs those, `pytest -m ''` all there are. Where a test has several
-parameters the number shares no factor with how many values they have, so that each value is among those that run.
+The others are slow tests. `pytest -m slow` runs those, `pytest -m ''` all there are. With DIYFA_TEST_EVERY=3 no more
+than each third case of any test runs: for a second environment, in which most of them would say the same again. Where a
+test has several parameters the number shares no factor with how many values they have, so that each value is among
+those that run.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -66,13 +69,13 @@ EVERY = {
 def left_out(items: list[Any]) -> Iterator[Any]:
     """The items that do not run by default."""
     on_cpu = "npu" in TARGETS and TARGETS["npu"].device != "npu"
+    at_least = int(os.environ.get("DIYFA_TEST_EVERY", "1"))
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.split("[")[0].removeprefix("tests/")
         if on_cpu and "[npu-" in item.nodeid:
             name += "[npu"
-        every = EVERY.get(name)
-        if every and not any(item.iter_markers("slow")):
-            if seen[name] % every:
+        if not any(item.iter_markers("slow")):
+            if seen[name] % max(EVERY.get(name, 1), at_least):
                 yield item
             seen[name] += 1
