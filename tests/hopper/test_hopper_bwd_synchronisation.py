@@ -100,7 +100,7 @@ def interpret_source(name: str, tree: ast.AST, folder: Path, monkeypatch: pytest
     modules = WIDE_BACKWARD_MODULES[:count]
     kernels = load_kernel({name: ast.unparse(tree)}, folder, modules)
     interpret_backward(monkeypatch, seed=3, interleave=True, kernels=kernels, multiprocessors=2)
-    monkeypatch.setattr(hopper_bwd.Sm90Backward, "_window", lambda backward: (2, 1))
+    monkeypatch.setattr(hopper_bwd.Sm90Backward, "_window", lambda backward: (1, 1, 2))
 
 
 @pytest.mark.parametrize("name", MODULES)
