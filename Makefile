@@ -50,9 +50,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # Architectures compiled, and processes that tests run in, side by side.
 JOBS ?= 2
-# Of each kernel the gate of NVIDIA's architectures compiles every case, or each nth: `make compile-gate-cuda CUDA_EVERY=3`.
+# Of each kernel the gate of NVIDIA's architectures compiles one in so many cases: `make compile-gate-cuda CUDA_EVERY=3`.
 CUDA_EVERY ?= 1
-# Of tests of many cases alike each nth runs (tests/support/sampled.py), and no more than this says of all others.
+# Of tests of many cases alike some run (tests/support/sampled.py), and one in so many cases of all others.
 TEST_EVERY ?= 1
 export DIYFA_TEST_EVERY := $(TEST_EVERY)
 # The slowest first, so that all processes end together. sm_86 has the tiles, limits and instructions of sm_89 but for

@@ -11,12 +11,12 @@ This module is all that a backend may import of diyfa besides the plain data of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from zlib import crc32
 
 import torch
 
@@ -520,18 +520,23 @@ class CompileReport:
 class _OfKernel(Protocol):
     @property
     def kernel(self) -> str: ...
+    @property
+    def case(self) -> str: ...
 
 
 OfKernel = TypeVar("OfKernel", bound=_OfKernel)
 
 
-def each_nth(jobs: Iterable[OfKernel], every: int) -> Iterator[OfKernel]:
-    """Of what is to be compiled every nth case of each kernel, the first of them included."""
-    seen: Counter[str] = Counter()
+def one_in(every: int, jobs: Iterable[OfKernel], target: str) -> Iterator[OfKernel]:
+    """Of what is to be compiled for `target` the first case of each kernel and one in `every` of the others.
+
+    By a checksum of their names, since every nth of a list may be the same tile throughout. Another target has others.
+    """
+    seen = set()
     for job in jobs:
-        if seen[job.kernel] % every == 0:
+        if job.kernel not in seen or crc32(f"{target} {job.kernel} {job.case}".encode()) % every == 0:
             yield job
-        seen[job.kernel] += 1
+        seen.add(job.kernel)
 
 
 class ToolMissing(RuntimeError):

@@ -219,7 +219,7 @@ def report(
 def compile(
     target: Annotated[str | None, typer.Argument(help="sm_90, Ascend910B3, 910B3 or another of --list.")] = None,
     only: Annotated[str | None, typer.Option(help="Only kernels or cases whose name contains this.")] = None,
-    every: Annotated[int, typer.Option(min=1, help="Of each kernel only every nth case.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Of each kernel one in so many cases.")] = 1,
     chip: Annotated[str | None, typer.Option(help="The same as TARGET.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Ascend: fwd, dq, dkdv or dbias; may be repeated.")] = None,
     dtype: Annotated[

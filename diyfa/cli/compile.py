@@ -101,8 +101,8 @@ def _table(target: str, reports: list[CompileReport]) -> Table:
 def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | None = None, every: int = 1) -> int:
     """Compile, print, and return the exit status: 0 when every report is ok, 1 when one is not, 2 when none came.
 
-    `select` (Ascend chips only) compiles what it names instead of all that is shipped; `every` each nth case of a
-    kernel.
+    `select` (Ascend chips only) compiles what it names instead of all that is shipped; `every` one in so many
+    cases of a kernel.
     """
     target = resolve(target)
     reports: list[CompileReport] = []

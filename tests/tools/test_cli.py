@@ -919,10 +919,15 @@ def test_a_selection_says_what_it_does_not_know(monkeypatch):
 
 
 def test_some_cases_of_each_kernel():
-    from diyfa.problem import each_nth
+    from diyfa.problem import one_in
 
-    jobs = [SimpleNamespace(kernel=name, case=case) for case in range(5) for name in ("a", "b")]
-    jobs.append(SimpleNamespace(kernel="c", case=0))
-    found = [(job.kernel, job.case) for job in each_nth(jobs, 3)]
-    assert found == [("a", 0), ("b", 0), ("a", 3), ("b", 3), ("c", 0)]
-    assert list(each_nth(jobs, 1)) == jobs
+    jobs = [
+        SimpleNamespace(kernel=name, case=f"{case} of {tile}") for name in "ab" for case in range(100) for tile in "xyz"
+    ]
+    jobs.append(SimpleNamespace(kernel="c", case="0"))
+    for target in ("sm_80", "sm_90"):
+        found = list(one_in(3, jobs, target))
+        assert {(job.kernel, job.case[-1]) for job in found} == {*itertools.product("ab", "xyz"), ("c", "0")}
+        assert 150 < len(found) < 250
+    assert found != list(one_in(3, jobs, "sm_80"))
+    assert list(one_in(1, jobs, "sm_90")) == jobs

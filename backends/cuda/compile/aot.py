@@ -29,7 +29,7 @@ from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.compile.sass import disassembled, spills_in_loops
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS
-from diyfa.problem import CompileReport, Launch, each_nth
+from diyfa.problem import CompileReport, Launch, one_in
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Kernel files of this package that list what to compile.
@@ -217,7 +217,7 @@ def compile_all(
         arch: such as "sm_90".
         spec_sources: functions `compile_specs(arch)`.
         only: compile the specs whose "kernel case" contains this.
-        every: compile each nth case of a kernel.
+        every: compile one in so many cases of a kernel.
 
     Raises:
         ValueError: unknown architecture, or a spec that does not fit its kernel.
@@ -228,4 +228,5 @@ def compile_all(
         modules = [importlib.import_module(f"diyfa.backends.cuda.{name}") for name in KERNEL_MODULES]
         spec_sources = [module.compile_specs for module in modules]
     specs = [spec for source in spec_sources for spec in source(arch)]
-    yield from (compile_spec(arch, spec) for spec in each_nth((x for x in specs if matches(x, only)), every))
+    chosen = one_in(every, [spec for spec in specs if matches(spec, only)], arch)
+    yield from (compile_spec(arch, spec) for spec in chosen)

@@ -39,7 +39,7 @@ from diyfa.backends.npu.compiler.specs import Job, conservative_jobs, shipped_jo
 from diyfa.backends.npu.runtime.compiler import first_error
 from diyfa.backends.npu.tables import configs
 from diyfa.npu_stacks import TRITON_ASCEND, installed_version, triton_problem
-from diyfa.problem import CompileReport, ToolMissing, each_nth
+from diyfa.problem import CompileReport, ToolMissing, one_in
 
 JOBS = os.cpu_count() or 2  # back-half processes at a time
 TIMEOUT_S = 300
@@ -351,7 +351,7 @@ def compile_all(
     target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
 ) -> Iterator[CompileReport]:
     """Reports of every shipped kernel for the chip `target`; `only` keeps jobs whose "kernel case" contains it, and
-    `every` each nth case of a kernel.
+    `every` one in so many cases of a kernel.
 
     `select` compiles what it names instead (see selection.py). Raises ValueError for an unknown chip or a selection
     that names nothing, CompilerMissing when a compiler is not installed.
@@ -360,7 +360,7 @@ def compile_all(
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
     jobs = (job for job in source if only is None or only in f"{job.kernel} {job.case}")
-    yield from compile_jobs(each_nth(jobs, every), target)
+    yield from compile_jobs(one_in(every, jobs, target), target)
 
 
 def compile_conservative(target: str, only: str | None = None) -> Iterator[CompileReport]:
@@ -374,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diyfa.backends.npu.compiler.aot", description=main.__doc__)
     parser.add_argument("target", help="chip, such as Ascend910B3 or Ascend950PR_9589")
     parser.add_argument("--only", help='keep kernels whose "kernel case" contains this')
-    parser.add_argument("--every", type=int, default=1, help="of each kernel every nth case")
+    parser.add_argument("--every", type=int, default=1, help="of each kernel one in so many cases")
     parser.add_argument("--full", action="store_true", help="every feature in every dtype and head-dim class")
     parser.add_argument("--conservative", action="store_true", help="the conservative tiles, with the oldest release")
     asked = parser.parse_args(arguments)
