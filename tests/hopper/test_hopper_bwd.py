@@ -219,6 +219,26 @@ def test_the_order_of_the_blocks_of_keys(last_heads: int) -> None:
     assert found == [(head // 3, head % 3, block * 64) for head, block in drawn(6, 3, last_heads)]
 
 
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256)], ids=str)
+def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of those at work, where blocks of keys differ in length and may come in any order."""
+    monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device: 132)
+    d, dv = widths
+    q, k, v, dout, lse = (torch.zeros(1, 40, 640, *columns) for columns in ((d,), (d,), (dv,), (dv,), ()))
+    q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
+    causal = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 40, 40, 640, 640, d, dv, -1, 0)
+    found = []
+    for problem in (causal, causal.replace(window_left=100), causal.replace(window_right=-1)):
+        tensors = AttentionTensors(q, k, v, 0.1)
+        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
+        found.append(backward.gradient(dout, k, v).arguments["last_heads"])
+    assert found == [14 if d == 256 else 20, 1, 1]
+    if d == 64:
+        problem = causal.replace(deterministic=True)
+        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
+        assert backward.gradient(dout, k, v).arguments["last_heads"] == 1
+
+
 @pytest.mark.parametrize("window_right", [-1, 0])
 def test_programs_wait_for_lower_numbers_only(window_right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A share is drawn behind all keys of its head, and keys of a head behind all shares of the one that had its
