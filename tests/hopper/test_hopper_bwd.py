@@ -197,31 +197,44 @@ ROLLING = [
 def test_heads_whose_fp32_dq_shares_memory(
     case: AttentionCase, window: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(last_heads, lag, slots): as few as can be, and some, for many more heads."""
+    """(heads_in_turns, lag, slots): as few as can be, and some, for many more heads."""
     monkeypatch.setattr(bwd_launch.Sm90Backward, "_window", lambda backward: window)
     kernel = interpret_backward(monkeypatch, seed=sum(window), interleave=True, multiprocessors=3)
     assert not run_backward(case)
     assert kernel.launches == 1
 
 
-def drawn(heads: int, blocks: int, last_heads: int) -> list[tuple[int, int]]:
-    """(head, block of keys) in the order of program numbers: head after head, and the last ones in turns."""
-    first = heads - last_heads
+def drawn(heads: int, blocks: int, heads_in_turns: int, deterministic: bool = False) -> list[tuple[int, int]]:
+    """(head, block of keys) in the order of program numbers: head after head, and the last ones in turns; or all in
+    turns, so many at a time, and each from its last block to the first."""
+    if deterministic:
+        turns = (range(first, min(first + heads_in_turns, heads)) for first in range(0, heads, heads_in_turns))
+        return [(head, block) for some in turns for block in reversed(range(blocks)) for head in some]
+    first = heads - heads_in_turns
     apart = [(head, block) for head in range(first) for block in range(blocks)]
     return apart + [(head, block) for block in range(blocks) for head in range(first, heads)]
 
 
-@pytest.mark.parametrize("last_heads", [1, 2, 5, 6])
-def test_the_order_of_the_blocks_of_keys(last_heads: int) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads_in_turns", [1, 2, 4, 5, 6])
+def test_the_order_of_the_blocks_of_keys(heads_in_turns: int, deterministic: bool) -> None:
     found = hopper_key_block_kernel.order(
-        batch=2, heads_kv=3, group_size=4, seqlen_k=130, last_heads=last_heads, block_n=64
+        batch=2,
+        heads_kv=3,
+        group_size=4,
+        seqlen_k=130,
+        heads_in_turns=heads_in_turns,
+        block_n=64,
+        deterministic=deterministic,
     )
-    assert found == [(head // 3, head % 3, block * 64) for head, block in drawn(6, 3, last_heads)]
+    expected = drawn(6, 3, heads_in_turns, deterministic)
+    assert found == [(head // 3, head % 3, block * 64) for head, block in expected]
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256)], ids=str)
 def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of those at work, where blocks of keys differ in length and may come in any order."""
+    """Half of those at work: where blocks of keys differ in length and may come in any order, or where those of a head
+    would all begin with the same queries, for which they wait for each other."""
     monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device: 132)
     d, dv = widths
     q, k, v, dout, lse = (torch.zeros(1, 40, 640, *columns) for columns in ((d,), (d,), (dv,), (dv,), ()))
@@ -231,19 +244,27 @@ def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.Mon
     for problem in (causal, causal.replace(window_left=100), causal.replace(window_right=-1)):
         tensors = AttentionTensors(q, k, v, 0.1)
         backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
-        found.append(backward.gradient(dout, k, v).arguments["last_heads"])
+        found.append(backward.gradient(dout, k, v).arguments["heads_in_turns"])
     assert found == [14 if d == 256 else 20, 1, 1]
     if d == 64:
-        problem = causal.replace(deterministic=True)
-        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
-        assert backward.gradient(dout, k, v).arguments["last_heads"] == 1
+        found = []
+        for right, left in ((0, -1), (-1, -1), (-1, 100)):
+            problem = causal.replace(deterministic=True, window_right=right, window_left=left)
+            backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.config_of(problem), lse, q)
+            found.append(backward.gradient(dout, k, v).arguments["heads_in_turns"])
+        assert found == [1, 14, 1]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window_right", [-1, 0])
-def test_programs_wait_for_lower_numbers_only(window_right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_wait_for_lower_numbers_only(
+    window_right: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A share is drawn behind all keys of its head, and keys of a head behind all shares of the one that had its
     memory: those that wait may be all that run."""
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64, -1, window_right)
+    problem = problem.replace(deterministic=deterministic)
+    in_turns = deterministic == (window_right < 0)
     seen = set()
     for multiprocessors in (1, 2, 132):
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=multiprocessors: count)
@@ -255,7 +276,7 @@ def test_programs_wait_for_lower_numbers_only(window_right: int, monkeypatch: py
             config = bwd_configs.config_of(some)
             backward = bwd_launch.Sm90Backward(some, AttentionTensors(q, k, k, 1.0), config, lse, dq)
             blocks, slots, lag = -(-seqlen_k // config.block_n), backward.slots, backward.lag
-            order = drawn(heads, blocks, backward.last_heads)
+            order = drawn(heads, blocks, backward.heads_in_turns, deterministic)
             first, last = {}, {}
             for number, (head, _) in enumerate(order):
                 first.setdefault(head, number)
@@ -264,9 +285,9 @@ def test_programs_wait_for_lower_numbers_only(window_right: int, monkeypatch: py
                 shares = range((head + lag) * blocks, (head + lag + 1) * blocks)  # who draws them
                 assert last[head] < shares[0]
                 assert head + slots >= heads or shares[-1] < first[head + slots]
-            assert (backward.last_heads > 1) <= (window_right == 0)
-            seen.add((slots < heads, backward.last_heads > 1))
-    assert seen == {(False, False), (True, False)} | ({(False, True), (True, True)} if window_right == 0 else set())
+            assert (backward.heads_in_turns > 1) <= in_turns
+            seen.add((slots < heads, backward.heads_in_turns > 1))
+    assert seen == {(False, False), (True, False)} | ({(False, True), (True, True)} if in_turns else set())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

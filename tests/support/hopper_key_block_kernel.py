@@ -37,11 +37,11 @@ def _key_blocks_kernel(cases_ptr, out_ptr, count, MANY: gl.constexpr, config: gl
 
 @gluon.jit
 def _order_kernel(
-    out_ptr, heads_q, group_size, batch, seqlen_k, last_heads, count, MANY: gl.constexpr, config: gl.constexpr
+    out_ptr, heads_q, group_size, batch, seqlen_k, heads_in_turns, count, MANY: gl.constexpr, config: gl.constexpr
 ):
     at = gl.program_id(0) * MANY + gl.arange(0, MANY, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, last_heads)
-    keys = _key_block(at, sizes, config)
+    sizes = Sizes(heads_q, group_size, batch, 1, seqlen_k, 0, 0, -1, -1, None, None, heads_in_turns)
+    keys = _key_block(gl.minimum(at, count - 1), sizes, config)
     exists = at < count
     gl.store(out_ptr + at * 3, keys.b, mask=exists)
     gl.store(out_ptr + at * 3 + 1, keys.hk, mask=exists)
@@ -57,14 +57,14 @@ def constants(block_m: int, block_n: int, has_left: bool, has_right: bool, deter
 
 
 def order(
-    batch: int, heads_kv: int, group_size: int, seqlen_k: int, last_heads: int, block_n: int
+    batch: int, heads_kv: int, group_size: int, seqlen_k: int, heads_in_turns: int, block_n: int, deterministic: bool
 ) -> list[tuple[int, int, int]]:
     """(sample, head of K, first key) of each program."""
     count = batch * heads_kv * -(-seqlen_k // block_n)
     out = torch.full((count, 3), -1, dtype=torch.int32)
-    config = constants(block_n, block_n, False, False, False)
+    config = constants(block_n, block_n, False, False, deterministic)
     InterpretedKernel(_order_kernel)[(-(-count // MANY),)](
-        out, heads_kv * group_size, group_size, batch, seqlen_k, last_heads, count, MANY=MANY, config=config
+        out, heads_kv * group_size, group_size, batch, seqlen_k, heads_in_turns, count, MANY=MANY, config=config
     )
     return [tuple(row) for row in out.tolist()]
 

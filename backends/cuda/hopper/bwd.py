@@ -675,7 +675,7 @@ def _bwd_sm90_kernel(
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
-    last_heads,  # see `_key_block`
+    heads_in_turns,  # see `_key_block`
     dq_slots, dq_lag,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
@@ -726,7 +726,7 @@ def _bwd_sm90_kernel(
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, last_heads,
+        lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
     shared = Shared(
         config, k_buffers, v_buffers, q_buffers, do_buffers, statistics, k_full, v_full, out_buffers, queries, gradients

@@ -65,7 +65,7 @@ class Sm90Backward:
         self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
         if config.form == "columns":  # whose dQ is added up in registers
             self.dq_blocks = 0
-        self.last_heads, self.lag, self.slots = self._window()
+        self.heads_in_turns, self.lag, self.slots = self._window()
         if self.rolling:
             group = problem.heads_q // problem.heads_kv
             self.dq_blocks = self.slots * group * cdiv(problem.seqlen_q, config.block_m)
@@ -85,8 +85,8 @@ class Sm90Backward:
         )
 
     def _window(self) -> tuple[int, int, int]:
-        """How many heads of K take turns at the end (`_key_block`), and `lag` and `slots` of `RollingDq`: how many lie
-        between adding and converting, and of how many the fp32 dQ has room for.
+        """How many heads of K take turns (`_key_block`), and `lag` and `slots` of `RollingDq`: how many lie between
+        adding and converting, and of how many the fp32 dQ has room for.
 
         While a program works at a block of keys about as many others are drawn as there are programs; under a causal
         mask, where the first block of a head takes twice the average, twice as many. So many heads are at work.
@@ -95,8 +95,12 @@ class Sm90Backward:
         heads, blocks = problem.batch * problem.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
         programs = min(self.programs, multiprocessors(self.out.device) or FULL_GPU)
         at_work = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
+        half = cdiv(at_work, 2)
+        if self.in_order and problem.window_left < 0 and not problem.causal:
+            lag = min(at_work + cdiv(half, 2), heads)  # since heads that take turns are done later
+            return half, lag, min(2 * lag, heads)
         differ = problem.causal and problem.window_left < 0 and not self.in_order
-        return cdiv(at_work, 2) if differ else 1, at_work, min(2 * at_work, heads)
+        return half if differ else 1, at_work, min(2 * at_work, heads)
 
     def _boxes(self, head_dim: int) -> int:
         """TMA boxes of a tile, at least one for each consumer that has columns of its own."""
@@ -220,7 +224,7 @@ class Sm90Backward:
                 self.statistics, list(self.statistics.shape), [config.block_m, 1], [1, config.block_m], rows
             ),
             **of_dq,
-            "last_heads": self.last_heads,
+            "heads_in_turns": self.heads_in_turns,
         }
         values = Sm90BwdConstants(
             block_m=config.block_m,

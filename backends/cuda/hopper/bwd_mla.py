@@ -307,7 +307,7 @@ def _bwd_mla_kernel(
     lengths_q_ptr, lengths_k_ptr,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
-    last_heads,  # see `_key_block`
+    heads_in_turns,  # see `_key_block`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
@@ -341,7 +341,7 @@ def _bwd_mla_kernel(
 
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        lengths_q_ptr, lengths_k_ptr, last_heads,
+        lengths_q_ptr, lengths_k_ptr, heads_in_turns,
     )  # fmt: skip
     keys = _key_block(gl.program_id(0), sizes, config)
     shared = MlaShared(

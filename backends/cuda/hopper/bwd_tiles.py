@@ -20,7 +20,7 @@ BOX = gl.constexpr(BOX_COLUMNS)
 # Arguments of which Triton shall compile no more than one version.
 SIZES = (
     "heads_q", "group_size", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right",
-    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "last_heads",
+    "steps_qb", "steps_qm", "steps_kb", "steps_kn", "steps_vb", "steps_vn", "steps_dob", "steps_dom", "heads_in_turns",
 )  # fmt: skip
 LENGTH_POINTERS = ("lengths_q_ptr", "lengths_k_ptr")
 
@@ -40,7 +40,7 @@ class Sizes:
     window_right: gl.tensor | gl.constexpr
     lengths_q_ptr: gl.tensor | gl.constexpr  # None where all are EQUAL
     lengths_k_ptr: gl.tensor | gl.constexpr
-    last_heads: gl.tensor | gl.constexpr  # of K: see `_key_block`
+    heads_in_turns: gl.tensor | gl.constexpr  # of K: see `_key_block`
 
 
 @gluon.jit
@@ -127,14 +127,19 @@ def _key_block(pid, sizes, config):
 
     Under a causal mask the first keys of a head have the most queries: longest first, but for DETERMINISTIC, where dQ
     is added up from the last keys to the first (`KeyBlock.turn`). The last heads take turns, since the longest blocks
-    of the very last one would begin when there is little else to do.
+    of the very last one would begin when there is little else to do. With DETERMINISTIC all do, so many at a time:
+    blocks of one head that began together would wait for each other at each block of queries.
     """
     blocks_n = gl.cdiv(sizes.seqlen_k, config.BLOCK_N)
     heads_kv = sizes.heads_q // sizes.group_size
-    first = sizes.batch * heads_kv - sizes.last_heads
+    heads = sizes.batch * heads_kv
+    first = heads - sizes.heads_in_turns
+    if config.DETERMINISTIC:
+        first = pid // (sizes.heads_in_turns * blocks_n) * sizes.heads_in_turns
+    taking_turns = gl.minimum(sizes.heads_in_turns, heads - first)
     rest = pid - first * blocks_n
-    head = gl.where(rest < 0, pid // blocks_n, first + rest % sizes.last_heads)
-    block_n = gl.where(rest < 0, pid % blocks_n, rest // sizes.last_heads)
+    head = gl.where(rest < 0, pid // blocks_n, first + rest % taking_turns)
+    block_n = gl.where(rest < 0, pid % blocks_n, rest // taking_turns)
     if config.DETERMINISTIC:
         block_n = blocks_n - 1 - block_n
     col0 = block_n * config.BLOCK_N
