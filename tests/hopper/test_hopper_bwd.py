@@ -174,6 +174,49 @@ def test_gradients_that_are_to_be_added_up(main: str, case: AttentionCase, monke
         assert torch.equal(wide.to(q.dtype), narrow) and not torch.equal(wide, narrow.float())
 
 
+PARTS = {
+    "_bwd_sm90_kernel": [
+        case("heads_bshd", heads=8, heads_kv=2, layout="bshd", batch=2, seqlen_q=70, seqlen_k=140, causal=True),
+        case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, causal=True),
+        case("samples", heads=4, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True, dtype="float16"),
+        case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
+        case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
+    ],
+    "_bwd_wide_dkdv_kernel": [case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100)],
+    "_bwd_mla_kernel": [
+        case("latent", heads=4, head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("main", "case"), [pytest.param(main, case, id=case.name) for main, cases in PARTS.items() for case in cases]
+)
+def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one part per two query heads or, where a group is odd, per one: more programs, the same gradients."""
+    group = case.heads // case.heads_kv
+    monkeypatch.setattr(bwd_launch, "parts_of", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group)
+    kernel = interpret_backward(monkeypatch, seed=5, main=main, interleave=True, multiprocessors=3)
+    assert not run_backward(case)
+    assert kernel.launches == bwd_launch._sum_parts_kernel.launches == 1
+
+
+def test_how_many_parts_a_group_has() -> None:
+    """As few as give each of 132 multiprocessors about two blocks of keys, none of fewer than 512 queries."""
+    one = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 8, 1, 8192, 8192, 128, 128, -1, 0)
+    tile = bwd_configs.config_of(one)
+
+    def parts(**changes: Any) -> int:
+        return bwd_configs.parts_of(one.replace(**changes), tile, 132)
+
+    assert [parts(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [parts(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
+    assert parts(heads_q=7) == 7
+    assert [parts(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
+    packed = {"layout": VARLEN, "batch": 64, "seqlen_q": 1024, "seqlen_k": 1024, "total_q": 8192}
+    assert [parts(**packed, total_k=n) for n in (0, 8192, 16384, 65536)] == [8, 4, 2, 1]
+
+
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_interleaving(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

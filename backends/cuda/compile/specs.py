@@ -283,6 +283,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
+    divided = {"batch": 2, "total_k": 2048}  # whose groups of query heads are divided (`hopper/bwd_parts.py`)
     for d, dtype, causal, changes in (
         (64, "bfloat16", False, {}),
         (64, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
@@ -298,8 +299,12 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (192, "bfloat16", True, {**packed, "head_dim_v": 128, "softcap": 0.0}),
         (192, "bfloat16", False, {"head_dim_v": 128, "out_dtype": "float32"}),
         (192, "bfloat16", True, {}),
+        (64, "float16", True, divided),
+        (128, "bfloat16", False, {**divided, "deterministic": True}),
+        (128, "bfloat16", True, {**packed, **divided}),
+        (192, "float16", True, {**divided, "head_dim_v": 128, "sinks": True}),
     ):
-        problem = _problem(arch, dtype, d, causal).replace(**changes)
+        problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
         tensors, out, lse = tensors_of(problem)
         summed = getattr(torch, problem.out_dtype or dtype)
         gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
@@ -309,16 +314,23 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         features += "+deterministic" if problem.deterministic else ""
         case = f"{dtype} D={d} {features} {backward.config.block_m}x{backward.config.block_n}"
         case += f" to {problem.out_dtype}" if problem.out_dtype else ""
+        case += f" in {backward.parts} parts" if backward.parts > 1 else ""
         budget = HOPPER_BWD_FEATURE_SPILLS if problem.softcap else HOPPER_BWD_SPILLS
         budget = HOPPER_BWD_MLA_SPILLS if backward.config.form == "mla" else budget
         out, dout = (x.to(tensors.q.dtype) for x in (out, dout))  # whole ones, whatever parts are added up in
         dlse = None if delta is None else torch.empty_like(lse)
-        names = [("attention_bwd/sm90_prepare", 0), ("attention_bwd/sm90", budget), ("attention_bwd/sm90_convert", 0)]
-        if backward.config.form == "columns":
-            names[1:] = [("attention_bwd/sm90_dkdv", budget), ("attention_bwd/sm90_dq", budget)]
-        launches = backward.launches(out, dout, dlse, delta, gradients)
-        for (name, of_kernel), launch in zip(names, launches, strict=False):  # not each has the last one
-            yield spec_of(launch, name, case, of_kernel)
+        names = {
+            "_prepare_kernel": ("prepare", 0),
+            "_bwd_sm90_kernel": ("", budget),
+            "_bwd_mla_kernel": ("", budget),
+            "_bwd_wide_dkdv_kernel": ("dkdv", budget),
+            "_bwd_wide_dq_kernel": ("dq", budget),
+            "_convert_kernel": ("convert", 0),
+            "_sum_parts_kernel": ("sum_parts", 0),
+        }
+        for launch in backward.launches(out, dout, dlse, delta, gradients):
+            name, of_kernel = names[launch.kernel.__name__]
+            yield spec_of(launch, f"attention_bwd/sm90{name and '_' + name}", case, of_kernel)
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:

@@ -1,7 +1,7 @@
 """Attention backward for Hopper (sm_90): one loop for dQ, dK and dV, in Gluon.
 
 A program takes one block of BLOCK_N = 128 keys of a head after another, and for each goes through the queries of every
-head in the group. One warp finds the blocks and copies tiles to shared memory through TMA, two others add dQ to global
+head in the group, or in a part of it (`bwd_parts.py`). One warp finds the blocks and copies tiles to shared memory through TMA, two others add dQ to global
 memory, and two warpgroups, each with 64 of the keys, do the rest. For each block of BLOCK_M queries a consumer forms
 
     Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),  dPᵀ = V dOᵀ,  dSᵀ = Pᵀ * (dPᵀ - delta),  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ = dS K
@@ -220,6 +220,7 @@ class Inputs:
     steps_vn: gl.tensor
     steps_dob: gl.tensor
     steps_dom: gl.tensor
+    parts: gl.tensor | gl.constexpr  # of a group's query heads (`bwd_parts.py`)
 
 
 @aggregate
@@ -244,16 +245,17 @@ def _load_keys(keys, shared, inputs):
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
+    hk = keys.hk // inputs.parts
     end_k = end_of(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
     end_v = end_of(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
-            inputs.k_tensor, b, keys.hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
+            inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
             shared.k_buffers, c, shared.k_full.index(c), config.BOXES, RAGGED,
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
-            inputs.v_tensor, b, keys.hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
+            inputs.v_tensor, b, hk, keys.col0 + c * ROWS, end_v, keys.n_keys,
             shared.v_buffers, c, shared.v_full.index(c), config.BOXES_V, RAGGED,
         )  # fmt: skip
 
@@ -676,6 +678,7 @@ def _bwd_sm90_kernel(
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
     heads_in_turns,  # see `_key_block`
+    parts,  # of a group's query heads (`bwd_parts.py`)
     dq_slots, dq_lag,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
@@ -733,7 +736,7 @@ def _bwd_sm90_kernel(
     )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
-        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
+        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom, parts,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")

@@ -1,8 +1,9 @@
-"""Launches of the Hopper backward (`hopper/bwd.py`, `bwd_mla.py`, `bwd_wide*.py`), and the memory between them."""
+"""Launches of the Hopper backward (`hopper/bwd*.py`), and the memory between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, has_few_steps, ragged_descriptor, steps_of
 from diyfa.backends.cuda.hopper.bwd import Sm90BwdConstants, _bwd_sm90_kernel
-from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages
+from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS, Sm90BwdConfig, config_of, dq_stages, parts_of
 from diyfa.backends.cuda.hopper.bwd_dq import (
     DQ_COLUMNS,
     DQ_ROWS,
@@ -27,6 +28,7 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
+from diyfa.backends.cuda.hopper.bwd_parts import PartsConstants, _sum_parts_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
@@ -58,28 +60,35 @@ class Sm90Backward:
         if config.form == "mla":
             self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
         blocks = blocks_of(problem, config.block_m)
-        self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * problem.heads_kv
+        self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
+        self.parts = parts_of(problem, config, self.multiprocessors)
+        self.heads_kv = problem.heads_kv * self.parts  # each with a part of a group
+        self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
         if config.form == "keys":
-            self.programs = min(self.programs, multiprocessors(dq.device) or FULL_GPU)
+            self.programs = min(self.programs, self.multiprocessors)
         self.in_order = problem.deterministic and config.form == "keys"
         self.dq_blocks, self.rolling, of_counts = blocks, _can_roll(problem, config, dq), 0
         if config.form == "columns":  # whose dQ is added up in registers
             self.dq_blocks = 0
         self.heads_in_turns, self.lag, self.slots = self._window()
         if self.rolling:
-            group = problem.heads_q // problem.heads_kv
-            self.dq_blocks = self.slots * group * cdiv(problem.seqlen_q, config.block_m)
+            self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
             of_counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
         # One allocation, of which the parts begin at multiples of 16 bytes.
         of_dq, of_statistics = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS, blocks * config.block_m * 2
-        parts = (of_dq, of_statistics, 4, of_counts, blocks * CONSUMERS if self.in_order else 0)
-        self.workspace = lse.new_empty(sum(parts))
-        dq_sums, statistics, counter, counts, semaphores = self.workspace.split(parts)
+        rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+        shapes = [(*rows, self.heads_kv, d) for d in (problem.head_dim, problem.head_dim_v)]
+        of_parts = [prod(shape) if self.parts > 1 else 0 for shape in shapes]
+        of_semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
+        sizes = (of_dq, of_statistics, 4, of_counts, of_semaphores, *of_parts)
+        self.workspace = lse.new_empty(sum(sizes))
+        dq_sums, statistics, counter, counts, semaphores, *dk_dv = self.workspace.split(sizes)
         self.dq = dq_sums.view(-1, DQ_COLUMNS.value) if of_dq else None
         self.statistics = statistics.view(-1, config.block_m)
         self.counter = counter.view(torch.int32)
         self.counts = counts.view(torch.int32) if self.rolling else None
         self.semaphores = semaphores.view(torch.int32) if self.in_order else None
+        self.dk_dv_parts = [x.view(shape) for x, shape in zip(dk_dv, shapes, strict=True)] if self.parts > 1 else []
         self.lengths = (
             (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens, tensors.seq_lens)
         )
@@ -92,8 +101,8 @@ class Sm90Backward:
         mask, where the first block of a head takes twice the average, twice as many. So many heads are at work.
         """
         problem = self.problem
-        heads, blocks = problem.batch * problem.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
-        programs = min(self.programs, multiprocessors(self.out.device) or FULL_GPU)
+        heads, blocks = problem.batch * self.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
+        programs = min(self.programs, self.multiprocessors)
         at_work = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
         half = cdiv(at_work, 2)
         if self.in_order and problem.window_left < 0 and not problem.causal:
@@ -201,8 +210,11 @@ class Sm90Backward:
         return {f"{name}_tensor": box, f"{name}_ptr": x if direct else None}
 
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Fills dk and dv, and adds up the fp32 dQ, but for "columns"; fills dq, too, where it is `rolling`."""
+        """Fills dk and dv or their parts, and adds up the fp32 dQ, but for "columns"; fills dq, too, where it is
+        `rolling`."""
         problem, config = self.problem, self.config
+        if self.parts > 1:
+            dk, dv = (x.transpose(1, 2) if problem.layout == "bhsd" else x for x in self.dk_dv_parts)
         rows = gl.NVMMASharedLayout(0, 32, 2)
         dq_box = [DQ_ROWS.value, DQ_COLUMNS.value]
         of_dq: dict[str, Any] = {"dq_ptr": self.dq}
@@ -225,6 +237,8 @@ class Sm90Backward:
             ),
             **of_dq,
             "heads_in_turns": self.heads_in_turns,
+            "group_size": problem.heads_q // self.heads_kv,
+            "parts": self.parts,
         }
         values = Sm90BwdConstants(
             block_m=config.block_m,
@@ -275,6 +289,30 @@ class Sm90Backward:
         grid = blocks_of(problem, BLOCK_M.value)
         return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
 
+    def sum_parts(self, dk: torch.Tensor, dv: torch.Tensor) -> tuple[Launch, ...]:
+        """Fills dk and dv from their parts, where there are any."""
+        problem = self.problem
+        if self.parts == 1:
+            return ()
+        dk_parts, dv_parts = self.dk_dv_parts
+        arguments = {
+            "dk_parts_ptr": dk_parts,
+            "dv_parts_ptr": dv_parts,
+            "lengths_q_ptr": self.lengths[0],
+            "lengths_k_ptr": self.lengths[1],
+            "dk_ptr": dk,
+            "dv_ptr": dv,
+            **strides(problem.layout, dk=dk, dv=dv),
+            **self._sizes(),
+            "heads_kv": problem.heads_kv,
+            "parts": self.parts,
+            "head_dim": problem.head_dim,
+            "head_dim_v": problem.head_dim_v,
+        }
+        del arguments["heads_q"]
+        grid = cdiv(problem.seqlen_k, ROWS.value) * problem.batch * problem.heads_kv
+        return (Launch(_sum_parts_kernel, grid, arguments, {"config": PartsConstants(lengths_of(problem))}, OPTIONS),)
+
     def convert(self) -> tuple[Launch, ...]:
         """Fills dq from the fp32 one, where that is not done."""
         problem = self.problem
@@ -304,9 +342,8 @@ class Sm90Backward:
     ) -> tuple[Launch, ...]:
         """All of a backward pass."""
         first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
-        if self.config.form == "columns":
-            return first, main, self.query_gradient(dout, gradients.dq)
-        return first, main, *self.convert()
+        of_dq = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
+        return first, main, *of_dq, *self.sum_parts(gradients.dk, gradients.dv)
 
 
 def _can_roll(problem: AttentionProblem, config: Sm90BwdConfig, dq: torch.Tensor) -> bool:
