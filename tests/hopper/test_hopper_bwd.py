@@ -202,7 +202,7 @@ def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypat
 
 
 def test_how_many_parts_a_group_has() -> None:
-    """As few as give each of 132 multiprocessors about two blocks of keys, none of fewer than 512 queries."""
+    """As few as give each multiprocessor a block of keys, two under a causal mask; none has fewer than 512 queries."""
     one = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 8, 1, 8192, 8192, 128, 128, -1, 0)
     tile = bwd_configs.config_of(one)
 
@@ -212,6 +212,8 @@ def test_how_many_parts_a_group_has() -> None:
     assert [parts(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [parts(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
     assert parts(heads_q=7) == 7
+    for mask in ({"window_right": -1}, {"window_left": 512}):
+        assert [parts(batch=batch, **mask) for batch in (1, 2)] == [2, 1]
     assert [parts(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
     packed = {"layout": VARLEN, "batch": 64, "seqlen_q": 1024, "seqlen_k": 1024, "total_q": 8192}
     assert [parts(**packed, total_k=n) for n in (0, 8192, 16384, 65536)] == [8, 4, 2, 1]

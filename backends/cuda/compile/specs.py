@@ -302,7 +302,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (64, "float16", True, divided),
         (128, "bfloat16", False, {**divided, "deterministic": True}),
         (128, "bfloat16", True, {**packed, **divided}),
-        (192, "float16", True, {**divided, "head_dim_v": 128, "sinks": True}),
+        (192, "float16", True, {**divided, "heads_kv": 1, "head_dim_v": 128, "sinks": True}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
         tensors, out, lse = tensors_of(problem)

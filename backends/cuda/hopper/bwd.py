@@ -1,8 +1,9 @@
 """Attention backward for Hopper (sm_90): one loop for dQ, dK and dV, in Gluon.
 
 A program takes one block of BLOCK_N = 128 keys of a head after another, and for each goes through the queries of every
-head in the group, or in a part of it (`bwd_parts.py`). One warp finds the blocks and copies tiles to shared memory through TMA, two others add dQ to global
-memory, and two warpgroups, each with 64 of the keys, do the rest. For each block of BLOCK_M queries a consumer forms
+head in the group, or in a part of it (`bwd_parts.py`). One warp finds the blocks and copies tiles to shared memory
+through TMA, two others add dQ to global memory, and two warpgroups, each with 64 of the keys, do the rest. For each
+block of BLOCK_M queries a consumer forms
 
     Sᵀ = K Qᵀ,  Pᵀ = exp(Sᵀ - LSE),  dPᵀ = V dOᵀ,  dSᵀ = Pᵀ * (dPᵀ - delta),  dV += Pᵀ dO,  dK += dSᵀ Q,  dQ = dS K
 

@@ -15,8 +15,8 @@ CONSUMERS = 2  # warpgroups
 # portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
-# Under a causal mask the longest block of keys takes twice the average.
-BLOCKS_EACH = 1.9
+# Blocks of keys that are enough for each multiprocessor; under a causal mask the longest takes twice the average.
+BLOCKS_EACH, BLOCKS_EACH_CAUSAL = 0.95, 1.9
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers
 
@@ -57,15 +57,15 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
 def parts_of(problem: AttentionProblem, config: Sm90BwdConfig, multiprocessors: int) -> int:
     """Into how many parts the query heads of a group are divided, so that other programs take them (`bwd_parts.py`).
 
-    The fewest with which each multiprocessor has BLOCKS_EACH blocks of keys, if so many pass by MIN_QUERIES each.
+    The fewest with which there are enough blocks of keys, if so many have MIN_QUERIES each.
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
     blocks = rows * problem.heads_kv // config.block_n
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     few_enough = [n for n in divisors if n == 1 or problem.seqlen_q * group // n >= MIN_QUERIES]
-    enough = (n for n in few_enough if blocks * n >= BLOCKS_EACH * multiprocessors)
-    return next(enough, few_enough[-1])
+    each = BLOCKS_EACH_CAUSAL if problem.causal and problem.window_left < 0 else BLOCKS_EACH
+    return next((n for n in few_enough if blocks * n >= each * multiprocessors), few_enough[-1])
 
 
 def dq_stages(boxes: int, boxes_v: int) -> int:

@@ -28,7 +28,7 @@ from diyfa.backends.cuda.hopper.bwd_dq import (
     _prepare_kernel,
 )
 from diyfa.backends.cuda.hopper.bwd_mla import BOXES, BOXES_V, _bwd_mla_kernel
-from diyfa.backends.cuda.hopper.bwd_parts import PartsConstants, _sum_parts_kernel
+from diyfa.backends.cuda.hopper.bwd_parts import COLUMNS, SUM_ROWS, PartsConstants, _sum_parts_kernel
 from diyfa.backends.cuda.hopper.bwd_wide import _bwd_wide_dkdv_kernel
 from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, _bwd_wide_dq_kernel
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_together
@@ -310,7 +310,8 @@ class Sm90Backward:
             "head_dim_v": problem.head_dim_v,
         }
         del arguments["heads_q"]
-        grid = cdiv(problem.seqlen_k, ROWS.value) * problem.batch * problem.heads_kv
+        rows = cdiv(problem.seqlen_k, SUM_ROWS.value) * problem.batch * problem.heads_kv
+        grid = rows, cdiv(max(problem.head_dim, problem.head_dim_v), COLUMNS.value)
         return (Launch(_sum_parts_kernel, grid, arguments, {"config": PartsConstants(lengths_of(problem))}, OPTIONS),)
 
     def convert(self) -> tuple[Launch, ...]:
