@@ -182,7 +182,10 @@ PARTS = {
         case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
         case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
     ],
-    "_bwd_wide_dkdv_kernel": [case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100)],
+    "_bwd_wide_dkdv_kernel": [
+        case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
+        case("five_parts_wider_v", batch=2, heads=5, head_dim_v=136, seqlen_q=64, seqlen_k=40),
+    ],
     "_bwd_mla_kernel": [
         case("latent", heads=4, head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
     ],
@@ -193,7 +196,7 @@ PARTS = {
     ("main", "case"), [pytest.param(main, case, id=case.name) for main, cases in PARTS.items() for case in cases]
 )
 def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one part per two query heads or, where a group is odd, per one: more programs, the same gradients."""
+    """Into parts of two query heads or, where a group is small or odd, of one: more programs, the same gradients."""
     group = case.heads // case.heads_kv
     monkeypatch.setattr(bwd_launch, "parts_of", lambda *_: group // 2 if group > 2 and group % 2 == 0 else group)
     kernel = interpret_backward(monkeypatch, seed=5, main=main, interleave=True, multiprocessors=3)
@@ -202,7 +205,8 @@ def test_groups_divided_among_programs(main: str, case: AttentionCase, monkeypat
 
 
 def test_how_many_parts_a_group_has() -> None:
-    """As few as give each multiprocessor a block of keys, two under a causal mask; none has fewer than 512 queries."""
+    """As few as give each multiprocessor about a block of keys, two under a causal mask; none has fewer than 512
+    queries, nor do all together need more than 512 MiB."""
     one = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 8, 1, 8192, 8192, 128, 128, -1, 0)
     tile = bwd_configs.config_of(one)
 
@@ -212,6 +216,10 @@ def test_how_many_parts_a_group_has() -> None:
     assert [parts(heads_kv=heads) for heads in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [parts(batch=batch) for batch in (1, 2, 4)] == [4, 2, 1]
     assert parts(heads_q=7) == 7
+    assert parts(heads_q=71) == 1 and parts(heads_q=61) == 61  # blocks, 64 for each head, of 128 KiB
+    assert [parts(batch=1, seqlen_k=n, heads_q=7) for n in (224 * 128, 225 * 128)] == [7, 1]  # 1.7 times 132
+    wide = bwd_configs.CONFIGS[256]
+    assert [bwd_configs.parts_of(one.replace(heads_kv=n), wide, 132) for n in (1, 2, 4)] == [2, 1, 1]
     for mask in ({"window_right": -1}, {"window_left": 512}):
         assert [parts(batch=batch, **mask) for batch in (1, 2)] == [2, 1]
     assert [parts(seqlen_q=n) for n in (1024, 128, 64, 1)] == [4, 2, 1, 1]
@@ -300,10 +308,11 @@ def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.Mon
         assert found == [1, 14, 1]
 
 
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window_right", [-1, 0])
 def test_programs_wait_for_lower_numbers_only(
-    window_right: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    window_right: int, deterministic: bool, divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A share is drawn behind all keys of its head, and keys of a head behind all shares of the one that had its
     memory: those that wait may be all that run."""
@@ -314,7 +323,9 @@ def test_programs_wait_for_lower_numbers_only(
     for multiprocessors in (1, 2, 132):
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=multiprocessors: count)
         for heads, seqlen_k in itertools.product((1, 2, 3, 4, 5, 7, 40, 300), (1, 128, 129, 500, 5000)):
-            some = problem.replace(heads_q=heads, heads_kv=heads, seqlen_k=seqlen_k)
+            heads_kv = 1 if divided else heads
+            monkeypatch.setattr(bwd_launch, "parts_of", lambda *_, parts=heads // heads_kv: parts)
+            some = problem.replace(heads_q=heads, heads_kv=heads_kv, seqlen_k=seqlen_k)
             q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
             lse = torch.empty(1, heads, 64, device="meta")
             dq = torch.empty(1, heads, 64, 64).bfloat16()
@@ -408,6 +419,38 @@ def test_deterministic(sizes: tuple[Any, ...]) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
 
 
+def test_deterministic_with_a_group_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bwd_launch, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
+    first, other = (sums(DETERMINISTIC["full"], seed) for seed in (0, 5))
+    assert first[0].count_nonzero()
+    assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("lens", [((60,), (200,)), ((200, 60), (60, 60))], ids=["keys", "queries"])
+def test_sequences_longer_than_said_end(lens: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for blocks that are not drawn: the first rows have gradients, the others zeros."""
+    interpret_backward(monkeypatch, interleave=True, fixed_order=True)
+    batch, longest = len(lens[0]), 90 if len(lens[0]) == 1 else 60
+    total_q, total_k = (sum(x) for x in lens)
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", VARLEN, batch, 2, 1, longest, longest, 64, 64)
+    problem = problem.replace(total_q=total_q, total_k=total_k, deterministic=True)
+    torch.manual_seed(0)
+    q, out, dout = (torch.randn(total_q, 2, 64).bfloat16() for _ in range(3))
+    k, v = (torch.randn(total_k, 1, 64).bfloat16() for _ in range(2))
+    offsets = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in lens]
+    tensors = AttentionTensors(q, k, v, 0.1, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in (q, k, v)))
+    with poisoned_allocations():
+        bwd_launch.attention_backward(problem, tensors, out, torch.zeros(2, total_q), dout, None, gradients)
+    assert all(x.isfinite().all() for x in gradients[:3])
+    for x, lengths in zip(gradients[:3], (lens[0], lens[1], lens[1]), strict=True):
+        first = 0
+        for n in lengths:
+            assert x[first : first + min(n, longest)].count_nonzero()
+            assert not x[first + longest : first + n].count_nonzero()
+            first += n
+
+
 def test_no_program_waits_for_one_that_has_not_started() -> None:
     """The GPU may be full of other kernels that wait, too: who comes first takes blocks of keys in their order."""
     apart, together = (sums(DETERMINISTIC["full"], 0, at_once=at_once) for at_once in (False, True))
@@ -422,22 +465,25 @@ def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: i
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_the_workspace_are_aligned(deterministic: bool) -> None:
+def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 3, 64, 64, 64, 64)
+    monkeypatch.setattr(bwd_launch, "parts_of", lambda *_: 3)
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 1, 64, 64, 64, 64)
     problem = problem.replace(deterministic=deterministic)
-    q = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16)
+    q, lse = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 3, 64)
     config = bwd_configs.config_of(problem)
-    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q, q, 1.0), config, torch.zeros(1, 3, 64), q)
-    parts = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
-    assert [x.storage_offset() % 4 for x in parts if x is not None] == [0] * (4 + deterministic)
+    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q[:, :1], q[:, :1], 1.0), config, lse, q)
+    memory = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
+    memory += backward.dk_dv_parts
+    assert [x.storage_offset() % 4 for x in memory if x is not None] == [0] * (6 + deterministic)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"head_dim": 128}, {"head_dim": 192}, {"deterministic": True}, {"seq_lens": True},
+    {}, {"head_dim": 128}, {"head_dim": 192}, {"deterministic": True}, {"seq_lens": True}, {"heads_kv": 1},
 ])  # fmt: skip
-def test_calls_can_be_repeated_past_the_launcher(changes: dict) -> None:
+def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats a launch for other addresses (`runtime/replay.py`) takes kernels whose tensors come first only."""
+    monkeypatch.setattr(bwd_launch, "parts_of", lambda problem, *_: problem.heads_q // problem.heads_kv)
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
     problem = problem.replace(head_dim_v=problem.head_dim)
     q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))

@@ -16,7 +16,8 @@ CONSUMERS = 2  # warpgroups
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
 # Blocks of keys that are enough for each multiprocessor; under a causal mask the longest takes twice the average.
-BLOCKS_EACH, BLOCKS_EACH_CAUSAL = 0.95, 1.9
+# Less than that is enough, since parts cost a tenth. MOST_BLOCKS of them in float32 take 512 MiB.
+BLOCKS_EACH, BLOCKS_EACH_CAUSAL, MOST_BLOCKS = 0.85, 1.7, 4096
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers
 
@@ -57,14 +58,15 @@ def config_of(problem: AttentionProblem) -> Sm90BwdConfig:
 def parts_of(problem: AttentionProblem, config: Sm90BwdConfig, multiprocessors: int) -> int:
     """Into how many parts the query heads of a group are divided, so that other programs take them (`bwd_parts.py`).
 
-    The fewest with which there are enough blocks of keys, if so many have MIN_QUERIES each.
+    The fewest with which there are enough blocks of keys, if so many have MIN_QUERIES each, and room.
     """
     group = problem.heads_q // problem.heads_kv
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
     blocks = rows * problem.heads_kv // config.block_n
     divisors = [n for n in range(1, group + 1) if group % n == 0]
-    few_enough = [n for n in divisors if n == 1 or problem.seqlen_q * group // n >= MIN_QUERIES]
-    each = BLOCKS_EACH_CAUSAL if problem.causal and problem.window_left < 0 else BLOCKS_EACH
+    most = min(problem.seqlen_q * group // MIN_QUERIES, MOST_BLOCKS // max(blocks, 1))
+    few_enough = [n for n in divisors if n == 1 or n <= most]
+    each = BLOCKS_EACH_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_EACH
     return next((n for n in few_enough if blocks * n >= each * multiprocessors), few_enough[-1])
 
 

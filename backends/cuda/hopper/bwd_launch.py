@@ -105,7 +105,7 @@ class Sm90Backward:
         programs = min(self.programs, self.multiprocessors)
         at_work = min(1 + cdiv(programs * (2 if problem.window_right >= 0 else 1), blocks), heads)
         half = cdiv(at_work, 2)
-        if self.in_order and problem.window_left < 0 and not problem.causal:
+        if self.in_order and problem.window_left < 0 and problem.window_right < 0:
             lag = min(at_work + cdiv(half, 2), heads)  # since heads that take turns are done later
             return half, lag, min(2 * lag, heads)
         differ = problem.causal and problem.window_left < 0 and not self.in_order

@@ -46,7 +46,11 @@ class Sizes:
 
 @gluon.jit
 def _sequence(b, sizes, LENGTHS: gl.constexpr):
-    """Sample b -> (its first row in q, in k, its queries, its keys)."""
+    """Sample b -> (its first row in q, in k, its queries, its keys).
+
+    Of a packed sequence that is longer than the longest is said to be, what comes first: there is no memory for more,
+    and nobody draws its blocks, for which others would wait.
+    """
     first_q = 0
     first_k = 0
     n_queries = sizes.seqlen_q
@@ -56,6 +60,8 @@ def _sequence(b, sizes, LENGTHS: gl.constexpr):
         first_k = _clamped(sizes.lengths_k_ptr + b, sizes.total_k)
         n_queries = gl.maximum(_clamped(sizes.lengths_q_ptr + b + 1, sizes.total_q) - first_q, 0)
         n_keys = gl.maximum(_clamped(sizes.lengths_k_ptr + b + 1, sizes.total_k) - first_k, 0)
+        n_queries = gl.minimum(n_queries, sizes.seqlen_q)
+        n_keys = gl.minimum(n_keys, sizes.seqlen_k)
     if LENGTHS == SEQ_LENS:
         n_keys = _clamped(sizes.lengths_k_ptr + b, sizes.seqlen_k)
         n_queries = gl.minimum(n_keys, sizes.seqlen_q)
