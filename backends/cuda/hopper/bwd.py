@@ -221,7 +221,6 @@ class Inputs:
     steps_vn: gl.tensor
     steps_dob: gl.tensor
     steps_dom: gl.tensor
-    parts: gl.tensor | gl.constexpr  # of a group's query heads (`bwd_parts.py`)
 
 
 @aggregate
@@ -241,12 +240,13 @@ class Outputs:
 
 
 @gluon.jit
-def _load_keys(keys, shared, inputs):
-    """Start copying a block of keys: K, then V."""
+def _load_keys(keys, sizes, shared, inputs):
+    """Start copying a block of keys: K, then V. Where a group is divided, its parts share a head (`bwd_parts.py`)."""
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
-    hk = keys.hk // inputs.parts
+    heads = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3]
+    hk = keys.hk // (sizes.heads_q // sizes.group_size // heads.to(gl.int32))
     end_k = end_of(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
     end_v = end_of(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
@@ -289,7 +289,7 @@ def _load_queries(keys, h, i, item, sizes, shared, inputs):
 @gluon.jit
 def _producer(keys, sizes, shared, inputs):
     """One warp: copy a block of keys, then block after block of queries as soon as a stage is free."""
-    _load_keys(keys, shared, inputs)
+    _load_keys(keys, sizes, shared, inputs)
     item = 0
     for g in range(sizes.group_size):
         for i in range(keys.end - keys.begin):
@@ -337,7 +337,7 @@ def _persistent_producer(sizes, shared, inputs, dq, key_blocks, scheduler):
             if config.ROLLING:
                 share = gl.maximum(index - dq.lag * blocks_n, -1)
             key_blocks.write(turn, keys, share, KEYS)
-            _load_keys(keys, shared, inputs)
+            _load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
                 for i in range(gl.where(g == 0, 1, 0), n):
                     _load_queries(keys, h + g, i, item + g * n + i, sizes, shared, inputs)
@@ -679,7 +679,6 @@ def _bwd_sm90_kernel(
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
     steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,  # `steps_of` each tensor
     heads_in_turns,  # see `_key_block`
-    parts,  # of a group's query heads (`bwd_parts.py`)
     dq_slots, dq_lag,  # of `RollingDq`
     sm_scale, scale, softcap,
     config: gl.constexpr,  # `Sm90BwdConstants`
@@ -737,7 +736,7 @@ def _bwd_sm90_kernel(
     )
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor,
-        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom, parts,
+        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = Outputs(dk_tensor, dv_tensor, dk_ptr, dv_ptr, sm_scale, scale, softcap)
     scheduler = TileScheduler(counter_ptr, "dynamic")

@@ -15,8 +15,8 @@ CONSUMERS = 2  # warpgroups
 # portable ones take some 30 us, and which takes fewer varies (docs/log/hopper-backward.md).
 MIN_KV_LOOP, MIN_SCORES = 1 << 16, 1 << 24
 MIN_QUERIES = 512  # that pass by a block of keys, all heads of its group together: fewer do not repay its beginning
-# Blocks of keys that are enough for each multiprocessor; under a causal mask the longest takes twice the average.
-# Less than that is enough, since parts cost a tenth. MOST_BLOCKS of them in float32 take 512 MiB.
+# How many blocks of keys are enough for each multiprocessor: nearly one, since parts cost a tenth; under a causal mask,
+# where the longest takes twice the average, nearly two. dK and dV of MOST_BLOCKS in float32 take 512 MiB.
 BLOCKS_EACH, BLOCKS_EACH_CAUSAL, MOST_BLOCKS = 0.85, 1.7, 4096
 BOX_COLUMNS = 64  # of the TMA boxes that make up a tile
 SHARED_MEMORY = 226 * 1024  # for tiles; what is left is for barriers

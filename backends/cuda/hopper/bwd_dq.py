@@ -3,10 +3,10 @@
 dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers, so it is added and read as it is. Where
 all sequences have the same length (ROLLING) the main kernel converts it, and no other has to:
 
-* A head of K stands for all query heads of its group. Programs draw blocks of keys in the order of heads, of which
-  some take turns. Who draws one also takes a share of the head that lies `lag` heads before: its consumers
-  convert that when they have done with the keys, and its adders leave zeros where a head follows. Behind the last block
-  of keys there are only shares to draw.
+* A head of K stands for all query heads of its group, or of a part of it. Programs draw blocks of keys in the order of
+  heads, of which some take turns. Who draws one also takes a share of the head that lies `lag` heads before: its
+  consumers convert that when they have done with the keys, and its adders leave zeros where a head follows. Behind the
+  last block of keys there are only shares to draw.
 * So dQ needs room for no more than `slots` heads, which stay in the L2 cache. A head has the memory of the one `slots`
   heads before.
 * Each head has two numbers: how often an adder has added a block of keys, and how often one has cleared a share. Who

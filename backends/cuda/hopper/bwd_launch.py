@@ -238,7 +238,6 @@ class Sm90Backward:
             **of_dq,
             "heads_in_turns": self.heads_in_turns,
             "group_size": problem.heads_q // self.heads_kv,
-            "parts": self.parts,
         }
         values = Sm90BwdConstants(
             block_m=config.block_m,
@@ -304,12 +303,11 @@ class Sm90Backward:
             "dv_ptr": dv,
             **strides(problem.layout, dk=dk, dv=dv),
             **self._sizes(),
-            "heads_kv": problem.heads_kv,
+            "group_size": problem.heads_q // problem.heads_kv,
             "parts": self.parts,
             "head_dim": problem.head_dim,
             "head_dim_v": problem.head_dim_v,
         }
-        del arguments["heads_q"]
         rows = cdiv(problem.seqlen_k, SUM_ROWS.value) * problem.batch * problem.heads_kv
         grid = rows, cdiv(max(problem.head_dim, problem.head_dim_v), COLUMNS.value)
         return (Launch(_sum_parts_kernel, grid, arguments, {"config": PartsConstants(lengths_of(problem))}, OPTIONS),)

@@ -50,19 +50,22 @@ def _sum_tile(parts_ptr, out, row0, column0, end, at, stride_row, heads, first, 
 
 
 @gluon.jit(
-    do_not_specialize=(*SIZES, "heads_kv", "head_dim", "head_dim_v"), do_not_specialize_on_alignment=LENGTH_POINTERS
+    do_not_specialize=(*SIZES, "parts", "head_dim", "head_dim_v"), do_not_specialize_on_alignment=LENGTH_POINTERS
 )
 def _sum_parts_kernel(
     dk_parts_ptr, dv_parts_ptr,  # (B, Sk, Hk * parts, D) or (Tk, Hk * parts, D) fp32
     lengths_q_ptr, lengths_k_ptr,
     dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    heads_kv, batch, seqlen_q, seqlen_k, total_q, total_k, parts, head_dim, head_dim_v,
+    heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, parts, head_dim, head_dim_v,
     config: gl.constexpr,  # `PartsConstants`
 ):  # fmt: skip
     """A tile of dK and one of dV of a head."""
     wait_for_previous_kernels()
-    sizes = Sizes(heads_kv, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1)
+    sizes = Sizes(
+        heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, lengths_q_ptr, lengths_k_ptr, 1
+    )
+    heads_kv = heads_q // group_size
     blocks = gl.cdiv(seqlen_k, SUM_ROWS)
     pid = gl.program_id(0)
     column0 = gl.program_id(1) * COLUMNS

@@ -287,7 +287,7 @@ def _bwd_wide_dq_kernel(
     shared = DqShared(config, q_buffers, do_buffers, full, ring, tile_infos)
     inputs = Inputs(
         q_tensor, k_tensor, v_tensor, do_tensor, None,
-        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom, 1,
+        steps_qb, steps_qm, steps_kb, steps_kn, steps_vb, steps_vn, steps_dob, steps_dom,
     )  # fmt: skip
     outputs = DqOutputs(dq_tensor, dq_ptr, statistics_ptr, sm_scale, scale, softcap)
     R: gl.constexpr = config.CONSUMER_REGISTERS
